@@ -1,0 +1,87 @@
+"""`python -m fb_kernels.env`: what is installed, what will run, and why."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import platform
+from importlib import metadata
+
+import torch
+
+import fb_kernels
+
+
+def report() -> str:
+    """A plain table: versions, devices, the compiled library, and what runs each op on the CPU and on CUDA.
+
+    Never raises on a machine where something is missing; the table says what and why.
+    """
+    sections = (
+        ("software", [("python", platform.python_version()), *((name, _version(name)) for name in _PACKAGES)]),
+        ("triton kernels", [("triton", _triton())]),
+        (
+            "cuda",
+            [("built for", torch.version.cuda or "none: this torch is built without CUDA"), ("driver", _driver())],
+        ),
+        ("devices", _devices()),
+        ("compiled library", [("fb_kernels", "none built")]),
+        ("ops: cpu, cuda", [(name, "reference, reference") for name in _ops()] or [("none", "")]),
+    )
+    width = max(len(name) for _, rows in sections for name, _ in rows)
+    lines = []
+    for title, rows in sections:
+        lines += [title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)]
+    return "\n".join(lines)
+
+
+_PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _triton() -> str:
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except Exception as reason:
+        return f"absent: {type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
+
+
+def _driver() -> str:
+    """The newest CUDA version that the installed driver supports."""
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+        code = library.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return "absent: no driver library"
+    major, minor = divmod(version.value, 1000)
+    return f"supports CUDA {major}.{minor // 10}" if code == 0 else f"absent: the driver answers with error {code}"
+
+
+def _devices() -> list[tuple[str, str]]:
+    rows = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} thread(s)")]
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            capability = f"sm_{properties.major}{properties.minor}"
+            rows.append(
+                (f"cuda:{index}", f"{properties.name}, {capability}, {properties.total_memory / 2**30:.0f} GiB")
+            )
+    except RuntimeError as reason:
+        rows.append(("cuda", f"unusable: {str(reason).splitlines()[0]}"))
+    return rows
+
+
+def _ops() -> list[str]:
+    return [name for name in fb_kernels.__all__ if inspect.isfunction(getattr(fb_kernels, name))]
+
+
+if __name__ == "__main__":
+    print(report())

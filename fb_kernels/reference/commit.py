@@ -1,0 +1,69 @@
+"""Definition of `commit_`: sync-free tensor operations, so that it is captured in the graph of a decode step."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+
+
+class Halt(IntEnum):
+    """Why a row of a decode state stopped; the host clears it to go on."""
+
+    NONE = 0
+    """Running."""
+    NAN = 1
+    """The entropy or the threshold is NaN."""
+    EVENT = 2
+    """The entropy is above the threshold and the budget is not spent."""
+    EOS = 3
+    """The token ends the sequence; it is not appended."""
+    LENGTH = 4
+    """The length limit is reached, or the buffer is full."""
+
+
+def _check_values(length: Tensor, threshold: Tensor) -> None:
+    if length.device.type != "cpu":
+        return
+    if threshold.isnan().any():
+        raise checks.error("commit_", "threshold", "numbers", "NaN", "use inf for no events")
+    if (length < 0).any():
+        raise checks.error("commit_", "state", "lengths of 0 or more", int(length.min()), "rebuild the state")
+
+
+def commit_(
+    tokens: Tensor,
+    length: Tensor,
+    halt: Tensor,
+    budget: Tensor,
+    token: Tensor,
+    entropy: Tensor,
+    threshold: Tensor,
+    eos_ids: Tensor,
+    max_length: Tensor,
+) -> None:
+    """Append token to running rows or set their halt."""
+    _check_values(length, threshold)
+    width = tokens.shape[1]
+    running = halt == Halt.NONE
+    full = (length >= max_length) | (length >= width) | (length < 0)
+    reasons = (  # the last one that holds counts
+        (full, Halt.LENGTH),
+        ((token[:, None] == eos_ids).any(1), Halt.EOS),
+        ((entropy.double() > threshold.double()) & (budget > 0), Halt.EVENT),
+        (entropy.isnan() | threshold.isnan(), Halt.NAN),
+    )
+    new_halt = torch.zeros_like(halt)
+    for holds, reason in reasons:
+        new_halt = torch.where(holds, int(reason), new_halt)
+    append = running & (new_halt == Halt.NONE)
+    if width:
+        position = length.clamp(0, width - 1).long()[:, None]
+        tokens.scatter_(
+            1, position, torch.where(append[:, None], token[:, None].to(tokens.dtype), tokens.gather(1, position))
+        )
+    length.add_(append)
+    halt.copy_(torch.where(running, new_halt, halt))

@@ -1,0 +1,23 @@
+"""Definition of `joint_pool`, on every device: all pairs are compared, so no shape depends on the contents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids[..., K], count[...], source[..., K]) with K = Ks + Kt."""
+    split = slm_ids.shape[-1]
+    ids = torch.cat([slm_ids, llm_ids], -1)
+    same = ids[..., :, None] == ids[..., None, :]  # [..., K, K]
+    kept = (ids >= 0) & ~same.tril(-1).any(-1)  # first occurrences
+    source = same[..., :split].any(-1).int() + 2 * same[..., split:].any(-1).int()
+    count = kept.sum(-1, dtype=torch.int32)
+    ahead, behind = kept.cumsum(-1) - 1, (~kept).cumsum(-1) - 1
+    place = torch.where(kept, ahead, count[..., None] + behind)  # a permutation: kept ids move to the front
+    return (
+        torch.empty_like(ids).scatter_(-1, place, ids.masked_fill(~kept, -1)),
+        count,
+        torch.empty_like(source).scatter_(-1, place, source.masked_fill(~kept, 0)),
+    )

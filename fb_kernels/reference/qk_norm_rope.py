@@ -1,0 +1,151 @@
+"""Definition of `qk_norm_rope` and of its form that also writes a key-value cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.reference.linear_logprob import accumulation_dtype
+from fb_kernels.reference.rms_norm import normalize, normalize_backward
+
+OP = "qk_norm_rope"
+
+
+def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
+    """q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E] of rows[T, (Hq + 2 Hkv) E]."""
+    heads = rows.reshape(rows.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    return list(heads.split((num_heads, num_kv_heads, num_kv_heads), 1))
+
+
+def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, 1, E] rows of table[S, E]; NaN where a position lies outside."""
+    inside = (positions >= 0) & (positions < table.shape[0])
+    rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
+    return torch.where(inside[:, None], rows, torch.nan)[:, None]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute x cos + rotate_half(x) sin."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = (grad * sin).chunk(2, -1)
+    return grad * cos + torch.cat((second, -first), -1)
+
+
+def _check_positions(positions: Tensor, limit: int) -> None:
+    if positions.device.type != "cpu":
+        return
+    bad = positions[(positions < 0) | (positions >= limit)]
+    if len(bad):
+        raise checks.error(
+            OP, "positions", f"0 to {limit - 1}, rows of cos and sin", int(bad[0]), "extend the rotary tables"
+        )
+
+
+def _check_slots(slots: Tensor, size: int) -> None:
+    if slots.device.type != "cpu":
+        return
+    used = slots[slots >= 0].tolist()
+    if used and max(used) >= size:
+        raise checks.error(
+            OP, "kv_out", f"slots below {size}, the caches' rows", max(used), "mark rows not to be written with -1"
+        )
+    if len(set(used)) < len(used):
+        repeated = next(slot for slot in used if used.count(slot) > 1)
+        raise checks.error(
+            OP, "kv_out", "a slot of its own for every row", f"slot {repeated} twice", "use -1 for padding"
+        )
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), normed where a weight is given, q and k rotated."""
+    _check_positions(positions, cos.shape[0])
+    dtype = accumulation_dtype(qkv.dtype)
+    q, k, v = _split(qkv, num_heads, num_kv_heads, cos.shape[1])
+    cosine, sine = _gather(cos, positions, dtype), _gather(sin, positions, dtype)
+    rotated = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        heads = x.to(dtype)
+        if weight is not None:
+            heads = normalize(heads, eps)[0] * weight.to(dtype)
+        rotated.append(_rotate(heads, cosine, sine).to(qkv.dtype).contiguous())
+    return rotated[0], rotated[1], v.clone(memory_format=torch.contiguous_format)
+
+
+def qk_norm_rope_out(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope`, with k and v also written to their slots of the caches."""
+    size = k_cache.shape[0]
+    _check_slots(slots, size)
+    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+    if size and slots.shape[0]:
+        written = (slots >= 0) & (slots < size)
+        any_written = written.any()
+        # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
+        source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), written.int().argmax())
+        target = torch.where(any_written, slots[source].long(), 0)
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.index_copy_(0, target, torch.where(any_written, rows[source], cache[:1]))
+    return q, k, v
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to qkv, q_weight and k_weight; what `needs` leaves out comes back empty."""
+    dtype = accumulation_dtype(qkv.dtype)
+    q, k, _ = _split(qkv, num_heads, num_kv_heads, cos.shape[1])
+    cosine, sine = _gather(cos, positions, dtype), _gather(sin, positions, dtype)
+    to_heads, to_weights = [], []
+    for x, weight, grad, need in ((q, q_weight, grad_q, needs[1]), (k, k_weight, grad_k, needs[2])):
+        on_heads = _rotate_backward(grad.to(dtype), cosine, sine)
+        on_weight = qkv.new_empty(0)
+        if weight is not None:
+            unit, inverse = normalize(x.to(dtype), eps)
+            if need:
+                on_weight = (on_heads * unit).sum((0, 1)).to(weight.dtype)
+            on_heads = normalize_backward(on_heads * weight.to(dtype), unit, inverse)
+        to_heads.append(on_heads)
+        to_weights.append(on_weight)
+    to_qkv = qkv.new_empty(0)
+    if needs[0]:
+        to_qkv = torch.cat((*to_heads, grad_v.to(dtype)), 1).to(qkv.dtype).reshape(qkv.shape)
+    return to_qkv, to_weights[0], to_weights[1]

@@ -1,0 +1,210 @@
+"""The rules of the house, read from the source: who may import whom, what is never called, what must lie where."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fb_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("fb_kernels", "fb_core")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PUBLIC_MODULES = {"testing", "env"}
+UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}-])/(?:home|root|work|tmp|usr|opt|mnt|data|etc|var|srv|Users)/|[A-Z]:\\\\")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST, path: str) -> Iterator[tuple[str, str | None]]:
+    """(module, name or None) of every import, also those inside functions and through importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.split("/")[: -node.level] if node.level else []
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            yield from ((str(first.value), None) for first in node.args[:1] if isinstance(first, ast.Constant))
+
+
+def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
+    package = path.split("/")[0]
+    for module, name in imports(tree, path):
+        root, *rest = module.split(".")
+        shown = module if name is None else f"{name} from {module}"
+        if root in ("benchmarks", "tests") or (root == "fb_core" and package == "fb_kernels"):
+            yield f"imports {shown}: imports point the other way"
+        if root in UNPICKLERS:
+            yield f"imports {shown}: nothing is unpickled"
+        if root == "triton" and not path.startswith(("fb_kernels/triton/", "fb_kernels/env.py")):
+            yield f"imports {shown}: kernels live in fb_kernels/triton"
+        if root == "peft" and path != "fb_core/hf.py":
+            yield f"imports {shown}: peft is met in fb_core/hf.py"
+        if root == "transformers" and path != "fb_core/hf.py" and not path.startswith("fb_core/demo/"):
+            yield f"imports {shown}: transformers is met in fb_core/hf.py"
+        if package == "fb_core" and root == "fb_kernels":
+            private_module = bool(rest) and (rest[0] not in PUBLIC_MODULES or len(rest) > 1)
+            private_name = not rest and name is not None and name not in {*fb_kernels.__all__, *PUBLIC_MODULES}
+            if private_module or private_name:
+                yield f"imports {shown}: only fb_kernels' public names are for others"
+        if (
+            package == "fb_core"
+            and path != "fb_core/cli.py"
+            and (module == "fb_core.cli" or shown == "cli from fb_core")
+        ):
+            yield f"imports {shown}: the command line is built on top"
+
+
+def call_faults(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function in ("eval", "exec", "builtins.eval", "builtins.exec", "torch.load"):
+                yield f"calls {function}"
+            for keyword in node.keywords:
+                if keyword.arg in ("trust_remote_code", "allow_pickle") and ast.unparse(keyword.value) == "True":
+                    yield f"passes {keyword.arg}=True"
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch" and any(n.name == "load" for n in node.names):
+            yield "imports load from torch"
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if (
+                    key is not None
+                    and ast.unparse(key).strip("'\"") == "trust_remote_code"
+                    and ast.unparse(value) == "True"
+                ):
+                    yield "passes trust_remote_code=True"
+
+
+def faults(source: str, path: str) -> list[str]:
+    tree = ast.parse(source)
+    found = [*import_faults(tree, path), *call_faults(tree)]
+    return found + [f"holds the absolute path {match.group()}" for match in ABSOLUTE_PATH.finditer(source)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_sources_keep_the_rules(path: Path) -> None:
+    assert faults(path.read_text(encoding="utf-8"), relative(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fb_kernels/a.py", "import fb_core"),
+        ("fb_kernels/a.py", "from fb_core.scorer import CompatibilityScorer"),
+        ("fb_kernels/a.py", "import triton.language as tl"),
+        ("fb_kernels/a.py", "def f():\n    from transformers import AutoModel"),
+        ("fb_core/a.py", "from fb_kernels.reference.swiglu import swiglu"),
+        ("fb_core/a.py", "from fb_kernels import backend"),
+        ("fb_core/a.py", "import fb_kernels.backend"),
+        ("fb_core/a.py", "import triton"),
+        ("fb_core/a.py", "import importlib\nimportlib.import_module('peft')"),
+        ("fb_core/a.py", "import peft.tuners"),
+        ("fb_core/demo/a.py", "from peft import LoraConfig"),
+        ("fb_core/a.py", "from transformers import AutoModel"),
+        ("fb_core/a.py", "from . import cli"),
+        ("fb_core/pipeline/a.py", "from ..cli import main"),
+        ("fb_core/a.py", "from tests import conftest"),
+        ("fb_core/a.py", "import pickle"),
+        ("fb_core/a.py", "x = torch.load('a.pt')"),
+        ("fb_core/a.py", "from torch import load"),
+        ("fb_core/a.py", "eval('1')"),
+        ("fb_core/a.py", "f(trust_remote_code=True)"),
+        ("fb_core/a.py", "f(**{'trust_remote_code': True})"),
+        ("fb_core/a.py", "np.load(p, allow_pickle=True)"),
+        ("fb_core/a.py", "p = '/" + "home/me/model'"),
+        ("fb_core/a.py", "# see /" + "tmp/x"),
+    ],
+)
+def test_a_broken_rule_is_seen(path: str, source: str) -> None:
+    assert len(faults(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "fb_core/a.py",
+            "import fb_kernels\nfrom fb_kernels import linear_logprob\nfrom fb_kernels.testing import poison_",
+        ),
+        ("fb_core/hf.py", "import peft, transformers"),
+        ("fb_core/demo/a.py", "from transformers import AutoModel"),
+        ("fb_core/cli.py", "from fb_core import scorer"),
+        ("fb_core/a.py", "model.eval()\nf(trust_remote_code=config.trust)\nurl = 'http://host/data/x'"),
+        ("fb_kernels/triton/a.py", "import triton"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str) -> None:
+    assert faults(source, path) == []
+
+
+def test_every_op_has_its_files_under_one_stem() -> None:
+    functions = [getattr(fb_kernels, name) for name in fb_kernels.__all__]
+    stems = {function.__module__.removeprefix("fb_kernels.") for function in functions if inspect.isfunction(function)}
+    assert len(stems) > 1
+    for stem in sorted(stems):
+        for file in (f"fb_kernels/{stem}.py", f"fb_kernels/reference/{stem}.py", f"tests/kernels/test_{stem}.py"):
+            assert (ROOT / file).is_file(), file
+
+
+def test_every_op_module_is_public() -> None:
+    public = {inspect.getmodule(getattr(fb_kernels, name)).__name__ for name in fb_kernels.__all__}
+    for path in (ROOT / "fb_kernels").glob("*.py"):
+        if (path.parent / "reference" / path.name).is_file() and path.stem != "__init__":
+            assert f"fb_kernels.{path.stem}" in public, path.stem
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+NO_TRITON = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("triton", "flash_attn"):
+            raise ImportError(name + " is not installed")
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_alone(code: str) -> None:
+    """Run code in a process of its own with no GPU."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_packages_import_and_run_on_a_bare_machine() -> None:
+    run_alone(
+        NO_TRITON + "import torch, fb_kernels, fb_core, fb_kernels.env\n"
+        "fb_kernels.env.report()\n"
+        "x = torch.ones(2, 4)\n"
+        "assert fb_kernels.linear_logprob(x, x, torch.tensor([0, 1])).shape == (2,)\n"
+    )
+
+
+def test_importing_fb_core_leaves_transformers_alone() -> None:
+    run_alone("import sys, fb_core\nassert not {'transformers', 'peft'} & sys.modules.keys()\n")
+
+
+def test_importing_fb_kernels_leaves_triton_alone() -> None:
+    run_alone(
+        "import sys, fb_kernels\nassert not {'transformers', 'peft', 'triton', 'flash_attn'} & sys.modules.keys()\n"
+    )
