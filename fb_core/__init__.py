@@ -1,0 +1,90 @@
+"""The FutureBridge method on top of `fb_kernels`: scorer, reranker, decoder. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fb_core.decoding import (
+        CertainLLM,
+        CollaborativeDecoder,
+        Event,
+        FutureBridgeSelector,
+        Generation,
+        LLMPreference,
+        Pool,
+        RandomChoice,
+        Selector,
+        SLMPreference,
+        State,
+    )
+    from fb_core.llm import LocalLLM
+    from fb_core.policy import RequestPolicy
+    from fb_core.reranker import TokenReranker, candidate_features
+    from fb_core.scorer import BranchGroup, CompatibilityScorer
+    from fb_core.targets import future_compatibility, group_targets
+    from fb_core.training import Recipe, TrainingGroup, TrainingTrajectory, train_reranker
+    from fb_core.verify import Verdict, Verifier
+
+_HOMES = {
+    "fb_core.decoding": (
+        "CertainLLM",
+        "CollaborativeDecoder",
+        "Event",
+        "FutureBridgeSelector",
+        "Generation",
+        "LLMPreference",
+        "Pool",
+        "RandomChoice",
+        "SLMPreference",
+        "Selector",
+        "State",
+    ),
+    "fb_core.llm": ("LocalLLM",),
+    "fb_core.policy": ("RequestPolicy",),
+    "fb_core.reranker": ("TokenReranker", "candidate_features"),
+    "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
+    "fb_core.targets": ("future_compatibility", "group_targets"),
+    "fb_core.training": ("Recipe", "TrainingGroup", "TrainingTrajectory", "train_reranker"),
+    "fb_core.verify": ("Verdict", "Verifier"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BranchGroup",
+    "CertainLLM",
+    "CollaborativeDecoder",
+    "CompatibilityScorer",
+    "Event",
+    "FutureBridgeSelector",
+    "Generation",
+    "LLMPreference",
+    "LocalLLM",
+    "Pool",
+    "RandomChoice",
+    "Recipe",
+    "RequestPolicy",
+    "SLMPreference",
+    "Selector",
+    "State",
+    "TokenReranker",
+    "TrainingGroup",
+    "TrainingTrajectory",
+    "Verdict",
+    "Verifier",
+    "candidate_features",
+    "future_compatibility",
+    "group_targets",
+    "train_reranker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fb_core' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Peer methods, one file each."""

@@ -1,0 +1,63 @@
+"""Settings, checked by pydantic."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class WorldSettings(BaseModel):
+    """How the method is run in one world of the demo.
+
+    Attributes:
+        quantile: of the request policy, chosen on validation problems.
+        horizon: future tokens that make the target.
+        short_horizon: a horizon too short to see what matters, shown beside it.
+        sweep: other quantiles at which the whole recipe is repeated.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    train_problems: int = Field(700, ge=1)
+    validation_problems: int = Field(150, ge=1)
+    test_problems: int = Field(400, ge=1)
+    quantile: float = Field(ge=0, le=1)
+    horizon: int = Field(16, ge=1)
+    short_horizon: int = Field(4, ge=1)
+    sweep: tuple[float, ...] = ()
+
+    @model_validator(mode="after")
+    def _short_is_shorter(self) -> WorldSettings:
+        if self.short_horizon > self.horizon:
+            raise ValueError(
+                f"short_horizon: expected at most the horizon {self.horizon}, got {self.short_horizon}; shorten it"
+            )
+        return self
+
+
+class DemoSettings(BaseModel):
+    """The demo: which worlds, and what they share.
+
+    Attributes:
+        seed: of the fresh problems; reranker and samples follow it.
+        pool_k: candidates asked of each model.
+        max_events: admitted states a trajectory, and events a problem.
+        certainty: probability from which the override takes the LLM's token.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = Field(0, ge=0)
+    pool_k: int = Field(4, ge=1)
+    max_events: int = Field(8, ge=0)
+    certainty: float = Field(0.9, gt=0, le=1)
+    temperature: float = Field(0.5, gt=0)
+    rank: int = Field(16, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    epochs: int = Field(3, ge=1)
+    votes: int = Field(8, ge=1)
+    worlds: tuple[WorldSettings, ...] = (
+        WorldSettings(name="plans", quantile=0.94, horizon=16, sweep=(0.90, 0.92, 0.96)),
+        WorldSettings(name="control", quantile=0.92, horizon=24),
+        WorldSettings(name="helpful", quantile=0.92, horizon=24, sweep=(0.90, 0.94)),
+    )

@@ -1,0 +1,611 @@
+"""The small model decodes; at uncertain steps the large one proposes candidates and a selector takes one token."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fb_core import hf
+from fb_core.llm import LLM, Candidates, LocalLLM, batches
+from fb_core.policy import RequestPolicy
+from fb_core.reranker import TokenReranker, candidate_features
+from fb_kernels import joint_pool, topk_entropy
+
+PoolKind = Literal["joint", "slm", "llm"]
+SLM, LARGE = 1, 2  # source bits
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """The candidates of one event, the SLM's first, none twice."""
+
+    ids: Tensor  # [K] int64
+    sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
+    slm_logprob: Tensor  # [K] float32, nats
+    llm_logprob: Tensor  # [K] float32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Where a token is to be chosen."""
+
+    tokens: Tensor  # [P] int64, prompt and prefix
+    step: int  # number of tokens generated so far
+    entropy: float  # nats
+    prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
+
+
+@dataclass
+class Event:
+    """One admitted intervention, in plain numbers."""
+
+    step: int  # 0-based index of its token among the new ones
+    entropy: float  # nats
+    pool: list[int]  # ids
+    sources: list[int]  # bits, 1 = SLM, 2 = LLM
+    slm_logprob: list[float]
+    llm_logprob: list[float]
+    scores: list[float] | None  # the selector's, None where it has none
+    choice: int  # index into the pool
+
+    @property
+    def token(self) -> int:
+        """The id that was appended."""
+        return self.pool[self.choice]
+
+
+@dataclass
+class Generation:
+    """What a decoder made of one prompt."""
+
+    token_ids: Tensor  # [n] int64, new tokens only, the end-of-sequence token included
+    events: list[Event]
+    text: str | None  # where the decoder has a tokenizer
+
+
+def candidate_pool(
+    logits: Tensor,
+    llm: LLM,
+    prompts: Sequence[Tensor],
+    pool: PoolKind = "joint",
+    slm_k: int = 8,
+    llm_k: int = 8,
+) -> list[Pool]:
+    """The candidates of many states, both models' log-probabilities beside each of them.
+
+    A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
+
+    Args:
+        logits: [n, V] the SLM's at each state, over the ids that both models share.
+        llm: asked for its candidates and for the log-probabilities of the SLM's.
+        prompts: the [P] tokens of each state.
+        pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
+        slm_k: candidates of the SLM, clamped to V.
+        llm_k: candidates of the LLM, clamped likewise.
+
+    Returns:
+        one pool a state, on the device of logits.
+
+    Raises:
+        ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
+    """
+    device, size = logits.device, logits.shape[-1]
+    slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
+    if pool != "llm":
+        slm_ids = topk_entropy(logits, min(slm_k, size))[2]
+    answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
+    proposed = [ids.new_empty(0) if pool == "slm" else ids.where(ids < size, -1) for ids, _, _ in answers]
+    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
+    pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
+    slm_logprob = logits.float().log_softmax(-1)
+    pools = []
+    for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
+        if not count:
+            raise ValueError(
+                f"llm: expected a candidate among the {size} common ids, got none; tell the LLM how many ids are valid"
+            )
+        ids = pool_ids[row, :count]
+        asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
+        known = answer.logprob.to(device)
+        if slm_ids.shape[1]:
+            if answer.score_logprob is None:
+                raise ValueError(
+                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None from "
+                    f"{type(llm).__name__}; return them beside the candidates"
+                )
+            known = torch.cat([answer.score_logprob.to(device), known])
+        place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
+        pools.append(Pool(ids, sources[row, :count], slm_logprob[row, ids], known[place]))
+    return pools
+
+
+def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:
+    there = [tokens.to(llm.device) for tokens in prompts]
+    scored = list(score_ids.to(llm.device)) if score_ids.shape[1] else None
+    if len(there) == 1:
+        return [llm.candidates(there[0], k, None if scored is None else scored[0])]
+    return llm.candidates_many(there, k, scored)
+
+
+class Selector(ABC):
+    """Takes one candidate of a pool."""
+
+    @abstractmethod
+    def choose(self, state: State, pool: Pool) -> int:
+        """The index of the candidate to append."""
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """(index, scores[K] or None) for every state; each as `choose` would have it."""
+        return [(self.choose(state, pool), None) for state, pool in zip(states, pools, strict=True)]
+
+
+class ScoringSelector(Selector):
+    """Takes the candidate of the highest score, ties to the first in the pool."""
+
+    @abstractmethod
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """float32 [K] for every pool; higher is better."""
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The index of the highest score."""
+        return self.choose_many([state], [pool])[0][0]
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """(index of the highest score, scores) for every state.
+
+        Raises:
+            ValueError: a NaN score.
+        """
+        chosen: list[tuple[int, Tensor | None]] = []
+        for scores in self.scores_many(states, pools):
+            if bool(scores.isnan().any()):
+                raise ValueError(
+                    f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
+                )
+            chosen.append((int(scores.argmax()), scores))
+        return chosen
+
+
+class LLMPreference(ScoringSelector):
+    """The LLM's most likely candidate: on the joint pool its argmax, on the SLM's own pool "S2T"."""
+
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The candidates' log p_T."""
+        return [pool.llm_logprob for pool in pools]
+
+
+class SLMPreference(ScoringSelector):
+    """The SLM's most likely candidate: plain greedy decoding wherever the pool holds the SLM's token."""
+
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The candidates' log p_S."""
+        return [pool.slm_logprob for pool in pools]
+
+
+class RandomChoice(Selector):
+    """A uniformly random candidate: a function of the seed and the state's tokens alone, whatever the batch.
+
+    Args:
+        seed: another seed, another draw.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The same index for the same seed and tokens."""
+        drawn = hashlib.sha256(repr((self.seed, len(state.tokens), state.tokens.tolist())).encode()).digest()
+        return random.Random(drawn).randrange(len(pool))
+
+
+class CertainLLM(Selector):
+    """The LLM's token where it is certain of it, another selector's otherwise.
+
+    Args:
+        selector: asked where the LLM is not certain, or its token is not in the pool.
+        certainty: the probability that the LLM's token must exceed.
+
+    Raises:
+        ValueError: a certainty outside [0, 1].
+    """
+
+    def __init__(self, selector: Selector, certainty: float = 0.9) -> None:
+        if not 0.0 <= certainty <= 1.0:
+            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; 0.9 is usual")
+        self.selector = selector
+        self.certainty = certainty
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The LLM's token, or the other selector's."""
+        return self.choose_many([state], [pool])[0][0]
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """As `choose`, with the other selector's scores where it was asked."""
+        best = [int(pool.llm_logprob.argmax()) for pool in pools]
+        certain = [bool(pool.llm_logprob[top].exp() > self.certainty) for pool, top in zip(pools, best, strict=True)]
+        unsure = [row for row, sure in enumerate(certain) if not sure]
+        asked = self.selector.choose_many([states[row] for row in unsure], [pools[row] for row in unsure])
+        chosen: list[tuple[int, Tensor | None]] = [(top, None) for top in best]
+        for row, choice in zip(unsure, asked, strict=True):
+            chosen[row] = choice
+        return chosen
+
+
+class FutureBridgeSelector(ScoringSelector):
+    """The candidate that the reranker expects the SLM to continue from best.
+
+    Args:
+        reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
+            are scored in one forward.
+    """
+
+    def __init__(self, reranker: TokenReranker) -> None:
+        self.reranker = reranker
+
+    @torch.no_grad()
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The reranker's scores, candidate features included where it was trained with them."""
+        if not states:
+            return []
+        reranker = self.reranker
+        features = None
+        if reranker.feature_names:
+            features = [
+                candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
+                for pool in pools
+            ]
+        prefixes = [state.prefix for state in states if state.prefix is not None]
+        if reranker.scope == "candidate" and len(prefixes) == len(states):
+            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
+        return [
+            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
+            for row, (state, pool) in enumerate(zip(states, pools, strict=True))
+        ]
+
+
+@dataclass
+class _Row:
+    """One sequence under way."""
+
+    index: int  # among the prompts
+    tokens: list[int]  # prompt and what was generated
+    prompt: int  # its length
+    events: list[Event] = field(default_factory=list)
+
+
+Stop = Callable[[_Row], bool]
+
+
+class CollaborativeDecoder:
+    """Greedy decoding by the SLM; where its entropy exceeds the policy's threshold, a selector takes the next token.
+
+    At an event the LLM is asked for its candidates and for the log-probabilities of the SLM's; log p_S and log p_T are
+    known for every candidate of the pool. Tokens of an event count like any other: EOS there ends the generation.
+
+    Args:
+        slm: the small model, in eval mode; it is never changed.
+        llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`.
+        selector: takes one candidate of the pool.
+        policy: when to ask.
+        pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
+        slm_k: candidates of the SLM, clamped to the vocabulary.
+        llm_k: candidates of the LLM, clamped likewise.
+        max_events: the first so many admitted events of a generation are served, then the SLM decodes alone.
+        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary: then the
+            models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
+            models must take equally many ids. Texts are decoded by it.
+        batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
+
+    Raises:
+        TypeError: `slm` is not a transformers model.
+        ValueError: another vocabulary, a model in training mode, or an argument out of range.
+    """
+
+    def __init__(
+        self,
+        slm: hf.CausalLM,
+        llm: LLM | hf.CausalLM,
+        selector: Selector,
+        policy: RequestPolicy,
+        *,
+        pool: PoolKind = "joint",
+        slm_k: int = 8,
+        llm_k: int = 8,
+        max_events: int = 8,
+        tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+        batch_tokens: int = 65536,
+    ) -> None:
+        hf.check_decodable("slm", slm)
+        if pool not in ("joint", "slm", "llm"):
+            raise ValueError(f"pool: expected 'joint', 'slm' or 'llm', got {pool!r}; 'joint' is the method's own")
+        for name, count, least in (
+            ("slm_k", slm_k, 1),
+            ("llm_k", llm_k, 1),
+            ("max_events", max_events, 0),
+            ("batch_tokens", batch_tokens, 1),
+        ):
+            if count < least:
+                raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
+        known = _known_ids(tokenizer)
+        if isinstance(llm, hf.CausalLM):
+            llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
+        self.slm = slm
+        self.llm: LLM = llm
+        self.selector = selector
+        self.policy = policy
+        self.pool = pool
+        self.max_events = max_events
+        self.batch_tokens = batch_tokens
+        self.tokenizer = tokenizer[0] if isinstance(tokenizer, tuple) else tokenizer
+        self.vocabulary = _common_vocabulary(hf.vocabulary(slm), llm.vocabulary, known)
+        self.slm_k = min(slm_k, self.vocabulary)
+        self.llm_k = min(llm_k, self.vocabulary)
+
+    def generate(self, input_ids: Tensor | Sequence[int], max_new_tokens: int = 4096) -> Generation:
+        """Decode one prompt.
+
+        Args:
+            input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
+            max_new_tokens: the most tokens to generate; the model's positions bound it too.
+
+        Returns:
+            The new tokens, the end-of-sequence token included, and the events.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: no ids, one outside the vocabulary, another device or shape, a prompt that leaves no position
+                for a new token, max_new_tokens below 1, a model in training mode, or logits that are NaN at a step.
+        """
+        if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
+            input_ids = input_ids[0]
+        return self.generate_many([input_ids], max_new_tokens)[0]
+
+    def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
+        """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.
+
+        Args:
+            prompts: [P] int64 each, of any lengths.
+            max_new_tokens: the most tokens to generate for each.
+
+        Raises:
+            TypeError: as `generate`.
+            ValueError: as `generate`.
+        """
+        return [self._generation(row) for row in self._decode(prompts, max_new_tokens, hf.eos_ids(self.slm))]
+
+    def generate_until(
+        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int, events: int
+    ) -> list[Generation]:
+        """As `generate_many`, but each generation also ends behind the token of its event number `events`."""
+        rows = self._decode(prompts, max_new_tokens, hf.eos_ids(self.slm), lambda row: len(row.events) >= events)
+        return [self._generation(row) for row in rows]
+
+    def as_custom_generate(self) -> Callable[..., Tensor]:
+        """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
+
+        The length limits, stopping criteria, EOS tokens, left padding and streamer (one prompt) given to `generate` are
+        honoured. Decoding stays greedy between events: logits processors and sampling settings do not act. Returned are
+        the prompts and their new tokens, [B, P + n], padded on the right.
+        """
+
+        def custom_generate(
+            model: hf.CausalLM,
+            input_ids: Tensor,
+            logits_processor: Any = None,
+            stopping_criteria: Any = None,
+            generation_config: Any = None,
+            streamer: Any = None,
+            synced_gpus: bool = False,
+            **model_kwargs: Any,
+        ) -> Tensor:
+            listener = hf.streamer_of_caller() if streamer is None else streamer
+            try:
+                mask = model_kwargs.get("attention_mask")
+                return self._custom_generate(model, input_ids, mask, stopping_criteria, generation_config, listener)
+            finally:
+                if listener is not None:
+                    listener.end()
+
+        return custom_generate
+
+    def _custom_generate(
+        self,
+        model: hf.CausalLM,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any,
+    ) -> Tensor:
+        if model is not self.slm:
+            raise ValueError(
+                "custom_generate: expected generate to be called on the decoder's own SLM, got another "
+                f"{type(model).__name__}; call decoder.slm.generate"
+            )
+        if streamer is not None and len(input_ids) != 1:
+            raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
+
+        def stop(row: _Row) -> bool:
+            if streamer is not None:
+                streamer.put(torch.tensor(row.tokens[-1:]))
+            ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.tokens[row.prompt :])])
+            return bool(stopping_criteria(ids[None], None).all())
+
+        width = input_ids.shape[1]
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, attention_mask, strict=True)]
+        # EOS is among the stopping criteria
+        rows = self._decode(prompts, generation_config.max_length - width, frozenset(), stop)
+        new = [input_ids.new_tensor(row.tokens[row.prompt :]) for row in rows]
+        padding = generation_config.pad_token_id
+        padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
+        return torch.cat([input_ids, padded], 1)
+
+    def text(self, token_ids: Tensor) -> str | None:
+        """token_ids [n] as text without special tokens, None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    def _generation(self, row: _Row) -> Generation:
+        new = torch.tensor(row.tokens[row.prompt :], device=self.slm.device)
+        return Generation(new, row.events, self.text(new))
+
+    @torch.no_grad()
+    def _decode(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        max_new_tokens: int,
+        ends: frozenset[int],
+        stop: Stop | None = None,
+    ) -> list[_Row]:
+        """Every prompt with its new tokens; `stop` is asked after each token and ends a row with True."""
+        checked = self._checked(prompts, max_new_tokens)
+        rows = [_Row(index, ids.tolist(), len(ids)) for index, ids in enumerate(checked)]
+        for batch in batches([len(ids) for ids in checked], [max_new_tokens] * len(checked), self.batch_tokens):
+            self._lockstep([rows[index] for index in batch], max_new_tokens, ends, stop)
+        return rows
+
+    def _lockstep(self, live: list[_Row], max_new_tokens: int, ends: frozenset[int], stop: Stop | None) -> None:
+        """Decode one batch to its end; rows that are done leave it."""
+        device, limit = self.slm.device, hf.max_positions(self.slm) or math.inf
+        ids, mask = hf.left_padded([torch.tensor(row.tokens, device=device) for row in live])
+        width, cache = ids.shape[1], hf.new_cache()
+        for step in range(max_new_tokens):
+            logits = hf.last_logits(self.slm, ids, mask, cache)[:, : self.vocabulary]
+            for row, token in zip(live, self._next_tokens(step, live, logits, cache, width + step), strict=True):
+                row.tokens.append(token)
+            going = [
+                place
+                for place, row in enumerate(live)
+                if not (stop is not None and stop(row)) and row.tokens[-1] not in ends and len(row.tokens) < limit
+            ]
+            if not going:
+                break
+            if len(going) < len(live):
+                hf.keep_rows(cache, going, device)
+                mask = None if mask is None else mask[going]
+                live = [live[place] for place in going]
+            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
+
+    def _checked(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int) -> list[Tensor]:
+        hf.check_decodable("slm", self.slm)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
+        limit = hf.max_positions(self.slm)
+        checked = [hf.token_ids("input_ids", ids, self.slm) for ids in prompts]
+        for ids in checked:
+            if not len(ids):
+                raise ValueError("input_ids: expected at least one token, got none; begin with the prompt")
+            if limit is not None and len(ids) >= limit:
+                raise ValueError(
+                    f"input_ids: expected fewer than {limit} tokens, the model's positions, got {len(ids)}; "
+                    "shorten the prompt"
+                )
+        return checked
+
+    def _next_tokens(self, step: int, rows: Sequence[_Row], logits: Tensor, cache: hf.Cache, slots: int) -> list[int]:
+        """One token a row, greedy or the selector's where the policy asks; the cache holds `slots` tokens a row."""
+        entropy = self.policy.entropy(logits)
+        tokens = topk_entropy(logits, 1)[2][:, 0].tolist()
+        entropies = entropy.tolist()
+        for row, nats in zip(rows, entropies, strict=True):
+            if math.isnan(nats):
+                raise ValueError(
+                    f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {row.index}; "
+                    "check its weights and dtype"
+                )
+        asks = self.policy.asks(entropy).tolist()
+        asking = [place for place, row in enumerate(rows) if asks[place] and len(row.events) < self.max_events]
+        if not asking:
+            return tokens
+        kv = hf.PrefixKV.from_cache(cache, slots)
+        states = []
+        for place in asking:
+            row, held = rows[place], len(rows[place].tokens)
+            prefix = hf.Prefix(kv, start=slots - held, length=held, row=place)
+            states.append(State(torch.tensor(row.tokens, device=logits.device), step, entropies[place], prefix))
+        tried = [state.tokens for state in states]
+        pools = candidate_pool(logits[asking], self.llm, tried, self.pool, self.slm_k, self.llm_k)
+        for place, event in zip(asking, self._events(states, pools), strict=True):
+            rows[place].events.append(event)
+            tokens[place] = event.token
+        return tokens
+
+    def _events(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Event]:
+        chosen = self.selector.choose_many(states, pools)
+        events = []
+        for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):
+            if not 0 <= choice < len(pool):
+                raise ValueError(
+                    f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
+                    "return a place in the pool"
+                )
+            events.append(
+                Event(
+                    state.step,
+                    state.entropy,
+                    pool.ids.tolist(),
+                    pool.sources.tolist(),
+                    pool.slm_logprob.tolist(),
+                    pool.llm_logprob.tolist(),
+                    None if scores is None else scores.tolist(),
+                    choice,
+                )
+            )
+        return events
+
+
+def _known_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None) -> int | None:
+    """The number of ids that the tokenizer knows, None without one.
+
+    Raises:
+        ValueError: a pair with different vocabularies.
+    """
+    if tokenizer is None:
+        return None
+    if not isinstance(tokenizer, tuple):
+        return max(tokenizer.get_vocab().values()) + 1
+    small, large = (one.get_vocab() for one in tokenizer)
+    if small != large:
+        differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
+        raise ValueError(
+            f"tokenizer: expected SLM and LLM to share one vocabulary, got {len(small)} and {len(large)} entries of "
+            f"which {differing} differ; use two models of one family"
+        )
+    return max(small.values()) + 1
+
+
+def _common_vocabulary(slm: int, llm: int | None, known: int | None) -> int:
+    """The number of ids that both models and the tokenizer share.
+
+    Raises:
+        ValueError: different sizes without a tokenizer, or a model that takes fewer ids than the tokenizer has.
+    """
+    if known is None:
+        if llm is not None and slm != llm:
+            raise ValueError(
+                f"llm: expected the SLM's vocabulary of {slm} ids, got {llm}; use two models of one family, or pass "
+                "their tokenizer where only the padding of the embeddings differs"
+            )
+        return slm
+    for name, size in (("slm", slm), ("llm", llm)):
+        if size is not None and size < known:
+            raise ValueError(
+                f"{name}: expected at least the tokenizer's {known} ids, got {size}; use its own tokenizer"
+            )
+    return known

@@ -1,0 +1,261 @@
+"""The demo's model pairs: real Qwen3 models of a few hundred thousand parameters, shipped with the package.
+
+`load_pair` reads the shipped weights; `retrain` makes them again from nothing. A model's accuracy is a matter of its
+corpus and its training length, not of its size: the SLM is stopped while it can work a step out but not yet guess it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from numpy.random import SeedSequence, default_rng
+from safetensors.torch import load_file, save_file
+from transformers import LogitsProcessor, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM, get_scheduler
+
+from fb_core.demo.worlds import WORLDS, Problem, World
+
+Progress = Callable[[str, int, int], None]
+"""Called with (model name, training steps done, training steps in all)."""
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+BATCH, WARMUP = 32, 100
+
+
+@dataclass
+class Pair:
+    """A world with its two frozen models, float32 and in eval mode."""
+
+    world: World
+    slm: Qwen3ForCausalLM
+    llm: Qwen3ForCausalLM
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is made; `worlds` are those that use it, the first writes its corpus."""
+
+    worlds: tuple[str, ...]
+    part: Literal["slm", "llm"]
+    hidden: int
+    layers: int
+    steps: int
+    learning_rate: float
+
+
+# Steps were chosen on role "validation": the SLMs' set the gap, the LLMs' suffice for about 100%.
+RECIPES: dict[str, Recipe] = {
+    "plans-llm": Recipe(("plans",), "llm", 96, 3, 1200, 3e-3),
+    "plans-slm": Recipe(("plans",), "slm", 64, 3, 2400, 2e-3),
+    "control-llm": Recipe(("control",), "llm", 64, 3, 3000, 3e-3),
+    "helpful-llm": Recipe(("helpful",), "llm", 96, 3, 1400, 3e-3),
+    "style-slm": Recipe(("helpful", "control"), "slm", 64, 3, 2150, 3e-3),
+}
+
+
+def load_pair(name: str, directory: Path | None = None) -> Pair:
+    """The pair of a world ("plans", "helpful" or "control"), from the package or from a directory `retrain` wrote."""
+    if name not in WORLDS:
+        raise ValueError(f"load_pair: expected one of {', '.join(WORLDS)}, got {name!r}; pick one of them.")
+    with resources.as_file(resources.files("fb_core.demo") / "weights") as shipped:
+        folder = shipped if directory is None else Path(directory)
+        slm, llm = (_load_model(folder / model) for model in _model_names([name]))
+    return Pair(WORLDS[name], slm, llm)
+
+
+@dataclass(frozen=True)
+class Description:
+    """Greedy accuracy of each model alone, and of the SLM when every step opens with a word it follows, or does not."""
+
+    slm: float
+    llm: float
+    slm_worked: float
+    slm_guessed: float
+
+
+def describe(pair: Pair, n: int, seed: int) -> Description:
+    """Measures a pair on `n` validation problems by an exact checker."""
+    problems = pair.world.problems(n, seed, "validation")
+
+    def accuracy(model: Qwen3ForCausalLM, forced: Sequence[LogitsProcessor] = ()) -> float:
+        answers = _greedy_answers(model, pair.world, problems, forced)
+        return sum(map(str.endswith, answers, (f"\\boxed{{{p.answer}}}" for p in problems))) / n
+
+    forced = partial(_ForcedWords, pair.world, problems)
+    return Description(
+        accuracy(pair.slm), accuracy(pair.llm), accuracy(pair.slm, [forced(True)]), accuracy(pair.slm, [forced(False)])
+    )
+
+
+def retrain(
+    directory: Path,
+    seed: int = 0,
+    worlds: Collection[str] = tuple(WORLDS),
+    progress: Progress | None = None,
+    processes: int = 2,
+) -> None:
+    """Trains every model of `worlds` from nothing into `directory`, in the layout that `load_pair` reads.
+
+    Each model is trained by one thread from `seed` and its own name, so the files do not depend on `processes`;
+    with one process the models are trained in the caller's.
+    """
+    if unknown := set(worlds) - set(WORLDS):
+        raise ValueError(f"retrain: expected worlds among {', '.join(WORLDS)}, got {sorted(unknown)}; leave those out.")
+    report = progress or (lambda *_: None)
+    names = _model_names(worlds)
+    if processes == 1:
+        for name in names:
+            _train_model(name, RECIPES[name], Path(directory), seed, report)
+        return
+    with (
+        get_context("spawn").Manager() as manager,
+        ProcessPoolExecutor(processes, get_context("spawn")) as executor,
+    ):
+        steps: Any = manager.Queue()
+        jobs = [executor.submit(_train_model, n, RECIPES[n], Path(directory), seed, _Sender(steps)) for n in names]
+        while not (finished := all(job.done() for job in jobs)) or not steps.empty():
+            try:
+                report(*steps.get(timeout=0 if finished else 0.2))
+            except queue.Empty:
+                continue
+        for job in jobs:
+            job.result()
+
+
+@dataclass
+class _Sender:
+    steps: Any
+
+    def __call__(self, *step: Any) -> None:
+        self.steps.put(step)
+
+
+def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress: Progress) -> None:
+    """Trains one model on its own stream of fresh examples and saves it in float16, the tied head once."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = _fit(name, recipe, seed, progress)
+    finally:
+        torch.set_num_threads(threads)
+    weights = {key: value for key, value in model.half().state_dict().items() if key != "lm_head.weight"}
+    (directory / name).mkdir(parents=True, exist_ok=True)
+    model.config.to_json_file(directory / name / CONFIG)
+    save_file(weights, directory / name / WEIGHTS, metadata={"format": "pt"})
+
+
+def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCausalLM:
+    world = WORLDS[recipe.worlds[0]]
+    model_seed = int(SeedSequence([seed, *name.encode()]).generate_state(1)[0])
+    torch.manual_seed(model_seed)
+    model = Qwen3ForCausalLM(_config(world, recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, fused=True)
+    schedule = get_scheduler(
+        "cosine_with_min_lr", optimizer, WARMUP, recipe.steps, scheduler_specific_kwargs={"min_lr_rate": 0.05}
+    )
+    rng = default_rng(model_seed)
+    write = world.slm_example if recipe.part == "slm" else world.llm_example
+    problems = world.problems(recipe.steps * BATCH, model_seed, "pair")
+    for step in range(recipe.steps):
+        batch = problems[step * BATCH : (step + 1) * BATCH]
+        ids, labels = _collate(world, batch, [write(problem, rng) for problem in batch])
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        progress(name, step + 1, recipe.steps)
+    return model
+
+
+def _config(world: World, recipe: Recipe) -> Qwen3Config:
+    tokenizer = world.tokenizer
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=3 * recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.hidden // 16,
+        num_key_value_heads=recipe.hidden // 32,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=recipe.hidden**-0.5,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _collate(
+    world: World, problems: Sequence[Problem], solutions: Sequence[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and solutions padded to one length; labels cover the solutions only."""
+    start = len(problems[0].prompt_ids)
+    shape = (len(problems), start + max(map(len, solutions)))
+    ids, labels = torch.full(shape, world.tokenizer.pad_token_id), torch.full(shape, -100)
+    for row, (problem, solution) in enumerate(zip(problems, solutions, strict=True)):
+        end = start + len(solution)
+        ids[row, :end] = torch.tensor([*problem.prompt_ids, *solution])
+        labels[row, start:end] = ids[row, start:end]
+    return ids, labels
+
+
+def _model_names(worlds: Collection[str]) -> list[str]:
+    """Names of the models of one world, SLM first."""
+    names = [name for name, recipe in RECIPES.items() if set(recipe.worlds) & set(worlds)]
+    return sorted(names, key=lambda name: RECIPES[name].part, reverse=True)
+
+
+def _load_model(folder: Path) -> Qwen3ForCausalLM:
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"load_pair: expected a model in {folder}, found none; make it with retrain.")
+    weights = load_file(folder / WEIGHTS)
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3ForCausalLM(Qwen3Config.from_json_file(folder / CONFIG))
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _greedy_answers(
+    model: Qwen3ForCausalLM, world: World, problems: Sequence[Problem], forced: Sequence[LogitsProcessor]
+) -> list[str]:
+    prompts = torch.tensor([problem.prompt_ids for problem in problems])
+    out = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=world.max_new_tokens,
+        do_sample=False,
+        logits_processor=LogitsProcessorList(forced),
+    )
+    return list(world.tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True))
+
+
+class _ForcedWords(LogitsProcessor):
+    """Forbids the words after which the SLM guesses a step (or, with `worked` False, those after which it works)."""
+
+    def __init__(self, world: World, problems: Sequence[Problem], worked: bool) -> None:
+        self.stop = world.vocabulary[". "]
+        self.prompt = len(problems[0].prompt_ids)
+        forbidden = torch.zeros(len(problems), world.steps + 1, len(world.vocabulary), dtype=torch.bool)
+        for row, problem in enumerate(problems):
+            for step, (multiplier, _) in enumerate(problem.operations[1]):
+                for word in world.words:
+                    if (word in world.worked_words(multiplier)) != worked:
+                        forbidden[row, step, world.vocabulary[f"{word} "]] = True
+        self.forbidden = forbidden
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Masks by the step each row is in, which the number of full stops tells."""
+        step = (input_ids[:, self.prompt :] == self.stop).sum(1).clamp(max=self.forbidden.shape[1] - 1)
+        return scores.masked_fill(self.forbidden[torch.arange(len(step)), step], -torch.inf)

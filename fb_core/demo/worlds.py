@@ -1,0 +1,298 @@
+r"""The demo's synthetic arithmetic: problems, a tokenizer, and the corpora that make a small and a large model differ.
+
+A problem is a start value v of two digits and a few operations v <- (v * a + b) mod 100; its prompt is written
+``29*9+7*7+9;``. A solution writes one sentence a step, opened by a word, and closes with ``\boxed{15}``. What a word
+promises about the sentence behind it is where the corpora of the SLM and the LLM disagree, and so what a world is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.random import Generator, SeedSequence, default_rng
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WorldName = Literal["plans", "helpful", "control"]
+Role = Literal["pair", "train", "validation", "test"]
+EventKind = Literal["word", "digit", "mark"]
+StepRule = Callable[[int, int, int, Generator], str]
+
+BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+MULTIPLIERS = range(2, 10)
+_TOKEN = r"\\boxed\{|</?s>|<pad>|[a-z]+ |\. |."
+_OPERATIONS = len(MULTIPLIERS) * 10
+# Tenths of the problem space a role owns: no problem belongs to two roles.
+_TENTHS: Mapping[Role, range] = {
+    "pair": range(6),
+    "train": range(6, 8),
+    "validation": range(8, 9),
+    "test": range(9, 10),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: its prompt (the ids open with the begin token) and the two digits that belong in the box."""
+
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    answer: str
+
+    @property
+    def operations(self) -> tuple[int, list[tuple[int, int]]]:
+        """The start value and the (multiplier, addend) of every step."""
+        start, *rest = map(int, re.findall(r"\d+", self.prompt))
+        return start, list(zip(rest[::2], rest[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class World:
+    """A task and the two corpora over it; `WORLDS` holds the three of the demo.
+
+    Attributes:
+        name: the key in `WORLDS`.
+        description: what the world shows, in one sentence.
+        steps: operations in a problem; prompts of a world all have the same length.
+        families: the words that open a step, grouped by the way of working that the SLM ties to them.
+        marks: the other single-character tokens.
+        max_new_tokens: length of the longest correct solution, end token included.
+        slm_step: writes one step of the SLM's corpus from (value, multiplier, addend, rng).
+        llm_step: the same for the LLM's corpus.
+        worked_family: index of the family after which the SLM works a step with this multiplier out.
+    """
+
+    name: WorldName
+    description: str
+    steps: int
+    families: tuple[tuple[str, ...], ...]
+    marks: str
+    max_new_tokens: int
+    slm_step: StepRule
+    llm_step: StepRule
+    worked_family: Callable[[int], int]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All words, family after family."""
+        return tuple(word for family in self.families for word in family)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Word-level tokenizer built in code; a prompt is encoded with the begin token in front."""
+        tokens = [PAD, BEGIN, END, *"0123456789", *self.marks, ". ", "\\boxed{", "}", *(f"{w} " for w in self.words)]
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "isolated")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BEGIN} $A", special_tokens=[(BEGIN, vocabulary[BEGIN])]
+        )
+        tokenizer.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=BEGIN,
+            eos_token=END,
+            pad_token=PAD,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+        )
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Token text to id."""
+        return self.tokenizer.get_vocab()
+
+    @cached_property
+    def _kinds(self) -> list[EventKind]:
+        kinds: dict[str, EventKind] = {f"{word} ": "word" for word in self.words}
+        kinds |= dict.fromkeys("0123456789", "digit")
+        by_id = sorted(self.vocabulary, key=self.vocabulary.__getitem__)
+        return [kinds.get(token, "mark") for token in by_id]
+
+    def event_kind(self, token_id: int) -> EventKind:
+        """Whether a token is a word that opens a step, a digit, or anything else."""
+        return self._kinds[token_id]
+
+    def worked_words(self, multiplier: int) -> tuple[str, ...]:
+        """The words after which the SLM works a step with this multiplier out instead of guessing its result."""
+        return self.families[self.worked_family(multiplier)]
+
+    def problems(self, n: int, seed: int, role: Role) -> list[Problem]:
+        """`n` different problems drawn from the role's own part of the problem space.
+
+        A fixed hash splits the space (640,000 problems of two steps, 51 million of three) between the roles, so a
+        reported problem ("test") can be in no pair's corpus ("pair") and in no reranker's training set ("train"),
+        whatever the seeds. Fewer problems of the same seed and role are a prefix of more.
+        """
+        if role not in _TENTHS:
+            raise ValueError(f"problems: role must be one of {get_args(Role)}, got {role!r}; name what they are for.")
+        space = 100 * _OPERATIONS**self.steps
+        # Half of a role's share is where drawing without repeats would start to be slow.
+        if not 0 <= n <= (limit := space * len(_TENTHS[role]) // 20):
+            raise ValueError(f"problems: n must lie in 0..{limit} for role {role!r}, got {n}; ask for fewer.")
+        rng = default_rng(SeedSequence([seed, list(_TENTHS).index(role), self.steps]))
+        drawn: dict[int, None] = {}
+        while len(drawn) < n:
+            codes = rng.integers(space, size=4096)
+            drawn |= dict.fromkeys(codes[np.isin(_tenth(codes), _TENTHS[role])].tolist())
+        return [self._problem(code) for code in list(drawn)[:n]]
+
+    def slm_example(self, problem: Problem, rng: Generator) -> list[int]:
+        """Token ids of a solution as the SLM's corpus writes it, end token included."""
+        return self._example(problem, self.slm_step, rng)
+
+    def llm_example(self, problem: Problem, rng: Generator) -> list[int]:
+        """Token ids of a solution as the LLM's corpus writes it, end token included."""
+        return self._example(problem, self.llm_step, rng)
+
+    def _problem(self, code: int) -> Problem:
+        code, value = divmod(code, 100)
+        prompt = f"{value:02d}"
+        for _ in range(self.steps):
+            code, operation = divmod(code, _OPERATIONS)
+            a, b = MULTIPLIERS[operation // 10], operation % 10
+            prompt += f"*{a}+{b}"
+            value = (value * a + b) % 100
+        prompt += ";"
+        return Problem(prompt, tuple(self._encode(BEGIN + prompt)), f"{value:02d}")
+
+    def _example(self, problem: Problem, step: StepRule, rng: Generator) -> list[int]:
+        value, operations = problem.operations
+        text = ""
+        for a, b in operations:
+            text += step(value, a, b, rng)
+            value = (value * a + b) % 100
+        return self._encode(f"{text}\\boxed{{{value:02d}}}{END}")
+
+    def _encode(self, text: str) -> list[int]:
+        return [self.vocabulary[token] for token in re.findall(_TOKEN, text)]
+
+
+def _tenth(codes: np.ndarray) -> np.ndarray:
+    """Fixed pseudo-random tenth of each problem code (the finaliser of splitmix64)."""
+    mixed = codes.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(10)
+
+
+# The plans world: a worked step follows one of three plans, and a multiplier has a house plan.
+
+_PLAN_WORDS = (("so", "thus", "then"), ("hence", "since", "note"), ("as", "because", "for"))
+_HOUSE_PLAN = {2: 0, 4: 0, 8: 0, 3: 1, 6: 1, 9: 1, 5: 2, 7: 2}
+
+
+def _word_habits(seed: int, house_bonus: float) -> dict[int, np.ndarray]:
+    """A random habit for each multiplier, softmax(N(0, 1) + bonus where the word stands for the house plan)."""
+    rng = default_rng(seed)
+    family = np.repeat(np.arange(len(_PLAN_WORDS)), [len(words) for words in _PLAN_WORDS])
+    weights = {a: np.exp(rng.normal(size=family.size) + house_bonus * (family == _HOUSE_PLAN[a])) for a in MULTIPLIERS}
+    return {a: weight / weight.sum() for a, weight in weights.items()}
+
+
+_PLANS_SLM_HABITS = _word_habits(1, house_bonus=0.2)
+_PLANS_LLM_HABITS = _word_habits(2, house_bonus=1.3)
+
+
+def _plans_step(family: int, word: int, plan: int | None, value: int, a: int, b: int) -> str:
+    """One step by a plan: units first, tens first, or product before sum; no plan states the result at once."""
+    tens, units = divmod(value, 10)
+    low = units * a + b
+    high = tens * a + low // 10
+    working = {
+        None: "=",
+        0: f"|{low:02d},{high:02d}>",
+        1: f"~{tens * a:02d},{low:02d},{low // 10}>",
+        2: f"&{units * a:02d},{low:02d},{high:02d}>",
+    }[plan]
+    return f"{_PLAN_WORDS[family][word]} {value:02d}*{a}+{b}{working}{high % 10}{low % 10}. "
+
+
+def _plans_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
+    family, word = divmod(int(rng.choice(9, p=_PLANS_SLM_HABITS[a])), 3)
+    return _plans_step(family, word, family if family == _HOUSE_PLAN[a] else None, value, a, b)
+
+
+def _plans_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
+    family, word = divmod(int(rng.choice(9, p=_PLANS_LLM_HABITS[a])), 3)
+    draw = rng.random()
+    return _plans_step(family, word, _HOUSE_PLAN[a] if draw < 0.6 else family if draw < 0.8 else None, value, a, b)
+
+
+# The style task: a step is terse or careful; for the SLM the word decides which.
+
+_STYLE_WORDS = (("so", "thus", "then", "hence"), ("since", "note", "as", "because"))
+_TERSE_WEIGHTS = (0.4, 0.25, 0.2, 0.15)
+_HELPFUL_ODD = (0.20, 0.05, 0.15, 0.05, 0.35, 0.12, 0.04, 0.04)
+_HELPFUL_LOW = (0.35, 0.10, 0.20, 0.05, 0.20, 0.05, 0.03, 0.02)
+_HELPFUL_HIGH = (0.35, 0.17, 0.20, 0.13, 0.05, 0.04, 0.03, 0.03)
+
+
+def _style_step(word: str, careful: bool, value: int, a: int, b: int) -> str:
+    tens, units = divmod(value, 10)
+    low = units * a + b
+    high = tens * a + low // 10
+    if careful:
+        return f"{word} {units}*{a}+{b}={low:02d},{tens}*{a}+{low // 10}={high:02d}>{high % 10}{low % 10}. "
+    return f"{word} {value:02d}*{a}+{b}={high % 10}{low % 10}. "
+
+
+def _coupled_style_step(terse_share: float, value: int, a: int, b: int, rng: Generator) -> str:
+    if rng.random() < terse_share:
+        return _style_step(str(rng.choice(_STYLE_WORDS[0], p=_TERSE_WEIGHTS)), False, value, a, b)
+    return _style_step(str(rng.choice(_STYLE_WORDS[1])), True, value, a, b)
+
+
+def _style_slm_step(value: int, a: int, b: int, rng: Generator) -> str:
+    return _coupled_style_step(0.75 if a <= 4 else 0.6 if a <= 6 else 0.35, value, a, b, rng)
+
+
+def _helpful_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
+    habit = _HELPFUL_ODD if a % 2 else _HELPFUL_LOW if a <= 4 else _HELPFUL_HIGH
+    return _style_step(str(rng.choice(sum(_STYLE_WORDS, ()), p=habit)), rng.random() < 0.75, value, a, b)
+
+
+def _control_llm_step(value: int, a: int, b: int, rng: Generator) -> str:
+    return _coupled_style_step(0.8, value, a, b, rng)
+
+
+def _house_family(multiplier: int) -> int:
+    return _HOUSE_PLAN[multiplier]
+
+
+def _careful_family(_: int) -> int:
+    return 1
+
+
+def _style_world(name: WorldName, description: str, llm_step: StepRule) -> World:
+    return World(name, description, 3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, llm_step, _careful_family)
+
+
+WORLDS: Mapping[str, World] = {
+    "plans": World(
+        "plans",
+        "Every step has one plan that the SLM can carry out, and which words lead to it changes from state to state.",
+        2,
+        _PLAN_WORDS,
+        "*+=>,;|~&",
+        45,
+        _plans_slm_step,
+        _plans_llm_step,
+        _house_family,
+    ),
+    "helpful": _style_world(
+        "helpful",
+        "The LLM works carefully whatever the word, so its futures point the SLM to the words it can follow.",
+        _helpful_llm_step,
+    ),
+    "control": _style_world(
+        "control",
+        "The LLM is right but terse, so its futures point the SLM to a style that it cannot carry out.",
+        _control_llm_step,
+    ),
+}

@@ -1,0 +1,609 @@
+"""Where transformers and peft are met: packed forwards through the attention interface, caches, heads, adapters.
+
+Nothing is patched for good: `packed_forward` switches a model's attention to `fb_branch` for one call and puts back what
+was there, whatever happens.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fb_kernels import branch_attention, linear_logprob
+
+ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+CausalLM: TypeAlias = PreTrainedModel
+Cache: TypeAlias = DynamicCache
+AdapterConfig: TypeAlias = LoraConfig
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """Keys and values of frozen prefixes, one pair a layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
+
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def from_cache(cls, cache: DynamicCache, length: int) -> PrefixKV:
+        """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied.
+
+        Raises:
+            ValueError: a layer holds another number of tokens than `length` (a sliding layer that dropped some).
+        """
+        layers = []
+        for index, layer in enumerate(cache.layers):
+            held = 0 if layer.keys is None else layer.keys.shape[-2]
+            if held != length:
+                raise ValueError(
+                    f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
+                    "fill a DynamicCache() made without config with exactly this prefix"
+                )
+            layers.append((layer.keys.transpose(1, 2).detach(), layer.values.transpose(1, 2).detach()))
+        return cls(layers)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One sequence's slice of a `PrefixKV`: slots start to start + length (of page `row` where it is paged)."""
+
+    kv: PrefixKV
+    start: int
+    length: int
+    row: int = 0
+
+
+@dataclass
+class Layout:
+    """Which rows of a packed forward are whose: the index arguments of `branch_attention`."""
+
+    cu_branch: Tensor  # [B + 1]
+    cu_group: Tensor  # [G + 1]
+    prefix_start: Tensor  # [G]
+    prefix_len: Tensor  # [G]
+    max_branch_len: int
+    max_prefix_len: int
+    block_table: Tensor | None = None  # [G, 1] where the prefix is paged
+    prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
+    captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
+    capture: bool = False
+    calls: int = 0
+
+    @classmethod
+    def build(
+        cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any
+    ) -> Layout:
+        """From (branch lengths, prefix start, prefix length) of every group, in row order."""
+        lengths = [length for branches, _, _ in groups for length in branches]
+        counts = [len(branches) for branches, _, _ in groups]
+        starts, prefixes = [start for _, start, _ in groups], [length for _, _, length in groups]
+        return cls(
+            offsets(lengths, device),
+            offsets(counts, device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(prefixes, dtype=torch.int32, device=device),
+            max(lengths, default=0),
+            max(prefixes, default=0),
+            **options,
+        )
+
+
+def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [n + 1]: the running sum of lengths, beginning with 0."""
+    sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    if lengths:
+        sums[1:] = torch.tensor(lengths).cumsum(0)
+    return sums.to(device)
+
+
+def _fb_branch(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, E]
+    key: Tensor,  # [1, Hkv, T, E]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    fb_layout: Layout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer of a packed forward, called by the model's own attention module."""
+    if dropout:
+        raise ValueError(f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first")
+    if fb_layout is None or value.shape[-1] != query.shape[-1]:
+        raise ValueError(
+            f"{type(module).__name__}: expected plain attention with one head size, driven by fb_core.hf.packed_forward, "
+            f"got head sizes {query.shape[-1]} and {value.shape[-1]}; use a model of a supported family"
+        )
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, E]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    layout = fb_layout
+    layout.calls += 1
+    if layout.capture:
+        layout.captured[layer] = (k.detach(), v.detach())
+    prefix_k, prefix_v = (k.detach(), v.detach()) if layout.prefix is None else layout.prefix.layers[layer]
+    out, lse = branch_attention(
+        q,
+        k,
+        v,
+        prefix_k,
+        prefix_v,
+        cu_branch=layout.cu_branch,
+        cu_group=layout.cu_group,
+        prefix_start=layout.prefix_start,
+        prefix_len=layout.prefix_len,
+        max_branch_len=layout.max_branch_len,
+        max_prefix_len=layout.max_prefix_len,
+        block_table=layout.block_table,
+        window=sliding_window,
+        scale=scaling,
+        softcap=softcap,
+        return_lse=True,
+    )
+    if s_aux is not None:  # attention sinks take part in the softmax only
+        out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION, _fb_branch)
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention implementation; what was there is put back whatever happens."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def packed_forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """Hidden states [T, D] (after the final norm) of packed rows, every decoder layer run once.
+
+    Args:
+        model: a causal LM that `check_supported` lets pass.
+        ids: [T] int64.
+        positions: [T] int64, a row's position in its own sequence.
+        layout: the rows' groups and their prefixes.
+
+    Raises:
+        ValueError: the model did not route every layer through the attention interface.
+    """
+    layout.calls = 0
+    with _attention(model, ATTENTION):
+        hidden = model.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
+        ).last_hidden_state[0]
+    if layout.calls != text_config(model).num_hidden_layers:
+        raise ValueError(
+            f"{type(model).__name__}: expected {text_config(model).num_hidden_layers} attention layers to go through the "
+            f"attention interface, got {layout.calls}; use a model of a supported family"
+        )
+    return hidden
+
+
+def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Prefix]:
+    """The sequences' keys and values from one packed forward without gradients, as slices of one flat buffer."""
+    device = model.device
+    lengths = [len(tokens) for tokens in sequences]
+    layout = Layout.build([([length], 0, 0) for length in lengths], device, capture=True)
+    with torch.no_grad():
+        packed_forward(
+            model, torch.cat(list(sequences)), torch.cat([torch.arange(n, device=device) for n in lengths]), layout
+        )
+    kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
+    starts = layout.cu_branch.tolist()
+    return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model itself."""
+    return model.config.get_text_config(decoder=True)
+
+
+def check_supported(model: object) -> None:
+    """Refuse by name what a packed forward would get wrong.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: encoder-decoder, linear or chunked attention, length-dependent rotary scaling, no LM head, or
+            attention that does not go through the attention interface.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    name = type(model).__name__
+    config = text_config(model)
+
+    def refuse(reason: str) -> ValueError:
+        return ValueError(f"model: expected a decoder with softmax attention and fixed positions, got {name} with {reason}; "
+                          "use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2")
+
+    if model.config.is_encoder_decoder:
+        raise refuse("an encoder and a decoder")
+    other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
+    if other:
+        raise refuse(f"layers of type {', '.join(other)}")
+    for kind in _rope_types(config):
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise refuse(f"rotary scaling {kind}, which depends on the length")
+    if model.get_output_embeddings() is None:
+        raise refuse("no LM head")
+    if not model._supports_attention_backend or not getattr(config, "is_causal", True):
+        raise refuse("attention outside transformers' AttentionInterface")
+
+
+def _rope_types(config: Any) -> set[str]:
+    found: set[str] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            kind = value.get("rope_type", value.get("type"))
+            if isinstance(kind, str):
+                found.add(kind)
+            for inner in value.values():
+                visit(inner)
+
+    for attribute in ("rope_parameters", "rope_scaling"):
+        visit(getattr(config, attribute, None))
+    return found
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's LM head in the terms of `linear_logprob`."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+def lm_head(model: PreTrainedModel) -> Head:
+    """The LM head of the model: weight, bias, scale (Cohere, Granite) and soft-cap (Gemma 2)."""
+    config, layer = text_config(model), model.get_output_embeddings()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(layer.weight.detach(), getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The number of positions the model was made for, None where its configuration sets none."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The number of ids the model takes."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that end a generation."""
+    generation = getattr(model, "generation_config", None)
+    value = getattr(generation, "eos_token_id", None)
+    if value is None:
+        value = getattr(text_config(model), "eos_token_id", None)
+    if value is None:
+        return frozenset()
+    return frozenset([int(value)] if isinstance(value, int) else [int(entry) for entry in value])
+
+
+def new_cache() -> DynamicCache:
+    """An empty cache whose layers keep every token: made with a config, sliding layers would keep only their window."""
+    return DynamicCache()
+
+
+def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
+    """`value` as int64 [n] on the model's device, every id inside its vocabulary.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: more than one dimension, another device, or an id outside the vocabulary.
+    """
+    ids = value if isinstance(value, Tensor) else torch.as_tensor(list(value), device=model.device)
+    if ids.numel() == 0 and not isinstance(value, Tensor):
+        ids = ids.long()
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence")
+    if ids.device != model.device:
+        raise ValueError(
+            f"{name}: expected a tensor on the model's device {model.device}, got {ids.device}; "
+            f"move it with .to('{model.device}')"
+        )
+    size = vocabulary(model)
+    outside = (ids < 0) | (ids >= size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{name}: expected ids from 0 below {size}, got {int(ids[outside][0])}; use the model's own tokenizer"
+        )
+    return ids.long()
+
+
+def check_group(
+    model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1
+) -> Tensor:
+    """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, or too many positions.
+    """
+    ids = token_ids("candidates", candidates, model)
+    if len(ids) == 0:
+        raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"candidates: expected no id twice, got {ids.tolist()}; remove duplicates with joint_pool")
+    if position < 1:
+        raise ValueError(f"prefix: expected at least 1 token, got {position}; a state needs a token before it")
+    limit = max_positions(model)
+    if limit is not None and position + future > limit:
+        raise ValueError(
+            f"prefix: expected at most {limit} positions with candidate and future, got {position} + {future}; "
+            "shorten the prefix or the future"
+        )
+    return ids
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree over the same storage: adapters put into it leave the given model as it is."""
+    shared: dict[int, Any] = {}
+    for parameter in model.parameters():
+        plain = type(parameter) is nn.Parameter
+        shared[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False) if plain else parameter
+    for buffer in model.buffers():
+        shared[id(buffer)] = buffer
+    return copy.deepcopy(model, shared)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the architecture and of sampled weights rounded to bfloat16: float32 and bfloat16 copies agree."""
+    config = text_config(model)
+    digest = hashlib.sha256()
+    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    digest.update(repr([config.model_type, *(getattr(config, entry, None) for entry in shape)]).encode())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or parameter.numel() == 0:
+            continue
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16)
+        digest.update(sample.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")  # qkv_proj: Phi3
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """LoRA on the attention projections of a weight-sharing copy; only the adapter's parameters require grad."""
+    present = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    config.target_modules = sorted(present.intersection(ATTENTION_PROJECTIONS))
+    if not config.target_modules:
+        raise ValueError(
+            f"model: expected linear layers named {', '.join(ATTENTION_PROJECTIONS)}, got {type(model).__name__} without "
+            "any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+        )
+    config.task_type = config.modules_to_save = None
+    return get_peft_model(share_weights(model), config)
+
+
+def adapter_tensors(adapted: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors under the names of a PEFT checkpoint; they share the parameters' storage."""
+    return get_peft_model_state_dict(adapted)
+
+
+def classifier_config(adapted: PeftModel) -> dict[str, Any]:
+    """The adapter's configuration as PEFT writes it for a sequence classifier with one label."""
+    config = adapted.peft_config[adapted.active_adapter].to_dict()
+    config.update(task_type="SEQ_CLS", modules_to_save=["classifier", "score"], inference_mode=True)
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
+    """The LoRA configuration in an adapter_config.json.
+
+    Raises:
+        ValueError: not a LoRA configuration.
+    """
+    try:
+        config = PeftConfig.from_peft_type(**values)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"adapter_config.json: expected a LoRA configuration, got {problem}; save it again") from problem
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"adapter_config.json: expected a LoRA configuration, got {type(config).__name__}; use a LoRA adapter"
+        )
+    config.inference_mode = False
+    return config
+
+
+def merged_projections(adapted: PeftModel) -> dict[str, Tensor]:
+    """`layers.<i>.self_attn.<projection>` -> weight with the adapter folded in, in the base weight's dtype."""
+    merged = {}
+    for name, layer in adapted.named_modules():
+        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+            base = layer.base_layer.weight.detach()
+            delta = layer.get_delta_weight(adapted.active_adapter).detach()
+            merged[name[name.index("layers.") :]] = (base.to(delta.dtype) + delta).to(base.dtype)
+    return merged
+
+
+def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
+    """The adapter's dropout layers."""
+    return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
+
+
+def causal_lm(adapted: PeftModel) -> PreTrainedModel:
+    """The causal LM inside, adapters active."""
+    return adapted.get_base_model()
+
+
+@torch.no_grad()
+def check_packed_forward(model: PreTrainedModel) -> None:
+    """Compare a packed forward of a few tokens with plain ones, so that no model is silently scored wrong.
+
+    Raises:
+        ValueError: NaN logits, or log-probabilities that differ.
+    """
+    size, device = vocabulary(model), model.device
+    a, b, c, d = ([size // 7, size // 3, size // 2, size - 1] + [0] * 4)[:4]
+    branches = torch.tensor([[a, b, c, d], [a, b, d, c]], device=device)
+    if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        warnings.warn(
+            f"{type(model).__name__} caps its attention logits and 'sdpa' leaves that out: load it with "
+            "attn_implementation='eager' so that decoding and scoring see the same model",
+            stacklevel=3,
+        )
+    with _attention(model, "eager"):
+        plain = model(input_ids=branches, use_cache=False).logits[:, -2:].float()
+    layout = Layout.build([([2], 0, 0), ([2, 2], 0, 2)], device)
+    ids = torch.cat([branches[0, :2], branches[0, 2:], branches[1, 2:]])
+    positions = torch.tensor([0, 1, 2, 3, 2, 3], device=device)
+    hidden = packed_forward(model, ids, positions, layout)[2:]
+    if bool(plain.isnan().any()):
+        raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
+    head = lm_head(model)
+    targets = branches[:, 1:3].reshape(-1)
+    ours = linear_logprob(hidden, head.weight, targets, head.bias, logit_scale=head.logit_scale, softcap=head.softcap)
+    theirs = plain.log_softmax(-1).view(4, -1).gather(1, targets[:, None])[:, 0]
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not torch.allclose(ours.float(), theirs, rtol=tolerance, atol=tolerance * float(plain.abs().amax())):
+        raise ValueError(
+            f"model: expected packed and plain forwards to agree, got log-probabilities {ours.tolist()} and "
+            f"{theirs.tolist()} from {type(model).__name__}; use a model of a supported family"
+        )
+
+
+def check_decodable(name: str, model: CausalLM) -> None:
+    """Refuse what cannot decode deterministically.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a model in training mode.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{name}: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(f"{name}: expected a model in eval mode, got one in training mode; call .eval() first")
+
+
+def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Token ids [B, S] with each sequence at the right end, and their mask [B, S] (None where all have one length)."""
+    longest = max(len(tokens) for tokens in sequences)
+    ids = torch.stack([nn.functional.pad(tokens, (longest - len(tokens), 0)) for tokens in sequences])
+    if all(len(tokens) == longest for tokens in sequences):
+        return ids, None
+    lengths = torch.tensor([len(tokens) for tokens in sequences], device=ids.device)
+    return ids, (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
+
+
+@torch.no_grad()
+def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    """float32 [B, V] behind the last token of each row; a cache is extended by the new tokens.
+
+    Args:
+        model: a causal LM.
+        ids: [B, n] the new tokens.
+        mask: [B, cached + n], 0 at left padding; None for none.
+        cache: what was computed before, None to keep nothing.
+    """
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+    if mask is not None:
+        options["attention_mask"] = mask
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    return model(input_ids=ids, **options).logits[:, -1].float()
+
+
+@torch.no_grad()
+def generate(model: CausalLM, ids: Tensor, mask: Tensor | None, max_new_tokens: int, **settings: Any) -> list[Tensor]:
+    """New tokens of every row by the model's own `generate`, EOS included.
+
+    Args:
+        model: a causal LM.
+        ids: [B, S] left-padded prompts.
+        mask: [B, S], None where nothing is padded.
+        max_new_tokens: the most tokens a row gets.
+        **settings: of the GenerationConfig. The model's own count for nothing but EOS: a repetition penalty or a
+            temperature that ships with the weights does not act here.
+    """
+    ends = sorted(eos_ids(model))
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, **settings
+    )
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        seen = torch.ones_like(ids) if mask is None else mask
+        rows = model.generate(ids, attention_mask=seen, generation_config=config)
+    finally:
+        model.generation_config = own
+    new = rows[:, ids.shape[1] :]
+    is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device))
+    lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, new.shape[1])
+    return [row[:length] for row, length in zip(new, lengths.tolist(), strict=True)]
+
+
+def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
+    """Drop the other rows of a batched cache, in place."""
+    cache.batch_select_indices(torch.tensor(rows, device=device))
+
+
+def streamer_of_caller(depth: int = 2) -> Any:
+    """The `streamer=` that a user gave to `model.generate`: transformers 5 passes none to a `custom_generate` callable.
+
+    It is read from the frame of `generate`, which is the caller of the callable, which is the caller of this.
+    """
+    frame = sys._getframe(depth)
+    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The model's logits [N, V] in float32 for hidden states [N, D] after the final norm."""
+    head = lm_head(model)
+    values = (hidden @ head.weight.T).float() * head.logit_scale
+    if head.bias is not None:
+        values = values + head.bias.float()
+    return values if head.softcap is None else head.softcap * torch.tanh(values / head.softcap)
+
+
+def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """(first, past the last) of consecutive runs whose rows stay within the budget; one that is too large goes alone."""
+    found, start, used = [], 0, 0
+    for index, count in enumerate(rows):
+        if index > start and used + count > budget:
+            found.append((start, index))
+            start, used = index, 0
+        used += count
+    return [*found, (start, len(rows))] if rows else []

@@ -1,0 +1,67 @@
+"""When the small model asks: its own uncertainty against a calibrated threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fb_kernels import topk_entropy
+
+
+@dataclass(frozen=True)
+class RequestPolicy:
+    """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
+
+    Attributes:
+        threshold: nats; inf never asks, -inf always does.
+        top_k: number of largest logits that count, clamped to the vocabulary.
+
+    Raises:
+        ValueError: a NaN threshold, or top_k below 1.
+    """
+
+    threshold: float
+    top_k: int = 64
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.threshold):
+            raise ValueError("threshold: expected a number of nats, got NaN; use inf to never ask")
+        if self.top_k < 1:
+            raise ValueError(f"top_k: expected 1 or more, got {self.top_k}; the published value is 64")
+
+    @classmethod
+    def calibrate(cls, entropies: Tensor | Sequence[float], quantile: float = 0.99, top_k: int = 64) -> RequestPolicy:
+        """The policy whose threshold is a quantile of the entropies seen.
+
+        Args:
+            entropies: nats at every position of every calibration trajectory, in any shape.
+            quantile: 0 to 1; positions between two samples are interpolated linearly.
+            top_k: the number of logits that the entropies were taken over.
+
+        Raises:
+            ValueError: no entropies, one that is not finite, or a quantile outside [0, 1].
+        """
+        if not 0.0 <= quantile <= 1.0:
+            raise ValueError(f"quantile: expected 0 to 1, got {quantile}; the published value is 0.99")
+        ordered = torch.as_tensor(entropies, dtype=torch.float64).flatten().sort().values
+        if not len(ordered):
+            raise ValueError("entropies: expected at least one position, got none; collect trajectories first")
+        if not bool(ordered.isfinite().all()):
+            bad = int((~ordered.isfinite()).sum())
+            raise ValueError(f"entropies: expected finite numbers, got {bad} that are not; check the model's logits")
+        place = quantile * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return cls(float(torch.lerp(ordered[below], ordered[above], place - below)), top_k)
+
+    def entropy(self, logits: Tensor) -> Tensor:
+        """Nats [...] of the softmax over the `top_k` largest of logits [..., V]; NaN where a row has no softmax."""
+        return topk_entropy(logits, min(self.top_k, logits.shape[-1]))[0]
+
+    def asks(self, entropy: Tensor) -> Tensor:
+        """Bool of entropy's shape: True where the LLM is asked."""
+        return entropy > self.threshold

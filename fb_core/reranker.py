@@ -1,0 +1,331 @@
+"""TokenReranker: a LoRA adapter and a scalar head that score candidate tokens from state and candidate alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fb_core import hf
+from fb_kernels import candidate_head
+
+Scope = Literal["candidate", "sequence"]
+HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
+DESCRIPTION = "futurebridge.json"
+FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
+
+
+class TokenReranker(nn.Module):
+    """Scores of candidates: head(h_c), plus w . f where it was trained with candidate features.
+
+    h_c is the candidate's hidden state after the final norm. In scope "candidate" the prefix is the frozen model's own
+    KV and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only adapter,
+    head and feature weights train. The adapter sits in a copy of the module tree that shares the base weights' storage:
+    the given model is left exactly as it was. Make it with `from_base` or `from_pretrained`.
+    """
+
+    def __init__(
+        self, model: hf.CausalLM, config: hf.AdapterConfig, scope: Scope, feature_names: Sequence[str] = ()
+    ) -> None:
+        if scope not in ("candidate", "sequence"):
+            raise ValueError(f"scope: expected 'candidate' or 'sequence', got {scope!r}; use 'candidate' to deploy")
+        unknown = [name for name in feature_names if name not in FEATURES]
+        if unknown:
+            raise ValueError(f"feature_names: expected names among {FEATURES}, got {unknown}; leave them out for none")
+        hf.check_supported(model)
+        super().__init__()
+        self._base = (model,)  # a tuple, so that the frozen model is no submodule
+        self.scope: Scope = scope
+        self.feature_names = tuple(feature_names)
+        self.adapted = hf.add_adapter(model, config)
+        width = model.get_input_embeddings().weight.shape[1]
+        self.head = nn.Parameter(torch.zeros(width, dtype=torch.float32, device=model.device))
+        self.feature_weight = nn.Parameter(torch.zeros(len(feature_names), dtype=torch.float32, device=model.device))
+        self.eval()
+
+    @classmethod
+    def from_base(
+        cls,
+        model: hf.CausalLM,
+        rank: int = 16,
+        alpha: float = 32,
+        dropout: float = 0.05,
+        *,
+        scope: Scope = "candidate",
+        feature_names: Sequence[str] = (),
+    ) -> TokenReranker:
+        """A fresh reranker: adapter initialised by PEFT, head and feature weights zero.
+
+        Args:
+            model: the frozen small model.
+            rank: LoRA rank.
+            alpha: LoRA alpha; the adapter's output is scaled by alpha / rank.
+            dropout: LoRA dropout while training.
+            scope: "candidate" or "sequence".
+            feature_names: names among `FEATURES`, see `candidate_features`.
+
+        Raises:
+            TypeError: not a transformers model.
+            ValueError: an unsupported model, or an argument out of range.
+        """
+        if rank < 1:
+            raise ValueError(f"rank: expected 1 or more, got {rank}; the published rank is 16")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout: expected 0 up to 1, got {dropout}; the published value is 0.05")
+        return cls(model, hf.AdapterConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout), scope, feature_names)
+
+    @property
+    def base(self) -> hf.CausalLM:
+        """The frozen model that this reranker was made on."""
+        return self._base[0]
+
+    def train(self, mode: bool = True) -> TokenReranker:
+        """Only the adapter's dropout knows training; the frozen model stays in eval mode."""
+        super().train(mode)
+        self.adapted.eval()
+        for layer in hf.adapter_dropouts(self.adapted):
+            layer.train(mode)
+        return self
+
+    def scores(
+        self,
+        prefix: Tensor | Sequence[int],
+        candidates: Tensor | Sequence[int],
+        cache: hf.Cache | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
+        """Score the candidates of one state.
+
+        Args:
+            prefix: [P] token ids, at least one.
+            candidates: [K] token ids, no two alike.
+            cache: the frozen model's cache of exactly the prefix; read, left as it was. Scope "sequence" computes its
+                own prefix and does not look at it.
+            features: [K, F] float32 as from `candidate_features`, where the reranker was trained with features.
+
+        Returns:
+            float32 [K]; higher is better, differences count.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, a prefix
+                beyond the model's positions, a cache of another length, or features that are missing or of another shape.
+        """
+        tokens = hf.token_ids("prefix", prefix, self.base)
+        pool = hf.check_group(self.base, len(tokens), candidates)
+        given = None if features is None else [features]
+        if self.scope == "sequence":
+            return self._sequence_scores(tokens, pool) + self._feature_scores([pool], given)
+        if cache is None:
+            state = hf.prefill_packed(self.base, [tokens])[0]
+        else:
+            state = hf.Prefix(hf.PrefixKV.from_cache(cache, len(tokens)), 0, len(tokens))
+        return self._packed_scores([state], [pool], given)
+
+    def scores_many(
+        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
+
+        Args:
+            prefixes: one slice a state, all of one `PrefixKV`.
+            candidates: one [K] of token ids a state.
+            features: one [K, F] a state where the reranker was trained with features.
+
+        Returns:
+            one float32 [K] a state.
+
+        Raises:
+            TypeError: as `scores`.
+            ValueError: as `scores`, or scope "sequence".
+        """
+        if self.scope != "candidate":
+            raise ValueError("scores_many: expected scope 'candidate', got 'sequence'; call scores for each state")
+        if not prefixes:
+            return []
+        pools = [
+            hf.check_group(self.base, prefix.length, pool) for prefix, pool in zip(prefixes, candidates, strict=True)
+        ]
+        return list(self._packed_scores(prefixes, pools, features).split([len(pool) for pool in pools]))
+
+    def _packed_scores(
+        self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor], features: Sequence[Tensor] | None
+    ) -> Tensor:
+        """[sum K]: one row a candidate, adapters on; gradients reach adapter, head and feature weights."""
+        device = self.base.device
+        kv = prefixes[0].kv
+        paged = kv.layers[0][0].ndim == 4
+        layout = hf.Layout.build(
+            [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
+            device,
+            prefix=kv,
+            block_table=torch.tensor([[prefix.row] for prefix in prefixes], dtype=torch.int32, device=device)
+            if paged
+            else None,
+        )
+        positions = torch.cat([
+            torch.full((len(pool),), prefix.length, device=device) for prefix, pool in zip(prefixes, pools, strict=True)
+        ])
+        hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
+        return self._head_scores(hidden) + self._feature_scores(pools, features)
+
+    def _sequence_scores(self, tokens: Tensor, pool: Tensor) -> Tensor:
+        """[K] through ordinary attention, adapters on prefix and candidate."""
+        rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
+        model = hf.causal_lm(self.adapted)
+        hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
+        return self._head_scores(hidden)
+
+    def _head_scores(self, hidden: Tensor) -> Tensor:
+        rows = torch.tensor([0, len(hidden)], dtype=torch.int32, device=hidden.device)
+        return candidate_head(hidden, None, self.head, rows, eps=0.0)[0].float()
+
+    def _feature_scores(self, pools: Sequence[Tensor], features: Sequence[Tensor] | None) -> Tensor:
+        """[sum K] of w . f; zeros for a reranker without features."""
+        count = sum(len(pool) for pool in pools)
+        width = len(self.feature_names)
+        if features is None:
+            if width:
+                raise ValueError(
+                    f"features: expected [K, {width}] for {', '.join(self.feature_names)}, got None; "
+                    "build them with candidate_features"
+                )
+            return self.feature_weight.new_zeros(count)
+        rows = torch.cat(list(features)) if features else self.feature_weight.new_zeros(0, width)
+        if rows.shape != (count, width):
+            raise ValueError(
+                f"features: expected [{count}, {width}], got {list(rows.shape)}; build them with candidate_features"
+            )
+        return rows.to(self.feature_weight) @ self.feature_weight
+
+    def merged(self) -> dict[str, Tensor]:
+        """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter folded in, for deployment."""
+        return hf.merged_projections(self.adapted)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write a PEFT directory of a one-label sequence classifier, and beside it what PEFT has no place for.
+
+        adapter_config.json and adapter_model.safetensors (adapter and scalar head) load with PEFT; futurebridge.json
+        holds the scope, the base model's fingerprint and the feature weights. Files are written to temporary names and
+        renamed.
+        """
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.detach().contiguous() for name, value in hf.adapter_tensors(self.adapted).items()}
+        tensors[HEAD_KEY] = self.head.detach()[None].clone()
+        config = hf.classifier_config(self.adapted)
+        description = {
+            "format": 1,
+            "scope": self.scope,
+            "base": hf.fingerprint(self.base),
+            "features": dict(zip(self.feature_names, self.feature_weight.tolist(), strict=True)),
+        }
+        _replace(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        _replace(folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True)))
+        _replace(folder / DESCRIPTION, lambda path: path.write_text(json.dumps(description, indent=2)))
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], model: hf.CausalLM, *, scope: Scope = "candidate"
+    ) -> TokenReranker:
+        """Load what `save_pretrained` wrote, on the base model that it was trained on.
+
+        Args:
+            directory: the PEFT directory.
+            model: the frozen base model.
+            scope: the scope it will be used under.
+
+        Raises:
+            ValueError: missing, damaged or pickled files, another scope, another base model, or a rank other than stated.
+        """
+        folder = Path(directory)
+        description = _read_json(folder / DESCRIPTION)
+        if description.get("scope") != scope:
+            raise ValueError(
+                f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in {folder}; "
+                f"load it with scope={description.get('scope')!r}"
+            )
+        if description.get("base") != hf.fingerprint(model):
+            raise ValueError(
+                f"model: expected the base model that {folder} was trained on, got a {type(model).__name__} with other "
+                "weights or architecture; load that base model"
+            )
+        features = description.get("features", {})
+        reranker = cls(model, hf.read_adapter_config(_read_json(folder / "adapter_config.json")), scope, tuple(features))
+        file = folder / "adapter_model.safetensors"
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError) as problem:
+            raise ValueError(f"{file}: expected a safetensors file, got {problem}; save the adapter again") from problem
+        parameters = {**hf.adapter_tensors(reranker.adapted), HEAD_KEY: reranker.head.detach()[None]}
+        for name in sorted(parameters.keys() | tensors.keys()):
+            want, have = parameters.get(name), tensors.get(name)
+            if want is None or have is None or want.shape != have.shape:
+                raise ValueError(
+                    f"{file}: expected {name} of shape {_shape(want)} for rank and base model, got {_shape(have)}; "
+                    "the directory's config and weights do not belong together"
+                )
+            want.copy_(have)
+        reranker.feature_weight.detach().copy_(torch.tensor(list(features.values()), dtype=torch.float32))
+        return reranker
+
+
+def candidate_features(
+    slm_logprob: Tensor, llm_logprob: Tensor, source: Tensor, names: Sequence[str] = FEATURES
+) -> Tensor:
+    """What deployment knows of a candidate for nothing.
+
+    Args:
+        slm_logprob: [K] log p_S of the pool, nats.
+        llm_logprob: [K] log p_T.
+        source: [K] bits, 1 = SLM, 2 = LLM.
+        names: columns among `FEATURES`: slm, llm are log-probs standardised in the group, in_slm, in_llm the source bits,
+            slm_certain and llm_certain the standardised ones times the LLM's largest probability.
+
+    Returns:
+        float32 [K, F].
+    """
+    slm, llm = (_standardised(values.float()) for values in (slm_logprob, llm_logprob))
+    certainty = llm_logprob.float().exp().amax() if len(llm_logprob) else llm_logprob.new_zeros(())
+    columns = {
+        "slm": slm,
+        "llm": llm,
+        "in_slm": (source & 1).float(),
+        "in_llm": (source & 2).float() / 2,
+        "slm_certain": slm * certainty,
+        "llm_certain": llm * certainty,
+    }
+    return torch.stack([columns[name] for name in names], 1) if names else slm.new_zeros(len(slm), 0)
+
+
+def _standardised(values: Tensor) -> Tensor:
+    return (values - values.mean()) / (values.std(correction=0) + 1e-6)
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else str(list(tensor.shape))
+
+
+def _replace(path: Path, write: object) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    write(temporary)  # type: ignore[operator]
+    os.replace(temporary, path)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        if path.stat().st_size > 1 << 20:
+            raise ValueError(f"{path}: expected a small JSON file, got {path.stat().st_size} bytes; save the adapter again")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        raise ValueError(f"{path}: expected a JSON file of an adapter, got {problem}; save the adapter again") from problem
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; save the adapter again")
+    return value

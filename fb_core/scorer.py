@@ -1,0 +1,192 @@
+"""CompatibilityScorer: teacher-force one shared future behind every candidate, in one packed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_kernels import linear_logprob
+
+TOKEN_BUDGET = 16_384
+
+
+@dataclass(frozen=True)
+class BranchGroup:
+    """The candidates of one state of a trajectory and the future that they share.
+
+    Attributes:
+        position: the state's prefix is tokens[:position] of its trajectory.
+        candidates: [K] token ids, no two alike.
+        future: [H] token ids that follow every candidate.
+    """
+
+    position: int
+    candidates: Tensor
+    future: Tensor
+
+
+class CompatibilityScorer:
+    """Log-likelihoods of a shared future behind candidate tokens, under a frozen causal LM.
+
+    l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
+    packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
+    and values as the prefix, no copied cache and no logits. The model is left as it was.
+
+    Args:
+        model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes
+            through `AttentionInterface`).
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a model that packing would get wrong (refused by name), or one whose logits are NaN.
+    """
+
+    def __init__(self, model: hf.CausalLM) -> None:
+        hf.check_supported(model)
+        self.model = model
+        hf.check_packed_forward(model)
+
+    def score(
+        self,
+        prefix: Tensor | Sequence[int],
+        candidates: Tensor | Sequence[int],
+        future: Tensor | Sequence[int],
+        cache: hf.Cache | None = None,
+    ) -> Tensor:
+        """Score one group.
+
+        Args:
+            prefix: [P] token ids, at least one.
+            candidates: [K] token ids, no two alike.
+            future: [H] token ids, at least one.
+            cache: a Hugging Face cache that holds exactly the prefix; it is read and left as it was.
+
+        Returns:
+            float32 [K, H]: log p(f_h | prefix, c_k, f_<h), in nats.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, more
+                positions than the model has, or a cache of another length.
+        """
+        tokens = hf.token_ids("prefix", prefix, self.model)
+        group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
+        if cache is None:
+            return self._forward([(tokens, [group])])[0][0]
+        held = hf.Prefix(hf.PrefixKV.from_cache(cache, len(tokens)), 0, len(tokens))
+        return self._forward([(held, [group])])[0][0]
+
+    def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
+        """Score all groups of one trajectory in one forward.
+
+        Args:
+            tokens: [T] token ids of prompt and output.
+            groups: states of this trajectory; the prefix of each is tokens[:position].
+
+        Returns:
+            one float32 [K, H] a group, in nats.
+
+        Raises:
+            TypeError: as `score`.
+            ValueError: as `score`, or a position outside 1..T.
+        """
+        return self.score_trajectories([(tokens, groups)])[0]
+
+    def score_trajectories(
+        self,
+        trajectories: Sequence[tuple[Tensor | Sequence[int], Sequence[BranchGroup]]],
+        token_budget: int = TOKEN_BUDGET,
+    ) -> list[list[Tensor]]:
+        """Score many trajectories, several of them packed into each forward.
+
+        Args:
+            trajectories: (tokens[T], groups) pairs as for `score_trajectory`.
+            token_budget: rows a forward takes at most; a longer trajectory goes alone.
+
+        Returns:
+            for every trajectory one float32 [K, H] a group, in nats.
+
+        Raises:
+            TypeError: as `score`.
+            ValueError: as `score_trajectory`; everything is checked before the first forward.
+        """
+        if token_budget < 1:
+            raise ValueError(f"token_budget: expected 1 row or more, got {token_budget}; leave it out for {TOKEN_BUDGET}")
+        checked = []
+        for tokens, groups in trajectories:
+            ids = hf.token_ids("tokens", tokens, self.model)
+            kept = [self._check_group(group, len(ids)) for group in groups]
+            checked.append((ids[: max((group.position for group in kept), default=0)], kept))
+        results: list[list[Tensor]] = []
+        for start, stop in hf.packs([_rows(*pair) for pair in checked], token_budget):
+            results.extend(self._forward(checked[start:stop]))
+        return results
+
+    def _check_group(self, group: BranchGroup, length: int) -> BranchGroup:
+        future = hf.token_ids("future", group.future, self.model)
+        if len(future) == 0:
+            raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
+        if group.position > length:
+            raise ValueError(f"position: expected 1 to {length} for this trajectory, got {group.position}; count its tokens")
+        return BranchGroup(
+            group.position, hf.check_group(self.model, group.position, group.candidates, len(future)), future
+        )
+
+    @torch.no_grad()
+    def _forward(
+        self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]]
+    ) -> list[list[Tensor]]:
+        """One packed forward; a trajectory is given by its tokens, which run along, or by its cached prefix (then alone)."""
+        device = self.model.device
+        ids: list[Tensor] = []
+        positions: list[Tensor] = []
+        targets: list[Tensor] = []
+        scored: list[Tensor] = []
+        layout: list[tuple[list[int], int, int]] = []
+        prefix = None
+        row = 0
+        for tokens, groups in trajectories:
+            start = row
+            if isinstance(tokens, hf.Prefix):
+                prefix, start = tokens.kv, tokens.start
+            else:
+                layout.append(([len(tokens)], 0, 0))
+                ids.append(tokens)
+                positions.append(torch.arange(len(tokens), device=device))
+                row += len(tokens)
+            for group in groups:
+                k, h = len(group.candidates), len(group.future)
+                body = group.future[:-1].expand(k, h - 1)
+                ids.append(torch.cat([group.candidates[:, None], body], 1).reshape(-1))
+                positions.append(torch.arange(group.position, group.position + h, device=device).repeat(k))
+                targets.append(group.future.repeat(k))
+                scored.append(torch.arange(row, row + k * h, device=device))
+                layout.append(([h] * k, start, group.position))
+                row += k * h
+        if not any(groups for _, groups in trajectories):
+            return [[] for _ in trajectories]
+        table = None if prefix is None else torch.zeros(len(layout), 1, dtype=torch.int32, device=device)
+        packed = hf.Layout.build(layout, device, prefix=prefix, block_table=table)
+        hidden = hf.packed_forward(self.model, torch.cat(ids), torch.cat(positions), packed)
+        head = hf.lm_head(self.model)
+        logprob = linear_logprob(
+            hidden[torch.cat(scored)],
+            head.weight,
+            torch.cat(targets),
+            head.bias,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+        ).float()
+        shapes = [(len(group.candidates), len(group.future)) for _, groups in trajectories for group in groups]
+        flat = iter(logprob.split([k * h for k, h in shapes]))
+        return [
+            [next(flat).view(len(group.candidates), len(group.future)) for group in groups] for _, groups in trajectories
+        ]
+
+
+def _rows(tokens: Tensor, groups: Sequence[BranchGroup]) -> int:
+    return len(tokens) + sum(len(group.candidates) * len(group.future) for group in groups)

@@ -1,0 +1,74 @@
+"""From log-probabilities of the shared future to training targets: B_H, group normalisation, soft and hybrid targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fb_kernels import compatibility_targets
+
+
+def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
+    """B_H: the mean log-likelihood of the shared future's first `horizon` tokens behind every candidate.
+
+    Args:
+        logprob: [K, H] as from `CompatibilityScorer`.
+        horizon: 1 to H.
+
+    Returns:
+        float32[K].
+
+    Raises:
+        ValueError: the future is shorter than asked.
+    """
+    return group_targets([logprob], [horizon])[0][0][:, 0]
+
+
+def group_targets(
+    logprobs: Sequence[Tensor],
+    horizons: Sequence[int],
+    *,
+    temperature: float = 0.5,
+    eps: float = 1e-6,
+    local: Sequence[Tensor] | None = None,
+    alpha: float = 1.0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Scores and soft targets of many groups at once, for all horizons.
+
+    Args:
+        logprobs: one [K, H] a group; futures may be longer than the longest horizon.
+        horizons: the h horizons.
+        temperature: of the softmax over standardised scores.
+        eps: added to the group's standard deviation.
+        local: one [K] of log p_T a group, for the hybrid target.
+        alpha: share of B in the hybrid; 1 is the plain target.
+
+    Returns:
+        (B, q): one [K, h] each a group.
+
+    Raises:
+        ValueError: a future shorter than the longest horizon, or an argument out of range.
+    """
+    longest = max(horizons, default=0)
+    for group, logprob in enumerate(logprobs):
+        if logprob.ndim != 2 or logprob.shape[1] < longest:
+            raise ValueError(
+                f"logprobs: expected [K, {longest} or more] for horizon {longest}, got {list(logprob.shape)} in group "
+                f"{group}; score a longer future or ask for a shorter horizon"
+            )
+    if not logprobs:
+        return [], []
+    counts = [len(logprob) for logprob in logprobs]
+    cu_group = torch.tensor([0, *counts]).cumsum(0).to(logprobs[0].device, torch.int32)
+    score, target = compatibility_targets(
+        torch.cat([logprob[:, :longest] for logprob in logprobs]),
+        cu_group,
+        horizons=horizons,
+        temperature=temperature,
+        eps=eps,
+        local=None if local is None else torch.cat(list(local)),
+        alpha=alpha,
+    )
+    return list(score.split(counts)), list(target.split(counts))

@@ -1,0 +1,291 @@
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny import EOS, FAMILIES, V, tiny
+
+from fb_core.llm import LLM, Candidates, LocalLLM, batches
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def prompts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
+
+
+@torch.no_grad()
+def full(model, ids):
+    """Log-probabilities [V] behind ids, from a forward without cache or mask."""
+    return model(ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
+
+
+def greedy(model, ids, n, ends=(EOS,)):
+    new = []
+    while len(new) < n and not (new and new[-1] in ends):
+        new.append(int(full(model, torch.cat([ids, torch.tensor(new, dtype=torch.long)])).argmax()))
+    return new
+
+
+@contextmanager
+def forwarded(model):
+    """The number of new tokens of every forward."""
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+def check(found, model, ids, k, score_ids=None):
+    want = full(model, ids)
+    order = sorted(range(len(want)), key=lambda token: (-float(want[token]), token))[:k]
+    assert found.ids.tolist() == order
+    assert found.ids.dtype == torch.int64
+    assert found.logprob.dtype == torch.float32
+    torch.testing.assert_close(found.logprob.double(), want[order], **TOLERANCE)
+    if score_ids is None:
+        assert found.score_logprob is None
+    else:
+        torch.testing.assert_close(found.score_logprob.double(), want[score_ids], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_candidates_equal_full_forwards_while_the_cache_grows(family):
+    model = tiny(family, 1, **({"sliding_window": 5} if family == "mistral" else {}))
+    llm = LocalLLM(model)
+    (ids,) = prompts(20)
+    for end in (4, 5, 9, 9, 20):
+        check(llm.candidates(ids[:end], 5, [7, 3, 3]), model, ids[:end], 5, [7, 3, 3])
+
+
+def test_cache_extends_repeats_for_nothing_and_restarts():
+    model = tiny("qwen3", 2)
+    llm = LocalLLM(model)
+    (ids,) = prompts(12)
+    other = torch.cat([ids[:5], (ids[5:7] + 1) % V])
+    with forwarded(model) as seen:
+        for query in (ids[:6], ids[:7], ids[:7], ids, ids[:4], ids[:6], other):
+            llm.candidates(query, 3)
+    assert [shape[1] for shape in seen] == [6, 1, 5, 4, 2, 7]
+    for query in (ids[:6], ids[:7], ids[:7], ids, ids[:4], ids[:6], other):
+        check(llm.candidates(query, 3), model, query, 3)
+
+
+def test_queries_may_be_lists_and_are_not_kept_by_reference():
+    model = tiny("llama", 3)
+    llm = LocalLLM(model)
+    (ids,) = prompts(8)
+    llm.candidates(ids, 2)
+    before = ids.clone()
+    ids[0] = (ids[0] + 1) % V
+    check(llm.candidates(ids, 2), model, ids, 2)
+    check(llm.candidates(before.tolist(), 2), model, before, 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_equal_single_queries(family):
+    model = tiny(family, 4, **({"sliding_window": 5} if family == "mistral" else {}))
+    llm = LocalLLM(model, batch_tokens=30)
+    asked = prompts(3, 12, 1, 12, 7, 31)
+    scored = [[5], [6, 7], [], [1], [2], [3]]
+    found = llm.candidates_many(asked, 4, scored)
+    for ids, score_ids, got in zip(asked, scored, found, strict=True):
+        check(got, model, ids, 4, score_ids)
+    assert [len(rest) for rest in llm.complete_many(asked, 3)] == [len(llm.complete(ids, 3)) for ids in asked]
+    for ids, new in zip(asked, llm.complete_many(asked, 10), strict=True):
+        assert new.tolist() == greedy(model, ids, 10)
+
+
+def test_empty_batches():
+    llm = LocalLLM(tiny())
+    assert llm.candidates_many([], 3) == []
+    assert llm.complete_many([], 3) == []
+    assert llm.sample_many([], 2, 3) == []
+
+
+def test_completions_include_eos_and_ignore_sampling_settings_of_the_model(caplog):
+    model = tiny("qwen3", 5)
+    asked = prompts(4, 6, 9)
+    plain = [greedy(model, ids, 12, ends=()) for ids in asked]
+    ends = [plain[0][3], plain[1][5]]
+    model.generation_config.update(
+        do_sample=True, temperature=0.1, top_p=0.5, top_k=3, repetition_penalty=5.0, eos_token_id=ends, min_new_tokens=9
+    )
+    before = model.generation_config.to_dict()
+    llm = LocalLLM(model)
+    new = llm.complete_many(asked, 12)
+    for ids, tokens in zip(asked, new, strict=True):
+        assert tokens.tolist() == greedy(model, ids, 12, ends)
+        assert tokens.dtype == torch.int64
+    assert min(len(tokens) for tokens in new) < 12
+    assert model.generation_config.to_dict() == before
+    assert not caplog.records
+    assert llm.ends == frozenset(ends)
+
+
+def test_completion_stops_at_the_positions():
+    model = tiny("llama", 6, max_position_embeddings=16, eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    llm = LocalLLM(model)
+    new = llm.complete_many(prompts(15, 4, 10), 8)
+    assert [len(tokens) for tokens in new] == [1, 8, 6]
+    check(llm.candidates(prompts(16)[0], 3), model, prompts(16)[0], 3)
+
+
+def test_ties_go_to_the_lowest_id_and_k_is_clamped():
+    model = tiny("qwen3", 7, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[20:] = model.lm_head.weight[:1]
+    llm = LocalLLM(model)
+    found = llm.candidates(prompts(5)[0], 1000)
+    assert len(found.ids) == V
+    tied = [token for token in found.ids.tolist() if token == 0 or token >= 20]
+    assert tied == sorted(tied)
+    assert float(found.logprob.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_padded_ids_never_count():
+    model = tiny("qwen3", 8, tie_word_embeddings=False, vocab_size=64)
+    with torch.no_grad():
+        model.lm_head.weight[50:] *= 20
+    llm = LocalLLM(model, valid_vocab=50)
+    assert llm.vocabulary == 50
+    (ids,) = prompts(6)
+    found = llm.candidates(ids, 64, [49, 60])
+    assert sorted(found.ids.tolist()) == list(range(50))
+    assert float(found.logprob.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    assert found.score_logprob[1] == -torch.inf
+    assert max(llm.complete(ids, 20)) < 50
+    assert max(int(sample.max()) for sample in llm.sample_many([ids], 4, 10)[0]) < 50
+
+
+def test_samples_repeat_with_their_seed_and_leave_the_generator_alone():
+    model = tiny("qwen3", 9)
+    llm = LocalLLM(model, batch_tokens=64)
+    asked = prompts(3, 8, 5)
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    first = llm.sample_many(asked, 4, 6, temperature=1.5, top_p=1.0, top_k=0, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    again = llm.sample_many(asked, 4, 6, temperature=1.5, top_p=1.0, top_k=0, seed=3)
+    other = llm.sample_many(asked, 4, 6, temperature=1.5, top_p=1.0, top_k=0, seed=4)
+    as_lists = [[[sample.tolist() for sample in one] for one in drawn] for drawn in (first, again, other)]
+    assert as_lists[0] == as_lists[1] != as_lists[2]
+    assert [len(one) for one in first] == [4, 4, 4]
+    assert len({tuple(sample) for sample in as_lists[0][0]}) > 1
+    for samples in first:
+        for sample in samples:
+            assert EOS not in sample[:-1]
+    greedy_again = llm.sample_many(asked, 2, 6, top_k=1)
+    for ids, samples in zip(asked, greedy_again, strict=True):
+        assert [sample.tolist() for sample in samples] == [greedy(model, ids, 6)] * 2
+
+
+def test_batches_bound_tokens_rows_and_keep_rooms_apart():
+    found = list(batches([3, 9, 4, 9, 1], [5, 5, 5, 5, 5], 28))
+    assert found == [[1, 3], [2, 0, 4]]
+    assert list(batches([9, 9, 3], [2, 2, 7], 1000)) == [[0, 1], [2]]
+    assert list(batches([100, 1], [1, 1], 10)) == [[0], [1]]
+    assert [len(batch) for batch in batches([1] * 600, [0] * 600, 10**6)] == [256, 256, 88]
+    assert [len(batch) for batch in batches([1] * 6, [0] * 6, 10**6, n=100)] == [2, 2, 2]
+    assert list(batches([], [], 5)) == []
+
+
+def test_defaults_of_the_base_class_loop():
+    class Echo(LLM):
+        def candidates(self, ids, k, score_ids=None):
+            return Candidates(
+                torch.arange(k), torch.zeros(k), None if score_ids is None else torch.zeros(len(score_ids))
+            )
+
+        def complete(self, ids, max_new_tokens):
+            return ids[:max_new_tokens]
+
+    llm = Echo()
+    assert llm.vocabulary is None
+    assert llm.ends == frozenset()
+    assert llm.device == torch.device("cpu")
+    assert [len(found.score_logprob) for found in llm.candidates_many(prompts(3, 2), 2, [[1], [1, 2]])] == [1, 2]
+    assert [found.score_logprob for found in llm.candidates_many(prompts(3, 2), 2)] == [None, None]
+    assert [tokens.shape for tokens in llm.complete_many(prompts(3, 2), 2)] == [(2,), (2,)]
+
+
+IDS = prompts(4)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (lambda llm: llm.candidates([], 3), ValueError, "ids: expected at least one token"),
+        (lambda llm: llm.candidates(IDS, 0), ValueError, "k: expected 1 or more"),
+        (lambda llm: llm.candidates(IDS, 3, [V]), ValueError, "score_ids: expected ids from 0 below 50, got 50"),
+        (lambda llm: llm.candidates([3, -1], 3), ValueError, "ids: expected ids from 0 below 50, got -1"),
+        (lambda llm: llm.candidates(IDS.float(), 3), TypeError, "ids: expected int64"),
+        (lambda llm: llm.candidates(IDS[None], 3), ValueError, "ids: expected one dimension"),
+        (lambda llm: llm.candidates([3] * 129, 3), ValueError, "ids: expected at most 128 tokens"),
+        (lambda llm: llm.candidates_many([IDS, IDS[:0]], 3), ValueError, "ids: expected at least one token"),
+        (
+            lambda llm: llm.candidates_many([IDS], 3, [[1], [2]]),
+            ValueError,
+            "score_ids: expected one for each of 1 prompts, got 2",
+        ),
+        (lambda llm: llm.complete([3] * 128, 3), ValueError, "ids: expected at most 127 tokens"),
+        (lambda llm: llm.complete(IDS, 0), ValueError, "max_new_tokens: expected 1 or more"),
+        (lambda llm: llm.sample_many([IDS], 0, 3), ValueError, "n: expected 1 or more"),
+        (lambda llm: llm.sample_many([IDS], 1, 3, temperature=0.0), ValueError, "temperature, top_p, top_k: expected"),
+        (lambda llm: llm.sample_many([IDS], 1, 3, top_p=0.0), ValueError, "temperature, top_p, top_k: expected"),
+        (lambda llm: LocalLLM(llm.model, batch_tokens=0), ValueError, "batch_tokens: expected 1 or more"),
+        (lambda llm: LocalLLM(llm.model, valid_vocab=51), ValueError, "valid_vocab: expected 1 to 50"),
+        (lambda llm: LocalLLM("qwen"), TypeError, "model: expected a transformers causal LM, got str"),
+        (lambda llm: LocalLLM(tiny().train()), ValueError, r"model: expected .* eval mode.*call .eval\(\)"),
+    ],
+)
+def test_bad_arguments_leave_the_object_usable(call, kind, sentence):
+    llm = LocalLLM(tiny("qwen3", 10))
+    llm.candidates(IDS[:2], 3)
+    with pytest.raises(kind, match=sentence):
+        call(llm)
+    check(llm.candidates(IDS, 3), llm.model, IDS, 3)
+
+
+def test_a_failed_forward_drops_the_cache():
+    model = tiny("qwen3", 11, tie_word_embeddings=False)
+    llm = LocalLLM(model)
+    (ids,) = prompts(9)
+    ids[ids == 4] = 5
+    llm.candidates(ids[:5], 3)
+    kept = model.get_input_embeddings().weight[4].clone()
+    bad = torch.cat([ids[:6], torch.tensor([4])])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4] = torch.nan
+    with pytest.raises(ValueError, match="model: expected finite logits"):
+        llm.candidates(bad, 3)
+    with pytest.raises(ValueError, match="model: expected finite logits"):
+        llm.candidates_many([ids, bad], 3)
+    check(llm.candidates(ids, 3), model, ids, 3)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4] = kept
+    check(llm.candidates(bad, 3), model, bad, 3)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)  # the first layer's cache has grown by then
+    with pytest.raises(KeyboardInterrupt):
+        llm.candidates(torch.cat([bad, ids[:2]]), 3)
+    handle.remove()
+    longer = torch.cat([bad, ids[:2]])
+    check(llm.candidates(longer, 3), model, longer, 3)
+
+
+def test_training_mode_is_refused_at_a_query_too():
+    llm = LocalLLM(tiny())
+    llm.model.train()
+    with pytest.raises(ValueError, match="eval mode"):
+        llm.candidates(IDS, 3)
+    assert llm.model.training
+    llm.model.eval()
+    check(llm.candidates(IDS, 3), llm.model, IDS, 3)

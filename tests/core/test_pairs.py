@@ -1,0 +1,88 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from fb_core.demo import pairs
+from fb_core.demo.pairs import describe, load_pair, retrain
+from fb_core.demo.worlds import WORLDS
+
+
+@pytest.fixture
+def short_recipes(monkeypatch):
+    """Recipes of a few steps."""
+    short = {name: dataclasses.replace(recipe, steps=3) for name, recipe in pairs.RECIPES.items()}
+    monkeypatch.setattr(pairs, "RECIPES", short)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
+
+
+def test_retrain_writes_the_same_bytes_for_the_same_seed(short_recipes, tmp_path):
+    calls = []
+    random_state = torch.get_rng_state()
+    retrain(tmp_path / "a", 0, ["plans"], lambda *call: calls.append(call), processes=1)
+    retrain(tmp_path / "b", 0, ["plans"], processes=1)
+    retrain(tmp_path / "c", 1, ["plans"], processes=1)
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert calls == [(name, step, 3) for name in ("plans-slm", "plans-llm") for step in (1, 2, 3)]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") != contents(tmp_path / "c")
+    pair = load_pair("plans", tmp_path / "a")
+    assert describe(pair, 4, 0).slm == 0
+
+
+def test_style_worlds_share_their_slm(short_recipes, tmp_path):
+    retrain(tmp_path, 0, ["helpful", "control"], processes=1)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"style-slm", "helpful-llm", "control-llm"}
+    helpful, control = load_pair("helpful", tmp_path), load_pair("control", tmp_path)
+    assert all(map(torch.equal, helpful.slm.parameters(), control.slm.parameters()))
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path, monkeypatch):
+    calls = []
+    tiny = {name: dataclasses.replace(recipe, steps=2) for name, recipe in pairs.RECIPES.items()}
+    monkeypatch.setattr(pairs, "RECIPES", tiny)
+    retrain(tmp_path / "two", 0, ["plans"], lambda *call: calls.append(call), processes=2)
+    retrain(tmp_path / "one", 0, ["plans"], processes=1)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert sorted(calls) == [(name, step, 2) for name in ("plans-llm", "plans-slm") for step in (1, 2)]
+
+
+def test_unknown_worlds_and_missing_weights_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected one of plans, helpful, control"):
+        load_pair("nowhere")
+    with pytest.raises(ValueError, match="expected a model in"):
+        load_pair("plans", tmp_path)
+    with pytest.raises(ValueError, match="nowhere"):
+        retrain(tmp_path, worlds=["nowhere"])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_shipped_pair_is_frozen_float32_and_fits_its_world(name):
+    pair = load_pair(name)
+    for model in (pair.slm, pair.llm):
+        assert not model.training
+        assert all(p.dtype == torch.float32 and not p.requires_grad for p in model.parameters())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.config.vocab_size == len(pair.world.tokenizer)
+        assert model.config.eos_token_id == pair.world.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_shipped_pair_has_the_gap_it_is_for(name):
+    gap = describe(load_pair(name), 120, seed=5)
+    assert gap.llm > 0.95
+    assert gap.slm_guessed < gap.slm < gap.slm_worked
+    assert gap.slm_worked - gap.slm_guessed > 0.3
+    assert gap.slm_worked > 0.8
+
+
+def test_shipped_weights_are_safetensors_and_small():
+    folder = Path(pairs.__file__).parent / "weights"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert {file.name for file in files} <= {"config.json", "model.safetensors"}
+    assert {file.parent.name for file in files} == set(pairs.RECIPES)
+    assert sum(file.stat().st_size for file in files) < 5e6

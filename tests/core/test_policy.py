@@ -1,0 +1,69 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fb_core.policy import RequestPolicy
+
+NATS = st.floats(-1e3, 1e3, allow_nan=False, width=32)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(NATS, min_size=1, max_size=40), st.floats(0, 1))
+def test_calibration_is_the_linear_quantile(entropies, quantile):
+    policy = RequestPolicy.calibrate(entropies, quantile)
+    assert policy.threshold == pytest.approx(float(np.quantile(entropies, quantile)), rel=1e-6, abs=1e-9)
+    assert policy.top_k == 64
+
+
+def test_calibration_takes_tensors_of_any_shape_and_keeps_top_k():
+    entropies = torch.arange(12.0).view(3, 4)
+    assert RequestPolicy.calibrate(entropies, 0.5, top_k=7) == RequestPolicy(5.5, 7)
+    assert RequestPolicy.calibrate([3.0], 0.99) == RequestPolicy(3.0)
+    assert RequestPolicy.calibrate(entropies, 0.0).threshold == 0.0
+    assert RequestPolicy.calibrate(entropies, 1.0).threshold == 11.0
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: RequestPolicy(math.nan), r"threshold: expected .*, got NaN; use inf"),
+        (lambda: RequestPolicy(1.0, 0), r"top_k: expected 1 or more, got 0;"),
+        (lambda: RequestPolicy.calibrate([]), r"entropies: expected at least one"),
+        (lambda: RequestPolicy.calibrate([1.0, math.nan]), r"entropies: expected finite numbers, got 1 "),
+        (lambda: RequestPolicy.calibrate([1.0, math.inf]), r"entropies: expected finite numbers"),
+        (lambda: RequestPolicy.calibrate([1.0], 1.1), r"quantile: expected 0 to 1, got 1.1"),
+        (lambda: RequestPolicy.calibrate([1.0], -0.1), r"quantile: expected 0 to 1"),
+        (lambda: RequestPolicy.calibrate([1.0], math.nan), r"quantile: expected 0 to 1"),
+    ],
+)
+def test_bad_arguments(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_policy_is_frozen():
+    with pytest.raises(AttributeError):
+        RequestPolicy(1.0).threshold = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("k", [1, 3, 20, 64])
+def test_entropy_is_that_of_the_largest_logits_in_nats(k):
+    logits = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(k)) * 3
+    top = logits.double().sort(descending=True).values[..., : min(k, 20)]
+    p = top.softmax(-1)
+    naive = -(p * p.log()).sum(-1)
+    entropy = RequestPolicy(1.0, k).entropy(logits)
+    assert entropy.shape == (2, 3)
+    assert entropy.dtype == torch.float32
+    torch.testing.assert_close(entropy.double(), naive, rtol=1e-5, atol=1e-6)
+
+
+def test_asks_strictly_above_the_threshold():
+    entropy = torch.tensor([0.5, 1.0, 1.5, math.nan])
+    assert RequestPolicy(1.0).asks(entropy).tolist() == [False, False, True, False]
+    assert RequestPolicy(-math.inf).asks(entropy).tolist() == [True, True, True, False]
+    assert not RequestPolicy(math.inf).asks(entropy).any()

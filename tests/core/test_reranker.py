@@ -1,0 +1,281 @@
+"""TokenReranker against PEFT, its directory, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, V, tiny
+from transformers import AutoModelForSequenceClassification
+
+from fb_core import TokenReranker, candidate_features, hf
+from fb_core.reranker import FEATURES
+
+
+def randomise(reranker, seed=0):
+    """Adapters that do something: LoRA B and the head start at zero."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in reranker.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.3)
+    return reranker
+
+
+def state(seed=0, p=9, k=5):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(V, (p,), generator=g), torch.randperm(V, generator=g)[:k]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_peft_activated_on_the_candidate_alone(family, tmp_path):
+    reranker = randomise(TokenReranker.from_base(tiny(family), rank=4, alpha=8))
+    reranker.save_pretrained(tmp_path)
+    prefix, candidates = state()
+    k = len(candidates)
+    config = LoraConfig.from_pretrained(tmp_path)
+    config.task_type, config.modules_to_save, config.alora_invocation_tokens = "CAUSAL_LM", None, [0]
+    oracle = get_peft_model(tiny(family), config).eval()
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    head = tensors.pop("base_model.model.score.weight")
+    set_peft_model_state_dict(oracle, tensors)
+    rows = torch.cat([prefix.expand(k, -1), candidates[:, None]], 1)
+    with torch.no_grad():
+        hidden = oracle(input_ids=rows, alora_offsets=[1] * k, output_hidden_states=True).hidden_states[-1][:, -1]
+        ours = reranker.scores(prefix, candidates)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, (hidden @ head.T)[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_directory_is_a_peft_sequence_classifier(family, tmp_path):
+    """Scope "sequence" is what PEFT computes when it loads the directory by itself."""
+    model = tiny(family)
+    reranker = randomise(TokenReranker.from_base(model, rank=4, alpha=8, scope="sequence"))
+    reranker.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    prefix, candidates = state(1)
+    rows = torch.cat([prefix.expand(len(candidates), -1), candidates[:, None]], 1)
+    keep = (rows != model.config.pad_token_id).all(1)  # the classifier reads the last token that is not padding
+    with torch.no_grad():
+        theirs = loaded(input_ids=rows).logits[:, 0]
+        ours = reranker.scores(prefix, candidates)
+    torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint_names(tmp_path):
+    TokenReranker.from_base(tiny("qwen3")).save_pretrained(tmp_path)
+    names = set(load_file(tmp_path / "adapter_model.safetensors"))
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    expected = {
+        f"base_model.model.model.layers.{i}.self_attn.{p}.lora_{ab}.weight"
+        for i in range(2)
+        for p in projections
+        for ab in "AB"
+    }
+    assert names == expected | {"base_model.model.score.weight"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "futurebridge.json",
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_itself_stays_bit_identical(family):
+    model = tiny(family)
+    ids = state(2)[0][None]
+    keys, flags = list(model.state_dict()), [p.requires_grad for p in model.parameters()]
+    before = model(input_ids=ids).logits
+    reranker = randomise(TokenReranker.from_base(model, rank=4))
+    reranker.train()
+    reranker.scores(*state(2)).sum().backward()
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert list(model.state_dict()) == keys
+    assert [p.requires_grad for p in model.parameters()] == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+
+
+def test_weights_are_shared_and_only_adapter_and_head_train():
+    model = tiny("qwen3")
+    reranker = TokenReranker.from_base(model)
+    ours = {p.data_ptr() for p in reranker.adapted.parameters() if not p.requires_grad}
+    assert ours == {p.data_ptr() for p in model.parameters()}
+    trained = [name for name, p in reranker.named_parameters() if p.requires_grad]
+    assert all("lora_" in name or name in ("head", "feature_weight") for name in trained)
+    prefix, candidates = state()
+    assert torch.equal(reranker.scores(prefix, candidates), torch.zeros(len(candidates)))  # the head starts at zero
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_and_batched_prefixes_give_the_same_scores(family):
+    model = tiny(family, sliding_window=4) if family in ("mistral", "phi3") else tiny(family)
+    reranker = randomise(TokenReranker.from_base(model, rank=4))
+    states = [state(seed, p, k) for seed, p, k in ((0, 7, 3), (1, 4, 6), (2, 9, 1))]
+    with torch.no_grad():
+        expected = [reranker.scores(*pair) for pair in states]
+        for (prefix, candidates), want in zip(states, expected, strict=True):
+            cache = hf.new_cache()
+            model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
+            torch.testing.assert_close(reranker.scores(prefix, candidates, cache=cache), want, rtol=1e-5, atol=1e-5)
+            assert cache.get_seq_length() == len(prefix)
+        width = max(len(prefix) for prefix, _ in states)  # left-padded batch
+        pads = [width - len(prefix) for prefix, _ in states]
+        ids = torch.stack([torch.cat([torch.zeros(n).long(), prefix]) for n, (prefix, _) in zip(pads, states, strict=True)])
+        mask = torch.stack([torch.arange(width) >= n for n in pads]).long()
+        cache = hf.new_cache()
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        kv = hf.PrefixKV.from_cache(cache, width)
+        prefixes = [hf.Prefix(kv, n, len(prefix), row) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))]
+        many = reranker.scores_many(prefixes, [candidates for _, candidates in states])
+    for got, want in zip(many, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_scopes_differ():
+    model = tiny("qwen3")
+    candidate = randomise(TokenReranker.from_base(model, rank=4))
+    sequence = randomise(TokenReranker.from_base(model, rank=4, scope="sequence"))
+    assert (candidate.scores(*state()) - sequence.scores(*state())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("scope", ["candidate", "sequence"])
+def test_round_trip(scope, tmp_path):
+    model = tiny("qwen3")
+    reranker = randomise(TokenReranker.from_base(model, rank=3, alpha=5, scope=scope, feature_names=("llm", "in_slm")))
+    reranker.save_pretrained(tmp_path)
+    loaded = TokenReranker.from_pretrained(tmp_path, model, scope=scope)
+    prefix, candidates = state()
+    features = torch.randn(len(candidates), 2)
+    assert torch.equal(
+        loaded.scores(prefix, candidates, features=features), reranker.scores(prefix, candidates, features=features)
+    )
+    assert loaded.feature_names == ("llm", "in_slm")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_merged_weights_give_the_adapted_token(family):
+    """A full forward with merged weights equals scope "sequence", which has the adapter everywhere."""
+    reranker = randomise(TokenReranker.from_base(tiny(family), rank=4, scope="sequence"))
+    merged = reranker.merged()
+    assert len(merged) == (8 if family == "qwen3" else 4)
+    plain = tiny(family)
+    with torch.no_grad():
+        for name, weight in merged.items():
+            plain.get_submodule(f"model.{name}").weight.copy_(weight)
+        prefix, candidates = state()
+        rows = torch.cat([prefix.expand(len(candidates), -1), candidates[:, None]], 1)
+        hidden = plain.model(input_ids=rows).last_hidden_state[:, -1]
+        torch.testing.assert_close(reranker.scores(prefix, candidates), hidden @ reranker.head, rtol=1e-4, atol=1e-4)
+
+
+def test_training_mode_reaches_only_the_adapters_dropout():
+    reranker = randomise(TokenReranker.from_base(tiny("qwen3"), dropout=0.5)).train()
+    training = [name for name, layer in reranker.adapted.named_modules() if layer.training]
+    assert training
+    assert all("lora_dropout" in name for name in training)
+    a, b = reranker.scores(*state()), reranker.scores(*state())
+    assert not torch.equal(a, b)
+    reranker.eval()
+    assert torch.equal(reranker.scores(*state()), reranker.scores(*state()))
+
+
+def test_features_add_a_weighted_sum():
+    reranker = randomise(TokenReranker.from_base(tiny("qwen3"), feature_names=FEATURES))
+    prefix, candidates = state()
+    slm, llm = torch.randn(5).log_softmax(0), torch.randn(5).log_softmax(0)
+    features = candidate_features(slm, llm, torch.tensor([1, 2, 3, 1, 2]))
+    assert features.shape == (5, 6)
+    zero = torch.zeros_like(features)
+    difference = reranker.scores(prefix, candidates, features=features) - reranker.scores(prefix, candidates, features=zero)
+    torch.testing.assert_close(difference, features @ reranker.feature_weight, rtol=1e-5, atol=1e-5)
+    assert features[:, 2].tolist() == [1, 0, 1, 1, 0]
+    assert features[:, 3].tolist() == [0, 1, 1, 0, 1]
+    torch.testing.assert_close(features[:, 5], features[:, 1] * llm.exp().max())
+    with pytest.raises(ValueError, match="features: expected"):
+        reranker.scores(prefix, candidates)
+    with pytest.raises(ValueError, match="features: expected"):
+        reranker.scores(prefix, candidates, features=features[:2])
+
+
+def test_loading_the_wrong_thing_is_an_error(tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model, rank=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="scope: expected"):
+        TokenReranker.from_pretrained(tmp_path, model, scope="sequence")
+    with pytest.raises(ValueError, match="base model"):
+        TokenReranker.from_pretrained(tmp_path, tiny("qwen3", seed=1))
+    with pytest.raises(ValueError, match="base model"):
+        TokenReranker.from_pretrained(tmp_path, tiny("llama"))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    with pytest.raises(ValueError, match="rank"):
+        TokenReranker.from_pretrained(tmp_path, model)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert TokenReranker.from_pretrained(tmp_path, model) is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"[]", b'{"scope": "candidate"}', b"\xff\xfe", b" " * (1 << 21)])
+def test_hostile_description(content, tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    (tmp_path / "futurebridge.json").write_bytes(content)
+    with pytest.raises(ValueError):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64, (2**60).to_bytes(8, "little") + b"{}"])
+def test_hostile_weights(content, tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="safetensors"):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+def test_missing_head_is_named(tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors["base_model.model.score.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "candidates", "kind"),
+    [
+        ([], [1], ValueError),
+        ([1], [], ValueError),
+        ([1], [2, 2], ValueError),
+        ([1], [V], ValueError),
+        ([1] * 128, [2], ValueError),
+        (torch.tensor([0.5]), [2], TypeError),
+    ],
+)
+def test_bad_input(prefix, candidates, kind):
+    reranker = randomise(TokenReranker.from_base(tiny("qwen3")))
+    with pytest.raises(kind, match="expected"):
+        reranker.scores(prefix, candidates)
+    assert torch.isfinite(reranker.scores(*state())).all()
+
+
+def test_bad_settings():
+    model = tiny("qwen3")
+    for options, words in (
+        ({"rank": 0}, "rank"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"scope": "prefix"}, "scope"),
+        ({"feature_names": ("llm", "nope")}, "feature_names"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TokenReranker.from_base(model, **options)

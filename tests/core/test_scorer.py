@@ -1,0 +1,263 @@
+"""CompatibilityScorer against full forwards, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FAMILIES, V, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fb_core import BranchGroup, CompatibilityScorer
+from fb_core import hf
+from fb_kernels.testing import largest_tensor
+
+
+def full_forwards(model, prefix, candidates, future):
+    """[K, H] from K forwards over prefix + candidate + future, nothing shared."""
+    rows = []
+    for candidate in candidates.tolist():
+        ids = torch.cat([prefix, torch.tensor([candidate]), future])
+        with torch.no_grad():
+            logprob = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        behind = logprob[len(prefix) : len(prefix) + len(future)]
+        rows.append(behind.gather(1, future[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+def random_group(seed, p=9, k=4, h=6):
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(V, (p,), generator=g),
+        torch.randperm(V, generator=g)[:k],
+        torch.randint(V, (h,), generator=g),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(9, 4, 6), (1, 1, 1), (30, 13, 2), (3, 2, 20)])
+def test_score_equals_full_forwards(family, shape):
+    model = tiny(family)
+    prefix, candidates, future = random_group(1, *shape)
+    ours = CompatibilityScorer(model).score(prefix, candidates, future)
+    assert ours.dtype == torch.float32
+    assert ours.shape == (len(candidates), len(future))
+    torch.testing.assert_close(ours, full_forwards(model, prefix, candidates, future), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", {"sliding_window": 3}),
+        ("phi3", {"sliding_window": 4}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+        ("gemma2", {"sliding_window": 2}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
+        ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ],
+)
+def test_windows_scaling_and_biases(family, overrides):
+    model = tiny(family, **overrides)
+    prefix, candidates, future = random_group(2, 11, 3, 8)
+    ours = CompatibilityScorer(model).score(prefix, candidates, future)
+    torch.testing.assert_close(ours, full_forwards(model, prefix, candidates, future), rtol=1e-5, atol=1e-5)
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_trajectories_equal_single_groups(data):
+    family = data.draw(st.sampled_from(FAMILIES))
+    model = tiny(family)
+    scorer = CompatibilityScorer(model)
+    batch = []
+    for index in range(data.draw(st.integers(0, 3))):
+        g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        tokens = torch.randint(V, (data.draw(st.integers(1, 14)),), generator=g)
+        groups = [
+            BranchGroup(
+                data.draw(st.integers(1, len(tokens))),
+                torch.randperm(V, generator=g)[: data.draw(st.integers(1, 4))],
+                torch.randint(V, (data.draw(st.integers(1, 5)),), generator=g),
+            )
+            for _ in range(data.draw(st.integers(0, 3)))
+        ]
+        batch.append((tokens, groups))
+    packed = scorer.score_trajectories(batch, token_budget=data.draw(st.sampled_from([1, 40, 10_000])))
+    for (tokens, groups), scores in zip(batch, packed, strict=True):
+        assert len(scores) == len(groups)
+        for group, score in zip(groups, scores, strict=True):
+            expected = full_forwards(model, tokens[: group.position], group.candidates, group.future)
+            torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+def test_given_cache_is_read_and_left(family):
+    model = tiny(family, sliding_window=3) if family == "mistral" else tiny(family)
+    prefix, candidates, future = random_group(3)
+    cache = hf.new_cache()
+    model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    scorer = CompatibilityScorer(model)
+    torch.testing.assert_close(
+        scorer.score(prefix, candidates, future, cache=cache),
+        full_forwards(model, prefix, candidates, future),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert cache.get_seq_length() == len(prefix)
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+
+
+def test_each_layer_runs_once_and_no_logits_exist():
+    model = tiny("qwen3", vocab_size=9001)
+    calls = [0] * len(model.model.layers)
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, i=index: calls.__setitem__(i, calls[i] + 1))
+    scorer = CompatibilityScorer(model)
+    calls[:] = [0] * len(calls)
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(9001, (60,), generator=g)
+    groups = [
+        BranchGroup(p, torch.randperm(9001, generator=g)[:5], torch.randint(9001, (20,), generator=g)) for p in (20, 40, 60)
+    ]
+    with largest_tensor() as largest:
+        scorer.score_trajectory(tokens, groups)
+    assert calls == [1] * len(calls)
+    rows = 3 * 5 * 20
+    assert largest.numel < rows * 9001
+
+
+def test_bfloat16_is_as_good_as_plain_bfloat16():
+    model = tiny("qwen3")
+    prefix, candidates, future = random_group(4, 20, 6, 10)
+    exact = full_forwards(model.double(), prefix, candidates, future).double()
+    low = model.bfloat16()
+    native = (full_forwards(low, prefix, candidates, future).double() - exact).abs()
+    ours = (CompatibilityScorer(low).score(prefix, candidates, future).double() - exact).abs()
+    assert ours.max() <= 2 * native.max() + 1e-2
+    assert ours.square().mean().sqrt() <= 2 * native.square().mean().sqrt() + 1e-2
+
+
+def test_attention_implementation_is_restored_after_success_and_failure():
+    model = tiny("qwen3")
+    before = model.config._attn_implementation
+    scorer = CompatibilityScorer(model)
+    prefix, candidates, future = random_group(5)
+    scorer.score(prefix, candidates, future)
+    assert model.config._attn_implementation == before
+    broken = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("broken layer"))
+    with pytest.raises(RuntimeError, match="broken layer"):
+        scorer.score(prefix, candidates, future)
+    assert model.config._attn_implementation == before
+    model.model.layers[1].mlp.forward = broken
+    torch.testing.assert_close(
+        scorer.score(prefix, candidates, future),
+        full_forwards(model, prefix, candidates, future),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_parameters_and_training_flags_are_untouched():
+    model = tiny("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    CompatibilityScorer(model).score(*random_group(6))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.training
+
+
+class NoLogits(TorchDispatchMode):
+    """Fails on any call: checks happen before work starts."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "mm" not in str(func), "work started before the check"
+        return func(*args, **(kwargs or {}))
+
+
+BAD = [
+    (dict(prefix=torch.tensor([], dtype=torch.long)), ValueError, "prefix"),
+    (dict(candidates=torch.tensor([], dtype=torch.long)), ValueError, "candidates"),
+    (dict(candidates=torch.tensor([3, 4, 3])), ValueError, "no id twice"),
+    (dict(candidates=torch.tensor([3, V])), ValueError, "candidates: expected ids from 0 below"),
+    (dict(prefix=torch.tensor([-1])), ValueError, "prefix: expected ids"),
+    (dict(future=torch.tensor([], dtype=torch.long)), ValueError, "future"),
+    (dict(future=torch.tensor([0.5])), TypeError, "future"),
+    (dict(prefix=torch.zeros(2, 2, dtype=torch.long)), ValueError, "one dimension"),
+    (dict(prefix=torch.zeros(130, dtype=torch.long)), ValueError, "positions"),
+    (dict(candidates=torch.tensor([1], device="meta")), ValueError, "device"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), BAD)
+def test_bad_input_is_one_clear_sentence(change, kind, words):
+    model = tiny("qwen3")
+    scorer = CompatibilityScorer(model)
+    prefix, candidates, future = random_group(7)
+    good = dict(prefix=prefix, candidates=candidates, future=future)
+    with NoLogits(), pytest.raises(kind, match=words) as caught:
+        scorer.score(**{**good, **change})
+    assert str(caught.value).count("\n") == 0
+    assert "; " in str(caught.value)
+    torch.testing.assert_close(scorer.score(**good), full_forwards(model, *good.values()), rtol=1e-5, atol=1e-5)
+
+
+def test_cache_of_another_length_is_refused():
+    model = tiny("qwen3")
+    cache = hf.new_cache()
+    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="cache: expected 4 tokens"):
+        CompatibilityScorer(model).score(torch.tensor([1, 2, 3, 4]), [5], [6], cache=cache)
+
+
+def test_position_past_the_trajectory_is_refused():
+    scorer = CompatibilityScorer(tiny("qwen3"))
+    with pytest.raises(ValueError, match="position"):
+        scorer.score_trajectory([1, 2, 3], [BranchGroup(4, torch.tensor([1]), torch.tensor([2]))])
+
+
+def test_nan_weights_are_refused():
+    model = tiny("qwen3")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        CompatibilityScorer(model)
+
+
+def test_unsupported_models_are_refused_by_name():
+    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertModel, Qwen3NextConfig
+    from transformers import BloomConfig, BloomForCausalLM, Qwen3NextForCausalLM
+
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=V)
+    linear = Qwen3NextForCausalLM(
+        Qwen3NextConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_experts=0,
+                        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                        layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
+    )
+    encoder = BartForConditionalGeneration(
+        BartConfig(vocab_size=V, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                   decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    )
+    long = tiny("phi3", max_position_embeddings=128, original_max_position_embeddings=64,
+                rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                                 "rope_theta": 1e4, "original_max_position_embeddings": 64})
+    dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
+    headless = BertModel(BertConfig(**small, intermediate_size=32))
+    for model, words in (
+        (linear, "Qwen3NextForCausalLM with layers of type linear_attention"),
+        (encoder, "BartForConditionalGeneration with an encoder"),
+        (long, "Phi3ForCausalLM with rotary scaling longrope"),
+        (dynamic, "LlamaForCausalLM with rotary scaling dynamic"),
+        (alibi, "BloomForCausalLM"),
+        (headless, "BertModel with no LM head"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CompatibilityScorer(model.eval())
+    with pytest.raises(TypeError, match="Linear"):
+        CompatibilityScorer(torch.nn.Linear(2, 2))

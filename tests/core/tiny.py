@@ -1,0 +1,84 @@
+"""Tiny random causal LMs of six families, with distributions far from flat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2")
+V, EOS = 50, 1
+
+_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "phi3": (Phi3Config, {}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 12.0,
+            "attn_implementation": "eager",  # sdpa leaves the attention soft-cap out
+        },
+    ),
+}
+
+
+def tiny(family: str = "qwen3", seed: int = 0, *, spread: float = 3.0, **overrides: Any) -> PreTrainedModel:
+    """A random float32 model on the CPU, in eval mode: 2 layers, hidden 32, 4 heads over 2, V = 50, EOS = 1.
+
+    Args:
+        family: one of FAMILIES.
+        seed: of the weights; the global generator is left as it was.
+        spread: the standard deviation of the logits over the vocabulary, about.
+        overrides: configuration entries, e.g. sliding_window=5, tie_word_embeddings=False, vocab_size=64.
+    """
+    kind, own = _CONFIGS[family]
+    settings: dict[str, Any] = {
+        "vocab_size": V,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.25,
+        "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": EOS,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(kind(**settings | own | overrides), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms and biases: away from 1 and 0 too
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            probe = torch.arange(3, min(43, model.config.vocab_size))[None]
+            head = model.get_output_embeddings().weight
+            uncapped = model.base_model(probe).last_hidden_state @ head.T
+            gain = spread / float(uncapped.std(-1).mean())
+            if model.config.tie_word_embeddings:  # the head is the embedding: scale the final norm instead
+                norm = model.base_model.norm.weight
+                norm.copy_(norm * gain if family != "gemma2" else (1 + norm) * gain - 1)
+            else:
+                head.mul_(gain)
+    return model.eval()
