@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench check clean
+.PHONY: install test demo bench figures check clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-disable-gc -p no:xdist -s
+
+# The README's tables, from committed result files.
+figures: $(STAMP)
+	$(BIN)/python -m benchmarks.figures
 
 check: $(STAMP)
 	$(BIN)/ruff check .

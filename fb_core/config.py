@@ -18,12 +18,12 @@ class WorldSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    train_problems: int = Field(700, ge=1)
-    validation_problems: int = Field(150, ge=1)
-    test_problems: int = Field(400, ge=1)
+    train_problems: int = Field(default=700, ge=1)
+    validation_problems: int = Field(default=150, ge=1)
+    test_problems: int = Field(default=400, ge=1)
     quantile: float = Field(ge=0, le=1)
-    horizon: int = Field(16, ge=1)
-    short_horizon: int = Field(4, ge=1)
+    horizon: int = Field(default=16, ge=1)
+    short_horizon: int = Field(default=4, ge=1)
     sweep: tuple[float, ...] = ()
 
     @model_validator(mode="after")
@@ -47,15 +47,15 @@ class DemoSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seed: int = Field(0, ge=0)
-    pool_k: int = Field(4, ge=1)
-    max_events: int = Field(8, ge=0)
-    certainty: float = Field(0.9, gt=0, le=1)
-    temperature: float = Field(0.5, gt=0)
-    rank: int = Field(16, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
-    epochs: int = Field(3, ge=1)
-    votes: int = Field(8, ge=1)
+    seed: int = Field(default=0, ge=0)
+    pool_k: int = Field(default=4, ge=1)
+    max_events: int = Field(default=8, ge=0)
+    certainty: float = Field(default=0.9, gt=0, le=1)
+    temperature: float = Field(default=0.5, gt=0)
+    rank: int = Field(default=16, ge=1)
+    learning_rate: float = Field(default=2e-3, gt=0)
+    epochs: int = Field(default=3, ge=1)
+    votes: int = Field(default=8, ge=1)
     worlds: tuple[WorldSettings, ...] = (
         WorldSettings(name="plans", quantile=0.94, horizon=16, sweep=(0.90, 0.92, 0.96)),
         WorldSettings(name="control", quantile=0.92, horizon=24),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -15,7 +13,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
-from fb_core.llm import LLM, Candidates, LocalLLM, batches
+from fb_core.llm import (
+    LLM,
+    Candidates,
+    LocalLLM,
+    Row,
+    Step,
+    check_max_new_tokens,
+    checked_prompts,
+    lockstep,
+    seeded,
+)
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_kernels import joint_pool, topk_entropy
@@ -206,8 +214,7 @@ class RandomChoice(Selector):
 
     def choose(self, state: State, pool: Pool) -> int:
         """The same index for the same seed and tokens."""
-        drawn = hashlib.sha256(repr((self.seed, len(state.tokens), state.tokens.tolist())).encode()).digest()
-        return random.Random(drawn).randrange(len(pool))
+        return seeded(self.seed, state.tokens.tolist()).randrange(len(pool))
 
 
 class CertainLLM(Selector):
@@ -273,19 +280,6 @@ class FutureBridgeSelector(ScoringSelector):
             reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
             for row, (state, pool) in enumerate(zip(states, pools, strict=True))
         ]
-
-
-@dataclass
-class _Row:
-    """One sequence under way."""
-
-    index: int  # among the prompts
-    tokens: list[int]  # prompt and what was generated
-    prompt: int  # its length
-    events: list[Event] = field(default_factory=list)
-
-
-Stop = Callable[[_Row], bool]
 
 
 class CollaborativeDecoder:
@@ -383,14 +377,15 @@ class CollaborativeDecoder:
             TypeError: as `generate`.
             ValueError: as `generate`.
         """
-        return [self._generation(row) for row in self._decode(prompts, max_new_tokens, hf.eos_ids(self.slm))]
+        ends = hf.eos_ids(self.slm)
+        return self._decode(prompts, max_new_tokens, lambda row, _: row.tokens[-1] in ends)
 
     def generate_until(
         self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int, events: int
     ) -> list[Generation]:
         """As `generate_many`, but each generation also ends behind the token of its event number `events`."""
-        rows = self._decode(prompts, max_new_tokens, hf.eos_ids(self.slm), lambda row: len(row.events) >= events)
-        return [self._generation(row) for row in rows]
+        ends = hf.eos_ids(self.slm)
+        return self._decode(prompts, max_new_tokens, lambda row, found: row.tokens[-1] in ends or len(found) >= events)
 
     def as_custom_generate(self) -> Callable[..., Tensor]:
         """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
@@ -437,19 +432,16 @@ class CollaborativeDecoder:
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
 
-        def stop(row: _Row) -> bool:
+        def done(row: Row, _: list[Event]) -> bool:
             if streamer is not None:
                 streamer.put(torch.tensor(row.tokens[-1:]))
-            ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.tokens[row.prompt :])])
-            return bool(stopping_criteria(ids[None], None).all())
+            ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.new)])
+            return bool(stopping_criteria(ids[None], None).all())  # EOS is among them
 
-        width = input_ids.shape[1]
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, attention_mask, strict=True)]
-        # EOS is among the stopping criteria
-        rows = self._decode(prompts, generation_config.max_length - width, frozenset(), stop)
-        new = [input_ids.new_tensor(row.tokens[row.prompt :]) for row in rows]
+        new = [one.token_ids for one in self._decode(prompts, generation_config.max_length - input_ids.shape[1], done)]
         padding = generation_config.pad_token_id
         padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
         return torch.cat([input_ids, padded], 1)
@@ -460,89 +452,56 @@ class CollaborativeDecoder:
             return None
         return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
-    def _generation(self, row: _Row) -> Generation:
-        new = torch.tensor(row.tokens[row.prompt :], device=self.slm.device)
-        return Generation(new, row.events, self.text(new))
-
-    @torch.no_grad()
     def _decode(
         self,
         prompts: Sequence[Tensor | Sequence[int]],
         max_new_tokens: int,
-        ends: frozenset[int],
-        stop: Stop | None = None,
-    ) -> list[_Row]:
-        """Every prompt with its new tokens; `stop` is asked after each token and ends a row with True."""
-        checked = self._checked(prompts, max_new_tokens)
-        rows = [_Row(index, ids.tolist(), len(ids)) for index, ids in enumerate(checked)]
-        for batch in batches([len(ids) for ids in checked], [max_new_tokens] * len(checked), self.batch_tokens):
-            self._lockstep([rows[index] for index in batch], max_new_tokens, ends, stop)
-        return rows
-
-    def _lockstep(self, live: list[_Row], max_new_tokens: int, ends: frozenset[int], stop: Stop | None) -> None:
-        """Decode one batch to its end; rows that are done leave it."""
-        device, limit = self.slm.device, hf.max_positions(self.slm) or math.inf
-        ids, mask = hf.left_padded([torch.tensor(row.tokens, device=device) for row in live])
-        width, cache = ids.shape[1], hf.new_cache()
-        for step in range(max_new_tokens):
-            logits = hf.last_logits(self.slm, ids, mask, cache)[:, : self.vocabulary]
-            for row, token in zip(live, self._next_tokens(step, live, logits, cache, width + step), strict=True):
-                row.tokens.append(token)
-            going = [
-                place
-                for place, row in enumerate(live)
-                if not (stop is not None and stop(row)) and row.tokens[-1] not in ends and len(row.tokens) < limit
-            ]
-            if not going:
-                break
-            if len(going) < len(live):
-                hf.keep_rows(cache, going, device)
-                mask = None if mask is None else mask[going]
-                live = [live[place] for place in going]
-            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
-            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
-
-    def _checked(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int) -> list[Tensor]:
+        done: Callable[[Row, list[Event]], bool],
+    ) -> list[Generation]:
         hf.check_decodable("slm", self.slm)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
-        limit = hf.max_positions(self.slm)
-        checked = [hf.token_ids("input_ids", ids, self.slm) for ids in prompts]
-        for ids in checked:
-            if not len(ids):
-                raise ValueError("input_ids: expected at least one token, got none; begin with the prompt")
-            if limit is not None and len(ids) >= limit:
-                raise ValueError(
-                    f"input_ids: expected fewer than {limit} tokens, the model's positions, got {len(ids)}; "
-                    "shorten the prompt"
-                )
-        return checked
+        check_max_new_tokens(max_new_tokens)
+        checked = checked_prompts("input_ids", prompts, self.slm, room=1)
+        events: list[list[Event]] = [[] for _ in checked]
+        rows = lockstep(
+            self.slm,
+            checked,
+            max_new_tokens,
+            lambda step: self._next_tokens(step, events),
+            lambda row: done(row, events[row.index]),
+            self.batch_tokens,
+        )
+        generations = []
+        for row in rows:
+            new = torch.tensor(row.new, device=self.slm.device)
+            generations.append(Generation(new, events[row.index], self.text(new)))
+        return generations
 
-    def _next_tokens(self, step: int, rows: Sequence[_Row], logits: Tensor, cache: hf.Cache, slots: int) -> list[int]:
-        """One token a row, greedy or the selector's where the policy asks; the cache holds `slots` tokens a row."""
+    def _next_tokens(self, step: Step, events: list[list[Event]]) -> list[int]:
+        """One token a row, greedy or the selector's where the policy asks; its event joins the row's others."""
+        logits, rows = step.logits[:, : self.vocabulary], step.rows
         entropy = self.policy.entropy(logits)
-        tokens = topk_entropy(logits, 1)[2][:, 0].tolist()
+        tokens = logits.argmax(-1).tolist()  # the first of equal ones
         entropies = entropy.tolist()
         for row, nats in zip(rows, entropies, strict=True):
             if math.isnan(nats):
                 raise ValueError(
-                    f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {row.index}; "
-                    "check its weights and dtype"
+                    f"slm: expected finite logits, got NaN or infinite ones at step {step.index} of prompt "
+                    f"{row.index}; check its weights and dtype"
                 )
         asks = self.policy.asks(entropy).tolist()
-        asking = [place for place, row in enumerate(rows) if asks[place] and len(row.events) < self.max_events]
+        asking = [place for place, row in enumerate(rows) if asks[place] and len(events[row.index]) < self.max_events]
         if not asking:
             return tokens
-        kv = hf.PrefixKV.from_cache(cache, slots)
+        kv = hf.PrefixKV.from_cache(step.cache, step.slots)
         states = []
         for place in asking:
             row, held = rows[place], len(rows[place].tokens)
-            prefix = hf.Prefix(kv, start=slots - held, length=held, row=place)
-            states.append(State(torch.tensor(row.tokens, device=logits.device), step, entropies[place], prefix))
+            prefix = hf.Prefix(kv, start=step.slots - held, length=held, row=place)
+            states.append(State(torch.tensor(row.tokens, device=logits.device), step.index, entropies[place], prefix))
         tried = [state.tokens for state in states]
         pools = candidate_pool(logits[asking], self.llm, tried, self.pool, self.slm_k, self.llm_k)
         for place, event in zip(asking, self._events(states, pools), strict=True):
-            rows[place].events.append(event)
+            events[rows[place].index].append(event)
             tokens[place] = event.token
         return tokens
 

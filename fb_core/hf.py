@@ -1,16 +1,16 @@
 """Where transformers and peft are met: packed forwards through the attention interface, caches, heads, adapters.
 
-Nothing is patched for good: `packed_forward` switches a model's attention to `fb_branch` for one call and puts back what
-was there, whatever happens.
+Nothing is patched for good: `packed_forward` switches a model's attention to `fb_branch` for one call and puts back
+what was there, whatever happens.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import warnings
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from fb_kernels import branch_attention, linear_logprob
 
@@ -91,9 +85,7 @@ class Layout:
     calls: int = 0
 
     @classmethod
-    def build(
-        cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any
-    ) -> Layout:
+    def build(cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any) -> Layout:
         """From (branch lengths, prefix start, prefix length) of every group, in row order."""
         lengths = [length for branches, _, _ in groups for length in branches]
         counts = [len(branches) for branches, _, _ in groups]
@@ -133,10 +125,12 @@ def _fb_branch(
 ) -> tuple[Tensor, None]:
     """Attention of one layer of a packed forward, called by the model's own attention module."""
     if dropout:
-        raise ValueError(f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first")
+        raise ValueError(
+            f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first"
+        )
     if fb_layout is None or value.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"{type(module).__name__}: expected plain attention with one head size, driven by fb_core.hf.packed_forward, "
+            f"{type(module).__name__}: expected plain attention with one head size, driven by packed_forward, "
             f"got head sizes {query.shape[-1]} and {value.shape[-1]}; use a model of a supported family"
         )
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, E]
@@ -202,8 +196,8 @@ def packed_forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, layou
         ).last_hidden_state[0]
     if layout.calls != text_config(model).num_hidden_layers:
         raise ValueError(
-            f"{type(model).__name__}: expected {text_config(model).num_hidden_layers} attention layers to go through the "
-            f"attention interface, got {layout.calls}; use a model of a supported family"
+            f"{type(model).__name__}: expected {text_config(model).num_hidden_layers} attention layers to go through "
+            f"the attention interface, got {layout.calls}; use a model of a supported family"
         )
     return hidden
 
@@ -243,8 +237,10 @@ def check_supported(model: object) -> None:
     config = text_config(model)
 
     def refuse(reason: str) -> ValueError:
-        return ValueError(f"model: expected a decoder with softmax attention and fixed positions, got {name} with {reason}; "
-                          "use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2")
+        return ValueError(
+            f"model: expected a decoder with softmax attention and fixed positions, got {name} with {reason}; "
+            "use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+        )
 
     if model.config.is_encoder_decoder:
         raise refuse("an encoder and a decoder")
@@ -349,9 +345,7 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
     return ids.long()
 
 
-def check_group(
-    model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1
-) -> Tensor:
+def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1) -> Tensor:
     """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
 
     Raises:
@@ -409,8 +403,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config.target_modules = sorted(present.intersection(ATTENTION_PROJECTIONS))
     if not config.target_modules:
         raise ValueError(
-            f"model: expected linear layers named {', '.join(ATTENTION_PROJECTIONS)}, got {type(model).__name__} without "
-            "any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+            f"model: expected linear layers named {', '.join(ATTENTION_PROJECTIONS)}, got {type(model).__name__} "
+            "without any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
         )
     config.task_type = config.modules_to_save = None
     return get_peft_model(share_weights(model), config)
@@ -437,7 +431,9 @@ def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
     try:
         config = PeftConfig.from_peft_type(**values)
     except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"adapter_config.json: expected a LoRA configuration, got {problem}; save it again") from problem
+        raise ValueError(
+            f"adapter_config.json: expected a LoRA configuration, got {problem}; save it again"
+        ) from problem
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"adapter_config.json: expected a LoRA configuration, got {type(config).__name__}; use a LoRA adapter"
@@ -547,34 +543,6 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
     return model(input_ids=ids, **options).logits[:, -1].float()
 
 
-@torch.no_grad()
-def generate(model: CausalLM, ids: Tensor, mask: Tensor | None, max_new_tokens: int, **settings: Any) -> list[Tensor]:
-    """New tokens of every row by the model's own `generate`, EOS included.
-
-    Args:
-        model: a causal LM.
-        ids: [B, S] left-padded prompts.
-        mask: [B, S], None where nothing is padded.
-        max_new_tokens: the most tokens a row gets.
-        **settings: of the GenerationConfig. The model's own count for nothing but EOS: a repetition penalty or a
-            temperature that ships with the weights does not act here.
-    """
-    ends = sorted(eos_ids(model))
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, **settings
-    )
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        seen = torch.ones_like(ids) if mask is None else mask
-        rows = model.generate(ids, attention_mask=seen, generation_config=config)
-    finally:
-        model.generation_config = own
-    new = rows[:, ids.shape[1] :]
-    is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device))
-    lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, new.shape[1])
-    return [row[:length] for row, length in zip(new, lengths.tolist(), strict=True)]
-
-
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
     """Drop the other rows of a batched cache, in place."""
     cache.batch_select_indices(torch.tensor(rows, device=device))
@@ -599,7 +567,7 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """(first, past the last) of consecutive runs whose rows stay within the budget; one that is too large goes alone."""
+    """(first, past the last) of consecutive runs whose rows stay within the budget; a larger one goes alone."""
     found, start, used = [], 0, 0
     for index, count in enumerate(rows):
         if index > start and used + count > budget:

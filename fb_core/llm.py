@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,25 +73,122 @@ class LLM(ABC):
         return [self.complete(ids, max_new_tokens) for ids in prompts]
 
 
-def batches(lengths: Sequence[int], rooms: Sequence[int], batch_tokens: int, n: int = 1) -> Iterator[list[int]]:
-    """Indices by falling length, cut into batches of one room, `batch_tokens` tokens and MAX_ROWS rows.
+@dataclass
+class Row:
+    """One sequence under way."""
+
+    index: int  # among the prompts
+    tokens: list[int]  # prompt and what was generated
+    prompt: int  # its length
+
+    @property
+    def new(self) -> list[int]:
+        """What was generated."""
+        return self.tokens[self.prompt :]
+
+
+@dataclass
+class Step:
+    """What is known when the next token of every row is to be chosen."""
+
+    index: int  # number of tokens generated so far
+    rows: list[Row]
+    logits: Tensor  # float32 [B, V] behind each row's last token
+    cache: hf.Cache  # of all rows, left-padded to `slots` tokens
+    slots: int
+
+
+@torch.no_grad()
+def lockstep(
+    model: hf.CausalLM,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    choose: Callable[[Step], Sequence[int]],
+    done: Callable[[Row], bool],
+    batch_tokens: int,
+) -> list[Row]:
+    """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
+
+    Args:
+        model: a causal LM in eval mode.
+        prompts: as from `checked_prompts`.
+        max_new_tokens: the most tokens for each; the model's positions bound them too.
+        choose: the next token of every row.
+        done: called once behind every token; a row that is done leaves its batch.
+        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
+
+    Returns:
+        one row a prompt, in order.
+    """
+    rows = [Row(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+    device, limit = model.device, hf.max_positions(model) or math.inf
+    for batch in batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens):
+        live = [rows[index] for index in batch]
+        ids, mask = hf.left_padded([prompts[index] for index in batch])
+        width, cache = ids.shape[1], hf.new_cache()
+        for step in range(max_new_tokens):
+            logits = hf.last_logits(model, ids, mask, cache)
+            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
+                row.tokens.append(token)
+            going = [place for place, row in enumerate(live) if not done(row) and len(row.tokens) < limit]
+            if not going:
+                break
+            if len(going) < len(live):
+                hf.keep_rows(cache, going, device)
+                mask = None if mask is None else mask[going]
+                live = [live[place] for place in going]
+            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
+    return rows
+
+
+def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Indices by falling length, cut into batches of at most `batch_tokens` tokens and MAX_ROWS rows.
 
     Args:
         lengths: tokens of each prompt.
-        rooms: new tokens that each may get.
+        room: new tokens that each may get.
         batch_tokens: the most tokens, padding and new ones included; a prompt that is larger goes alone.
-        n: rows of one prompt.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batch:
-            rows, width = (len(batch) + 1) * n, lengths[batch[0]] + rooms[index]
-            if rooms[index] != rooms[batch[0]] or rows * width > batch_tokens or rows > MAX_ROWS:
-                yield batch
-                batch = []
+        if batch and (len(batch) == MAX_ROWS or (len(batch) + 1) * (lengths[batch[0]] + room) > batch_tokens):
+            yield batch
+            batch = []
         batch.append(index)
     if batch:
         yield batch
+
+
+def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room: int) -> list[Tensor]:
+    """Prompts as int64 tensors on the model's device; behind each of them `room` positions are left.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: no ids, one outside the vocabulary, another device or shape, or a prompt that is too long.
+    """
+    limit = hf.max_positions(model)
+    checked = [hf.token_ids(name, ids, model) for ids in prompts]
+    for ids in checked:
+        if not len(ids):
+            raise ValueError(f"{name}: expected at least one token, got none; begin with the prompt")
+        if limit is not None and len(ids) + room > limit:
+            raise ValueError(
+                f"{name}: expected at most {limit - room} tokens for a model of {limit} positions, got {len(ids)}; "
+                "shorten the prompt"
+            )
+    return checked
+
+
+def check_max_new_tokens(max_new_tokens: int) -> None:
+    """ValueError below 1."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
+
+
+def seeded(seed: int, tokens: Sequence[int], stream: int = 0) -> random.Random:
+    """A generator that is a function of seed, tokens and stream alone: the same in any batch, on any machine."""
+    return random.Random(hashlib.sha256(repr((seed, stream, list(tokens))).encode()).digest())
 
 
 @dataclass
@@ -151,16 +251,16 @@ class LocalLLM(LLM):
             ValueError: no ids, one outside the vocabulary, another device, a prompt beyond the model's positions, k
                 below 1, a model in training mode, or NaN logits. The object stays usable.
         """
-        prompt, scored = self._checked([ids], k, None if score_ids is None else [score_ids], room=0)
+        prompt, scored = self._checked([ids], k, None if score_ids is None else [score_ids])
         return self._candidates(self._in_step(prompt[0]), k, scored)[0]
 
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
         """As `LLM.candidates_many`, in left-padded batches without a cache; raises as `candidates`."""
-        checked, scored = self._checked(prompts, k, score_ids, room=0)
+        checked, scored = self._checked(prompts, k, score_ids)
         found: dict[int, Candidates] = {}
-        for rows in batches([len(ids) for ids in checked], [0] * len(checked), self.batch_tokens):
+        for rows in batches([len(ids) for ids in checked], 0, self.batch_tokens):
             logits = hf.last_logits(self.model, *hf.left_padded([checked[row] for row in rows]))
             found.update(zip(rows, self._candidates(logits, k, [scored[row] for row in rows]), strict=True))
         return [found[row] for row in range(len(checked))]
@@ -170,14 +270,14 @@ class LocalLLM(LLM):
         return self.complete_many([ids], max_new_tokens)[0]
 
     def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
-        """As `LLM.complete_many`: argmax at every step, whatever the model's generation config says.
+        """As `LLM.complete_many`: the argmax at every step, ties to the lowest id; settings of the model do not act.
 
         Raises:
             TypeError: ids that are not integers.
             ValueError: no ids, one outside the vocabulary, another device, a prompt that leaves no position for a new
-                token, max_new_tokens below 1, or a model in training mode.
+                token, max_new_tokens below 1, a model in training mode, or NaN logits.
         """
-        return [rows[0] for rows in self._generate(prompts, 1, max_new_tokens, do_sample=False)]
+        return self._continue(prompts, max_new_tokens, self._greedy)
 
     def sample_many(
         self,
@@ -190,16 +290,16 @@ class LocalLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """Sampled continuations of every prompt, n each; the global random state is left as it was.
+        """Sampled continuations of every prompt, n each; no global random state is read or changed.
 
         Args:
             prompts: token ids of each prompt.
             n: samples of one prompt.
             max_new_tokens: the most tokens of a sample.
             temperature: divides the logits.
-            top_p: nucleus, in (0, 1].
+            top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this much of their probability.
             top_k: number of largest logits kept, 0 for all.
-            seed: of the whole call; the samples depend on it and on how the prompts fall into batches.
+            seed: a sample is a function of it, the prompt's tokens and its number among the n.
 
         Returns:
             for every prompt n int64 tensors of new tokens, the end-of-sequence token included.
@@ -215,29 +315,30 @@ class LocalLLM(LLM):
                 "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
                 f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
             )
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            return self._generate(
-                prompts, n, max_new_tokens, do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k
-            )
+        kept = min(top_k or self._valid, self._valid)
+        sources = [seeded(seed, torch.as_tensor(ids).tolist(), sample) for ids in prompts for sample in range(n)]
+
+        def draw(step: Step) -> list[int]:
+            values, ids = self._ranked(step.logits, kept)
+            probability = (values.double() / temperature).softmax(-1)
+            before = probability.cumsum(-1) - probability
+            mass = probability.where(before < top_p, 0.0).cumsum(-1)
+            at = [sources[row.index].random() for row in step.rows]
+            point = torch.tensor(at, dtype=torch.float64, device=mass.device)[:, None] * mass[:, -1:]
+            place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
+            return ids.gather(1, place)[:, 0].tolist()
+
+        drawn = self._continue([ids for ids in prompts for _ in range(n)], max_new_tokens, draw)
+        return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def _checked(
-        self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None, room: int
+        self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Prompts and score_ids as tensors; `room` positions must be left behind every prompt."""
+        """Prompts and score_ids as tensors."""
         hf.check_decodable("model", self.model)
         if k < 1:
             raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
-        limit = hf.max_positions(self.model)
-        checked = [hf.token_ids("ids", ids, self.model) for ids in prompts]
-        for ids in checked:
-            if not len(ids):
-                raise ValueError("ids: expected at least one token, got none; begin with the prompt")
-            if limit is not None and len(ids) + room > limit:
-                raise ValueError(
-                    f"ids: expected at most {limit - room} tokens for a model of {limit} positions, got {len(ids)}; "
-                    "shorten the prompt"
-                )
+        checked = checked_prompts("ids", prompts, self.model, room=0)
         if score_ids is None:
             return checked, [None] * len(checked)
         if len(score_ids) != len(checked):
@@ -258,29 +359,37 @@ class LocalLLM(LLM):
         return logits
 
     def _candidates(self, logits: Tensor, k: int, score_ids: Sequence[Tensor | None]) -> list[Candidates]:
-        logits = logits.clone()
-        logits[:, self._valid :] = -torch.inf
-        logprob = logits.log_softmax(-1)
-        if bool(logprob.isnan().any()):
-            raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
-        ids = topk_entropy(logits, min(k, self._valid))[2]
+        ids = self._ranked(logits, min(k, self._valid))[1]
+        logprob = torch.full_like(logits, -torch.inf)
+        logprob[:, : self._valid] = logits[:, : self._valid].log_softmax(-1)
         return [
             Candidates(top, row[top], None if scored is None else row[scored])
             for top, row, scored in zip(ids, logprob, score_ids, strict=True)
         ]
 
-    def _generate(self, prompts: Sequence[Ids], n: int, max_new_tokens: int, **settings: Any) -> list[list[Tensor]]:
-        """Continuations of every prompt, n each, in order."""
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
-        checked, _ = self._checked(prompts, 1, None, room=1)
-        limit = hf.max_positions(self.model)
-        rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)) for ids in checked]
-        if self._valid < hf.vocabulary(self.model):
-            settings["suppress_tokens"] = list(range(self._valid, hf.vocabulary(self.model)))
-        found: dict[int, list[Tensor]] = {}
-        for rows in batches([len(ids) for ids in checked], rooms, self.batch_tokens, n):
-            padded = hf.left_padded([checked[row] for row in rows])
-            new = hf.generate(self.model, *padded, rooms[rows[0]], num_return_sequences=n, **settings)
-            found.update({row: new[place * n : (place + 1) * n] for place, row in enumerate(rows)})
-        return [found[row] for row in range(len(checked))]
+    def _ranked(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits that count and their ids."""
+        _, values, ids = topk_entropy(logits[:, : self._valid], k)
+        self._check_finite(values[:, 0])
+        return values, ids
+
+    def _greedy(self, step: Step) -> list[int]:
+        largest, ids = step.logits[:, : self._valid].max(-1)  # the first of equal ones
+        self._check_finite(largest)
+        return ids.tolist()
+
+    def _check_finite(self, largest: Tensor) -> None:
+        """NaN counts as the largest logit of its row."""
+        if not bool(largest.isfinite().all()):
+            raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
+
+    def _continue(
+        self, prompts: Sequence[Ids], max_new_tokens: int, choose: Callable[[Step], Sequence[int]]
+    ) -> list[Tensor]:
+        hf.check_decodable("model", self.model)
+        check_max_new_tokens(max_new_tokens)
+        checked, ends = checked_prompts("ids", prompts, self.model, room=1), self.ends
+        rows = lockstep(
+            self.model, checked, max_new_tokens, choose, lambda row: row.tokens[-1] in ends, self.batch_tokens
+        )
+        return [torch.tensor(row.new, device=self.device) for row in rows]

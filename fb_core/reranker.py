@@ -115,8 +115,8 @@ class TokenReranker(nn.Module):
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, a prefix
-                beyond the model's positions, a cache of another length, or features that are missing or of another shape.
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, a
+                prefix beyond the model's positions, a cache of another length, or features missing or of another shape.
         """
         tokens = hf.token_ids("prefix", prefix, self.base)
         pool = hf.check_group(self.base, len(tokens), candidates)
@@ -170,9 +170,12 @@ class TokenReranker(nn.Module):
             if paged
             else None,
         )
-        positions = torch.cat([
-            torch.full((len(pool),), prefix.length, device=device) for prefix, pool in zip(prefixes, pools, strict=True)
-        ])
+        positions = torch.cat(
+            [
+                torch.full((len(pool),), prefix.length, device=device)
+                for prefix, pool in zip(prefixes, pools, strict=True)
+            ]
+        )
         hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
         return self._head_scores(hidden) + self._feature_scores(pools, features)
 
@@ -228,7 +231,9 @@ class TokenReranker(nn.Module):
             "features": dict(zip(self.feature_names, self.feature_weight.tolist(), strict=True)),
         }
         _replace(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        _replace(folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True)))
+        _replace(
+            folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True))
+        )
         _replace(folder / DESCRIPTION, lambda path: path.write_text(json.dumps(description, indent=2)))
 
     @classmethod
@@ -243,14 +248,14 @@ class TokenReranker(nn.Module):
             scope: the scope it will be used under.
 
         Raises:
-            ValueError: missing, damaged or pickled files, another scope, another base model, or a rank other than stated.
+            ValueError: missing or damaged files, another scope, another base model, or a rank other than stated.
         """
         folder = Path(directory)
         description = _read_json(folder / DESCRIPTION)
         if description.get("scope") != scope:
             raise ValueError(
-                f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in {folder}; "
-                f"load it with scope={description.get('scope')!r}"
+                f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in "
+                f"{folder}; load it with scope={description.get('scope')!r}"
             )
         if description.get("base") != hf.fingerprint(model):
             raise ValueError(
@@ -258,7 +263,9 @@ class TokenReranker(nn.Module):
                 "weights or architecture; load that base model"
             )
         features = description.get("features", {})
-        reranker = cls(model, hf.read_adapter_config(_read_json(folder / "adapter_config.json")), scope, tuple(features))
+        reranker = cls(
+            model, hf.read_adapter_config(_read_json(folder / "adapter_config.json")), scope, tuple(features)
+        )
         file = folder / "adapter_model.safetensors"
         try:
             tensors = load_file(file)
@@ -286,8 +293,8 @@ def candidate_features(
         slm_logprob: [K] log p_S of the pool, nats.
         llm_logprob: [K] log p_T.
         source: [K] bits, 1 = SLM, 2 = LLM.
-        names: columns among `FEATURES`: slm, llm are log-probs standardised in the group, in_slm, in_llm the source bits,
-            slm_certain and llm_certain the standardised ones times the LLM's largest probability.
+        names: columns among `FEATURES`: slm, llm are log-probs standardised in the group, in_slm, in_llm the source
+            bits, slm_certain and llm_certain the standardised ones times the LLM's largest probability.
 
     Returns:
         float32 [K, F].
@@ -322,10 +329,14 @@ def _replace(path: Path, write: object) -> None:
 def _read_json(path: Path) -> dict:
     try:
         if path.stat().st_size > 1 << 20:
-            raise ValueError(f"{path}: expected a small JSON file, got {path.stat().st_size} bytes; save the adapter again")
+            raise ValueError(
+                f"{path}: expected a small JSON file, got {path.stat().st_size} bytes; save the adapter again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
-        raise ValueError(f"{path}: expected a JSON file of an adapter, got {problem}; save the adapter again") from problem
+        raise ValueError(
+            f"{path}: expected a JSON file of an adapter, got {problem}; save the adapter again"
+        ) from problem
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; save the adapter again")
     return value

@@ -115,7 +115,9 @@ class CompatibilityScorer:
             ValueError: as `score_trajectory`; everything is checked before the first forward.
         """
         if token_budget < 1:
-            raise ValueError(f"token_budget: expected 1 row or more, got {token_budget}; leave it out for {TOKEN_BUDGET}")
+            raise ValueError(
+                f"token_budget: expected 1 row or more, got {token_budget}; leave it out for {TOKEN_BUDGET}"
+            )
         checked = []
         for tokens, groups in trajectories:
             ids = hf.token_ids("tokens", tokens, self.model)
@@ -131,16 +133,16 @@ class CompatibilityScorer:
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
         if group.position > length:
-            raise ValueError(f"position: expected 1 to {length} for this trajectory, got {group.position}; count its tokens")
+            raise ValueError(
+                f"position: expected 1 to {length} for this trajectory, got {group.position}; count its tokens"
+            )
         return BranchGroup(
             group.position, hf.check_group(self.model, group.position, group.candidates, len(future)), future
         )
 
     @torch.no_grad()
-    def _forward(
-        self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]]
-    ) -> list[list[Tensor]]:
-        """One packed forward; a trajectory is given by its tokens, which run along, or by its cached prefix (then alone)."""
+    def _forward(self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]]) -> list[list[Tensor]]:
+        """One packed forward; a trajectory is given by its tokens, or, then alone, by its cached prefix."""
         device = self.model.device
         ids: list[Tensor] = []
         positions: list[Tensor] = []
@@ -184,7 +186,8 @@ class CompatibilityScorer:
         shapes = [(len(group.candidates), len(group.future)) for _, groups in trajectories for group in groups]
         flat = iter(logprob.split([k * h for k, h in shapes]))
         return [
-            [next(flat).view(len(group.candidates), len(group.future)) for group in groups] for _, groups in trajectories
+            [next(flat).view(len(group.candidates), len(group.future)) for group in groups]
+            for _, groups in trajectories
         ]
 
 

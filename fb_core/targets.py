@@ -1,4 +1,4 @@
-"""From log-probabilities of the shared future to training targets: B_H, group normalisation, soft and hybrid targets."""
+"""From log-probabilities of the shared future to training targets: B_H, group normalisation, soft and hybrid."""
 
 from __future__ import annotations
 

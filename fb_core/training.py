@@ -56,8 +56,8 @@ def train_reranker(
     """Train adapter, head and feature weights in place by group cross-entropy.
 
     In scope "candidate" every trajectory's prefix runs once an epoch through the frozen model, and all its candidates
-    behind it as one packed forward; a step takes whole trajectories until it holds `groups_per_step` groups. The loss of
-    a step is the mean over its groups. Learning rate: linear warm-up, then linear decay to zero.
+    behind it as one packed forward; a step takes whole trajectories until it holds `groups_per_step` groups. The loss
+    of a step is the mean over its groups. Learning rate: linear warm-up, then linear decay to zero.
 
     Args:
         reranker: as from `TokenReranker.from_base`.
@@ -100,7 +100,7 @@ def train_reranker(
                 loss = _loss(reranker, step)
                 if not math.isfinite(value := float(loss.detach())):
                     raise ValueError(
-                        f"loss: expected a finite number, got {value} in step {len(losses) + 1}; lower the learning rate"
+                        f"loss: expected a finite number, got {value} in step {len(losses) + 1}; lower the rate"
                     )
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -123,7 +123,7 @@ def _linear(step: int, total: int, warmup: float) -> float:
 def _steps(
     trajectories: Sequence[TrainingTrajectory], groups: int, order: torch.Generator
 ) -> list[list[TrainingTrajectory]]:
-    """One epoch in random order: whole trajectories until a step holds `groups` groups; no step is left nearly empty."""
+    """One epoch in random order: whole trajectories until a step holds `groups` groups."""
     steps: list[list[TrainingTrajectory]] = [[]]
     held = 0
     for index in torch.randperm(len(trajectories), generator=order).tolist():
@@ -147,11 +147,13 @@ def _loss(reranker: TokenReranker, trajectories: Sequence[TrainingTrajectory]) -
         features = None if not reranker.feature_names else [_features(group) for group in groups]
         score = torch.cat(reranker.scores_many(prefixes, [group.candidates for group in groups], features))
     else:
-        score = torch.cat([
-            reranker.scores(trajectory.tokens[: group.position], group.candidates, features=group.features)
-            for trajectory in trajectories
-            for group in trajectory.groups
-        ])
+        score = torch.cat(
+            [
+                reranker.scores(trajectory.tokens[: group.position], group.candidates, features=group.features)
+                for trajectory in trajectories
+                for group in trajectory.groups
+            ]
+        )
     cu_group = hf.offsets([len(group.candidates) for group in groups], score.device)
     return group_cross_entropy(score, torch.cat([group.target for group in groups]).to(score), cu_group)
 
@@ -173,10 +175,12 @@ def _checked(reranker: TokenReranker, trajectory: TrainingTrajectory) -> Trainin
     for group in trajectory.groups:
         hf.check_group(reranker.base, group.position, group.candidates)
         if group.position > len(tokens):
-            raise ValueError(f"position: expected 1 to {len(tokens)}, got {group.position}; count the trajectory's tokens")
+            raise ValueError(
+                f"position: expected 1 to {len(tokens)}, got {group.position}; count the trajectory's tokens"
+            )
         if group.target.shape != group.candidates.shape:
             raise ValueError(
-                f"target: expected one number a candidate, {list(group.candidates.shape)}, got {list(group.target.shape)}; "
-                "build targets with group_targets"
+                f"target: expected one number a candidate, {list(group.candidates.shape)}, got "
+                f"{list(group.target.shape)}; build targets with group_targets"
             )
     return TrainingTrajectory(tokens, trajectory.groups)

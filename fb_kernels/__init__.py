@@ -1,4 +1,4 @@
-"""Ops for future-compatibility reranking: branch attention over a shared prefix, log-probs without logits, and neighbours.
+"""Ops for future-compatibility reranking: branch attention over a shared prefix, log-probs without logits.
 
 Every op is registered with torch.library as `fb::<name>` and has one definition in `fb_kernels.reference`.
 """

@@ -51,7 +51,7 @@ def branch_attention(
         cu_group: [G + 1] int32 or int64, from 0 to B.
         prefix_start: [G] int32 or int64: first key of the slice, in the buffer or in the group's pages one after the
             other.
-        prefix_len: [G] int32 or int64: number of keys, 0 allowed.
+        prefix_len: [G] int32 or int64: number of keys; an empty slice may start anywhere.
         max_branch_len: hint; a wrong one costs time only.
         max_prefix_len: hint; a wrong one costs time only.
         block_table: [G, n] int32 or int64, the pages of each group in order; what lies outside the slice is not read
@@ -63,9 +63,9 @@ def branch_attention(
 
     Returns:
         out [T, Hq, E] in q's dtype; with return_lse also lse [Hq, T], natural log, float32 (float64 for float64 input).
-        A row that sees no key has out 0, lse -inf. Gradients reach q, k and v through out; lse carries none. On the CPU
-        a layout that does not fit is a ValueError, on a device the rows it affects are NaN. An attention sink is
-        out * sigmoid(lse - sink).
+        A row that sees no key has out 0, lse -inf; one with a score that is NaN or +inf is NaN. Gradients reach q, k
+        and v through out; lse carries none. On the CPU a layout that does not fit is a ValueError, on a device the
+        rows it affects are NaN. An attention sink is out * sigmoid(lse - sink).
 
     Raises:
         TypeError: an argument of the wrong kind or dtype; float8 prefixes are not supported.

@@ -6,6 +6,8 @@ tensors are checked by the CPU implementations (`*_values`); on a device the hos
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,12 @@ def floating(op: str, argument: str, value: object, like: Tensor | None = None) 
     assert isinstance(value, Tensor)
     if value.dtype not in FLOATS:
         raise error(
-            op, argument, "a float32, bfloat16, float16 or float64 tensor", value, "convert it with .to(dtype)", TypeError
+            op,
+            argument,
+            "a float32, bfloat16, float16 or float64 tensor",
+            value,
+            "convert it with .to(dtype)",
+            TypeError,
         )
     if like is not None:
         if value.dtype != like.dtype:
@@ -90,7 +97,7 @@ def positive(op: str, argument: str, value: float, remedy: str) -> None:
 def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int]:
     """The offsets as a list, after checking that they begin with 0, never fall and end with `total` (CPU only)."""
     entries = value.tolist()
-    if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in zip(entries, entries[1:], strict=False)):
+    if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in pairwise(entries)):
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
         raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
     return entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,36 @@ from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import linear_logprob as reference
 
 
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> tuple[Tensor, ...]: ...
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,

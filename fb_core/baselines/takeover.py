@@ -15,7 +15,7 @@ from fb_core.policy import RequestPolicy
 
 def takeover(
     slm: hf.CausalLM,
-    llm: LLM,
+    llm: LLM | hf.CausalLM,
     policy: RequestPolicy,
     prompts: Sequence[Tensor | Sequence[int]],
     max_new_tokens: int = 4096,
@@ -42,18 +42,18 @@ def takeover(
     """
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, tokenizer=tokenizer)
     done = decoder.generate_until(prompts, max_new_tokens, events=1)
-    ends = hf.eos_ids(slm) | llm.ends
+    ends = hf.eos_ids(slm) | decoder.llm.ends
     taken = [
         place
         for place, begun in enumerate(done)
         if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in ends
     ]
     states = [
-        torch.cat([torch.as_tensor(prompts[place], device=slm.device), done[place].token_ids]).to(llm.device)
+        torch.cat([torch.as_tensor(prompts[place], device=slm.device), done[place].token_ids]).to(decoder.llm.device)
         for place in taken
     ]
     longest = max((max_new_tokens - len(done[place].token_ids) for place in taken), default=0)
-    rests = llm.complete_many(states, longest) if taken else []
+    rests = decoder.llm.complete_many(states, longest) if taken else []
     for place, rest in zip(taken, rests, strict=True):
         tokens = torch.cat([done[place].token_ids, rest.to(slm.device)])[:max_new_tokens]
         done[place] = Generation(tokens, done[place].events, decoder.text(tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fb_core import hf, statistics
+from fb_core import statistics
 from fb_core.baselines.majority import majority
 from fb_core.baselines.takeover import takeover
 from fb_core.config import DemoSettings, WorldSettings
@@ -73,7 +73,7 @@ class WorldRun:
     world: WorldSettings
     verifier: Verifier
     report: Report
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
         self.slm, self.llm = LocalLLM(self.pair.slm), LocalLLM(self.pair.llm)
@@ -88,7 +88,7 @@ class WorldRun:
         self.report(name, 0, of)
         yield lambda done: self.report(name, done, of)
         self.report(name, of, of)
-        self.seconds[name] += time.perf_counter() - began
+        self.seconds[name.split(":")[0]] += time.perf_counter() - began
 
     def problems(self, role: str, n: int) -> Problems:
         """Fresh problems of the demo's seed."""
@@ -103,9 +103,7 @@ class WorldRun:
                 self.slm, self.llm, trajectories, policy, slm_k=k, llm_k=k, max_states=self.settings.max_events
             )
         with self.stage("verified futures"):
-            futures = llm_futures(
-                self.llm, trajectories, states, golds, self.tokenizer, self.verifier, self.length
-            )
+            futures = llm_futures(self.llm, trajectories, states, golds, self.tokenizer, self.verifier, self.length)
         used, filters = usable(states, futures, self.world.horizon)
         matrices = self.score(trajectories, [states[i] for i in used], [futures[i].tokens for i in used])
         return Distilled(policy, states, futures, used, matrices, filters)
@@ -134,9 +132,7 @@ class WorldRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             reranker = TokenReranker.from_base(self.pair.slm, rank=self.settings.rank)
-        recipe = Recipe(
-            learning_rate=self.settings.learning_rate, epochs=self.settings.epochs, seed=self.settings.seed
-        )
+        recipe = Recipe(learning_rate=self.settings.learning_rate, epochs=self.settings.epochs, seed=self.settings.seed)
         with self.stage("reranker training"):
             train_reranker(reranker, data, recipe, lambda done, of, _: self.report("reranker training", done, of))
         return reranker
@@ -183,14 +179,17 @@ def run_world(pair: Pair, settings: DemoSettings, world: WorldSettings, report: 
     with Verifier() as verifier:
         run = WorldRun(pair, settings, world, verifier, report)
         result = _run(run)
-    result["seconds"] = {**{name: round(value, 2) for name, value in run.seconds.items()}}
+    result["seconds"] = {name: round(value, 2) for name, value in run.seconds.items()}
     result["seconds"]["total"] = round(time.perf_counter() - began, 2)
     return result
 
 
 def _run(run: WorldRun) -> dict[str, Any]:
     world, settings = run.world, run.settings
-    train, validation = run.problems("train", world.train_problems), run.problems("validation", world.validation_problems)
+    train, validation = (
+        run.problems("train", world.train_problems),
+        run.problems("validation", world.validation_problems),
+    )
     test = run.problems("test", world.test_problems)
     with run.stage("trajectories", world.train_problems + world.validation_problems) as done:
         logged = collect(run.slm, train.prompts, run.length, on_done=done)
@@ -202,7 +201,9 @@ def _run(run: WorldRun) -> dict[str, Any]:
     futures = [data.futures[i].tokens for i in data.used]
     reranker = run.train(logged, states, data.matrices, world.horizon)
     short = run.train(logged, states, data.matrices, world.short_horizon)
-    crossed = run.train(logged, states, run.score(logged, states, cross_state(states, futures, settings.seed)), world.horizon)
+    crossed = run.train(
+        logged, states, run.score(logged, states, cross_state(states, futures, settings.seed)), world.horizon
+    )
 
     chosen = FutureBridgeSelector(reranker)
     never = RequestPolicy(float("inf"))
@@ -338,14 +339,16 @@ def _coverage(states: Sequence[LoggedState], outcomes: Sequence[Tensor]) -> list
         inside = [(state.pool.sources & bits) > 0 for state in states]
         covered = [bool((outcome & member).any()) for outcome, member in zip(outcomes, inside, strict=True)]
         in_mixed = [hit for hit, count in zip(covered, mixed, strict=True) if count]
-        rows.append({
-            "pool": name,
-            "states": len(states),
-            "mixed_states": len(in_mixed),
-            "mean_size": round(float(np.mean([int(member.sum()) for member in inside])) if inside else 0.0, 2),
-            "coverage_percent": _percent(sum(covered), len(covered)),
-            "coverage_mixed_percent": _percent(sum(in_mixed), len(in_mixed)),
-        })
+        rows.append(
+            {
+                "pool": name,
+                "states": len(states),
+                "mixed_states": len(in_mixed),
+                "mean_size": round(float(np.mean([int(member.sum()) for member in inside])) if inside else 0.0, 2),
+                "coverage_percent": _percent(sum(covered), len(covered)),
+                "coverage_mixed_percent": _percent(sum(in_mixed), len(in_mixed)),
+            }
+        )
     return rows
 
 
@@ -359,7 +362,7 @@ def _worked_event(
     learned: Sequence[Tensor],
     compatibility: dict[int, Tensor],
 ) -> dict[str, Any] | None:
-    """The first held-out state with a verified future where the LLM's pick and FutureBridge's part and outcomes differ."""
+    """The first held-out state with a verified future where the picks of LLM and FutureBridge differ in outcome."""
 
     def differs(i: int) -> bool:
         picks = int(learned[i].argmax()), int(data.states[i].pool.llm_logprob.argmax())
@@ -374,7 +377,9 @@ def _worked_event(
     b = future_compatibility(compatibility[found], run.world.horizon)
     return {
         "prompt": decode(trajectory.tokens[: trajectory.prompt_length].tolist(), skip_special_tokens=True),
-        "prefix": decode(trajectory.tokens[trajectory.prompt_length : state.position].tolist(), skip_special_tokens=True),
+        "prefix": decode(
+            trajectory.tokens[trajectory.prompt_length : state.position].tolist(), skip_special_tokens=True
+        ),
         "gold": problems.golds[state.trajectory],
         "entropy_nats": round(state.entropy, 3),
         "future": decode(data.futures[found].tokens[: run.world.horizon].tolist(), skip_special_tokens=True),
@@ -405,7 +410,9 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """The recipe repeated at other request quantiles: plain, with the override, and the direct LLM score."""
     names = ("direct LLM score", "FutureBridge", "FutureBridge + certain LLM")
-    rows = [_sweep_row(run.world.quantile, entropies, {name: outcomes[name] for name in names}, evaluations["FutureBridge"])]
+    rows = [
+        _sweep_row(run.world.quantile, entropies, {name: outcomes[name] for name in names}, evaluations["FutureBridge"])
+    ]
     for quantile in run.world.sweep:
         policy = RequestPolicy.calibrate(entropies, quantile)
         data = run.distil(trajectories, train.golds, policy)

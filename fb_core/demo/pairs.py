@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from numpy.random import SeedSequence, default_rng
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
 from fb_core.demo.worlds import WORLDS, Problem, World
@@ -55,9 +55,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "plans-llm": Recipe(("plans",), "llm", 96, 3, 1200, 3e-3),
     "plans-slm": Recipe(("plans",), "slm", 64, 3, 2400, 2e-3),
-    "control-llm": Recipe(("control",), "llm", 64, 3, 3000, 3e-3),
-    "helpful-llm": Recipe(("helpful",), "llm", 96, 3, 1400, 3e-3),
-    "style-slm": Recipe(("helpful", "control"), "slm", 64, 3, 2150, 3e-3),
+    "control-llm": Recipe(("control",), "llm", 64, 3, 2000, 4e-3),
+    "helpful-llm": Recipe(("helpful",), "llm", 96, 3, 1300, 3e-3),
+    "style-slm": Recipe(("helpful", "control"), "slm", 64, 3, 1450, 3e-3),
 }
 
 
@@ -150,7 +150,7 @@ def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress
     weights = {key: value for key, value in model.half().state_dict().items() if key != "lm_head.weight"}
     (directory / name).mkdir(parents=True, exist_ok=True)
     model.config.to_json_file(directory / name / CONFIG)
-    save_file(weights, directory / name / WEIGHTS, metadata={"format": "pt"})
+    (directory / name / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
 
 
 def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCausalLM:

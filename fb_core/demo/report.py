@@ -16,12 +16,13 @@ def markdown(results: dict[str, Any]) -> str:
         "# FutureBridge demo",
         "",
         f"Fresh problems of seed {settings['seed']}, one reranker seed, top-{settings['pool_k']} pools, at most "
-        f"{settings['max_events']} events, greedy decoding between events, temperature {settings['temperature']} of the "
-        "soft target. Accuracy in percent with 95% bootstrap intervals over problems; differences are paired. The pairs "
-        "are tiny and their worlds were designed by hand: this shows that the mechanism works under stated conditions, "
-        "not how much it brings on real models.",
+        f"{settings['max_events']} events, greedy decoding between events, temperature {settings['temperature']} of "
+        "the soft target. Accuracy in percent with 95% bootstrap intervals over problems; differences are paired. The "
+        "pairs are tiny and their worlds were designed by hand: this shows that the mechanism works under stated "
+        "conditions, not how much it brings on real models.",
         "",
     ]
+    lines += [*summary(results), ""]
     for world in results["worlds"]:
         lines += _world(world)
     lines += ["## Wall time by stage, seconds", ""]
@@ -36,6 +37,21 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: dict[str, Any]) -> list[str]:
+    """One table over all worlds: accuracy in percent with 95% intervals."""
+    worlds = results["worlds"]
+    accuracy = {world["world"]: {row["method"]: row["accuracy"] for row in world["accuracy"]} for world in worlds}
+    methods = list(dict.fromkeys(method for rows in accuracy.values() for method in rows))
+    head = [f"{w['world']}, n = {w['accuracy'][0]['n']}, q = {w['settings']['quantile']}" for w in worlds]
+    return _table(
+        ["accuracy, % [95% interval]", *head],
+        [
+            [f"**{method}**" if method == OURS else method, *(_span(rows.get(method)) for rows in accuracy.values())]
+            for method in methods
+        ],
+    )
+
+
 def _world(world: dict[str, Any]) -> list[str]:
     settings, filters = world["settings"], world["filters"]
     lines = [
@@ -44,9 +60,9 @@ def _world(world: dict[str, Any]) -> list[str]:
         world["description"],
         "",
         f"{settings['train_problems']} training problems, threshold {world['threshold_nats']:.3f} nats (quantile "
-        f"{settings['quantile']} over {settings['validation_problems']} validation problems), H = {settings['horizon']}. "
-        f"States: {filters['admitted']} admitted, {filters['verified']} with a verified future, {filters['long_enough']} "
-        f"of them long enough, {filters['valid_group']} valid groups.",
+        f"{settings['quantile']} over {settings['validation_problems']} validation problems), H = "
+        f"{settings['horizon']}. States: {filters['admitted']} admitted, {filters['verified']} with a verified future, "
+        f"{filters['long_enough']} of them long enough, {filters['valid_group']} valid groups.",
         "",
     ]
     lines += _table(
@@ -63,7 +79,7 @@ def _world(world: dict[str, Any]) -> list[str]:
             for row in world["accuracy"]
         ],
     )
-    lines += [f"", f"n = {world['accuracy'][0]['n']} test problems.", ""]
+    lines += ["", f"n = {world['accuracy'][0]['n']} test problems.", ""]
     lines += ["### Agreement with the SLM's own rollouts on held-out states", ""]
     lines += _agreement(world["agreement"])
     lines += [
@@ -121,7 +137,11 @@ def _fails(world: dict[str, Any]) -> bool:
 def _event(event: dict[str, Any] | None) -> list[str]:
     lines = ["### One event in full", ""]
     if event is None:
-        return [*lines, "No held-out event where the LLM's pick and the reranker's part and lead to different outcomes.", ""]
+        return [
+            *lines,
+            "No held-out event where the LLM's pick and the reranker's part and lead to different outcomes.",
+            "",
+        ]
     lines += [
         "The first held-out state where the LLM's favourite and the reranker's part and lead to different outcomes.",
         "",

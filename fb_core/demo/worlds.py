@@ -87,7 +87,8 @@ class World:
         """Word-level tokenizer built in code; a prompt is encoded with the begin token in front."""
         tokens = [PAD, BEGIN, END, *"0123456789", *self.marks, ". ", "\\boxed{", "}", *(f"{w} " for w in self.words)]
         vocabulary = {token: i for i, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+        # No such token is in the vocabulary: text of another world is an error, not a row of unknowns.
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "isolated")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BEGIN} $A", special_tokens=[(BEGIN, vocabulary[BEGIN])]

@@ -1,1 +1,1 @@
-"""The method's offline stages as functions: collect, futures, score, rollouts, evaluate (training is `fb_core.training`)."""
+"""The method's offline stages as functions; training is `fb_core.training`."""

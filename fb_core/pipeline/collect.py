@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import Pool, candidate_pool
+from fb_core.decoding import Pool, PoolKind, candidate_pool
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 
@@ -91,24 +91,28 @@ def log_states(
     slm_k: int = 8,
     llm_k: int = 8,
     max_states: int = 8,
-    pool: str = "joint",
+    pool: PoolKind = "joint",
 ) -> list[LoggedState]:
     """The admitted states of all trajectories with the pools that deployment would form there."""
-    positions = [admitted(trajectory, policy, max_states) for trajectory in trajectories]
-    used = [index for index, found in enumerate(positions) if found]
+    wanted = [(index, admitted(trajectory, policy, max_states)) for index, trajectory in enumerate(trajectories)]
+    wanted = [(index, positions) for index, positions in wanted if positions]
     states: list[LoggedState] = []
-    prefixes = [trajectories[index].tokens[: positions[index][-1]] for index in used]
+    prefixes = [trajectories[index].tokens[: positions[-1]] for index, positions in wanted]
     for start, rows in _teacher_forced(slm.model, prefixes, [0] * len(prefixes)):
-        for index, hidden in zip(used[start:], rows, strict=False):
-            at = torch.tensor(positions[index], device=hidden.device)
-            tokens = trajectories[index].tokens
-            logits = hf.logits(slm.model, hidden[at - 1])
-            pools = candidate_pool(logits, llm, [tokens[:position] for position in positions[index]], pool, slm_k, llm_k)
-            entropies = trajectories[index].entropy[at - trajectories[index].prompt_length].tolist()
-            states.extend(
-                LoggedState(index, position, entropy, found)
-                for position, entropy, found in zip(positions[index], entropies, pools, strict=True)
-            )
+        packed = wanted[start : start + len(rows)]
+        at = [(index, position) for index, positions in packed for position in positions]
+        hidden = torch.cat(
+            [
+                states_of[torch.tensor(positions, device=states_of.device) - 1]
+                for states_of, (_, positions) in zip(rows, packed, strict=True)
+            ]
+        )
+        tokens = [trajectories[index].tokens[:position] for index, position in at]
+        pools = candidate_pool(hf.logits(slm.model, hidden), llm, tokens, pool, slm_k, llm_k)
+        for (index, position), found in zip(at, pools, strict=True):
+            trajectory = trajectories[index]
+            entropy = float(trajectory.entropy[position - trajectory.prompt_length])
+            states.append(LoggedState(index, position, entropy, found))
     return states
 
 

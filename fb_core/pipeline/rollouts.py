@@ -22,7 +22,7 @@ def roll_out(
     verifier: Verifier,
     max_new_tokens: int,
 ) -> tuple[list[Tensor], list[list[str]]]:
-    """(outcomes, texts): for every state a bool [K], which candidates lead the SLM to the gold answer, and the solutions.
+    """(outcomes, texts): for every state a bool [K], which candidates lead to the gold answer, and the solutions.
 
     Args:
         slm: the small model.

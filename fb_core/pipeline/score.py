@@ -37,7 +37,7 @@ def score_states(
     for index, (state, future) in enumerate(zip(states, futures, strict=True)):
         if len(future) < horizon:
             raise ValueError(
-                f"futures: expected {horizon} tokens or more, got {len(future)} for state {index}; drop short futures first"
+                f"futures: expected {horizon} tokens or more, got {len(future)} for state {index}; drop short futures"
             )
         members.setdefault(state.trajectory, []).append(index)
     matrices: dict[int, Tensor] = {}

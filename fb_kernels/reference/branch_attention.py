@@ -7,8 +7,8 @@ On the CPU the pieces follow the layout, which the host reads; elsewhere they ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class _Group(NamedTuple):
     start: int  # prefix
     length: int
     pages: list[int] | None
+    longest: int  # branch
 
 
 class _Plan(NamedTuple):
@@ -74,47 +75,28 @@ def branch_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
+    *,
+    op: str = "branch_attention",
 ) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T])."""
-    return _forward(
-        *("branch_attention", q, k, v, prefix_k, prefix_v, cu_branch, cu_group, prefix_start, prefix_len, block_table),
-        *(window, scale, softcap),
-    )
-
-
-def _forward(
-    op: str,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T]); `op` is named in errors."""
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     if not _host_reads(q):
         masks = _layout(q.shape[0], prefix_k, *layout)
         out, lse = _exact(q, _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), scale, softcap)
         out, lse = out.masked_fill(~masks.sound[:, None, None], torch.nan), lse.masked_fill(~masks.sound, torch.nan)
         return out.to(q.dtype), lse
-    plan = _plan("branch_attention", q.shape[0], prefix_k, *layout)
+    plan = _plan(op, q.shape[0], prefix_k, *layout)
     if window is None and softcap is None and q.numel():
         return _fast(q, k, v, prefix_k, prefix_v, plan, scale)
     out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
     return out.to(q.dtype), lse
 
 
-def branch_attention_out(out: Tensor, lse: Tensor, q: Tensor, *arguments: object) -> None:
+def branch_attention_out(out: Tensor, lse: Tensor, *arguments: Any) -> None:
     """`branch_attention` into given tensors."""
-    for target, value in zip((out, lse), branch_attention(q, *arguments), strict=True):  # type: ignore[arg-type]
-        target.copy_(value)
+    state = branch_attention(*arguments, op="branch_attention_out")
+    out.copy_(state[0])
+    lse.copy_(state[1])
 
 
 def branch_attention_backward(
@@ -222,8 +204,8 @@ def _attend(
 
 
 def _finite(x: Tensor) -> bool:
-    """True only if every element is finite."""
-    return bool(x.sum().isfinite())
+    """Whether every element is."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())  # the sum alone may overflow
 
 
 def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -260,7 +242,7 @@ def _plan(
         for name, value in (("prefix_start", start), ("prefix_len", length)):
             if value < 0:
                 raise checks.error(op, name, "0 or more", f"{value} in group {g}", "count from the slice's first key")
-        if start + length > capacity:
+        if length and start + length > capacity:
             got = f"{start} + {length} in group {g}"
             raise checks.error(op, "prefix_len", f"slices that end within {capacity} keys", got, "shorten the slice")
         pages = None
@@ -270,7 +252,9 @@ def _plan(
                 expected = f"pages from 0 below {prefix.shape[0]} wherever the slice lies"
                 raise checks.error(op, "block_table", expected, f"{pages} in group {g}", "pad only behind the slice")
             start = start % size if length else 0
-        groups.append(_Group(bounds[of_groups[g]], bounds[of_groups[g + 1]], start, length, pages))
+        branches = bounds[of_groups[g] : of_groups[g + 1] + 1]
+        longest = max((b - a for a, b in pairwise(branches)), default=0)
+        groups.append(_Group(branches[0], branches[-1], start, length, pages, longest))
     starts = cu_branch.long()
     return _Plan(bounds, starts[:-1].repeat_interleave(starts.diff()), groups)
 
@@ -297,10 +281,9 @@ def _pieces(
 ) -> Iterator[_Piece]:
     """Blocks of each group's rows: against its prefix, then against the rows from the first one's branch on."""
     dtype = accumulation_dtype(q.dtype)
-    longest = max((last - first for first, last in zip(plan.bounds, plan.bounds[1:], strict=False)), default=0)
     for group in plan.groups:
         keys, values = (_slice(x, group).to(dtype) if group.first < group.last else x for x in (prefix_k, prefix_v))
-        step = SCORES // max(1, q.shape[1] * max(group.length, longest + ROW_BLOCK))
+        step = SCORES // max(1, q.shape[1] * max(group.length, group.longest + ROW_BLOCK))
         step = max(1, min(ROW_BLOCK, step))
         for first in range(group.first, group.last, step):
             rows = slice(first, min(first + step, group.last))
@@ -351,7 +334,7 @@ def _fast(
     on_prefix = [x.clone() for x in state]
     if k is not None and v is not None:
         first = 0
-        for length, run in groupby(b - a for a, b in zip(plan.bounds, plan.bounds[1:], strict=False)):
+        for length, run in groupby(b - a for a, b in pairwise(plan.bounds)):
             rows = slice(first, first + length * sum(1 for _ in run))
             first = rows.stop
             if length == 1:
@@ -434,7 +417,7 @@ def _layout(
     start, length = prefix_start.long(), prefix_len.long()
     size = prefix.shape[0] if block_table is None else prefix.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
-    fits = (start >= 0) & (length >= 0) & (start <= capacity) & (length <= capacity - start)
+    fits = (start >= 0) & (length >= 0) & ((length == 0) | (start <= capacity) & (length <= capacity - start))
     if block_table is not None:
         bad = (block_table < 0) | (block_table >= prefix.shape[0])  # [G, n]
         page = torch.arange(block_table.shape[1], device=row.device) * size

@@ -23,4 +23,4 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         torch.where(own.T[..., None] == -torch.inf, 0.0, out * weight.T[..., None])  # [T, Hq, E]
         for out, own, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b))
     ]
-    return parts[0].add_(parts[1]).to(out_a.dtype, memory_format=torch.contiguous_format), lse.contiguous()
+    return parts[0].add_(parts[1]).to(out_a.dtype).contiguous(), lse.contiguous()

@@ -132,8 +132,8 @@ def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
     number = FAMILIES.index(family) + ["joint", "slm", "llm"].index(pool)
     cases = [(ALWAYS, 8), (1.2, 3), (1.8, 8), (NEVER, 8), (2.2, 2), (ALWAYS, 0), (1.5, 1), (ALWAYS, 4)]
     whole = ended = 0
-    for case in range(3):
-        threshold, budget = cases[(number * 3 + case) % len(cases)]
+    for case in range(4):
+        threshold, budget = cases[(number + case) % len(cases)]
         kind = list(SCORES)[(number + case) % 3]
         k, n = (1, 3, 8)[(number + case) % 3], 12
         decoder = CollaborativeDecoder(
@@ -149,7 +149,7 @@ def test_equals_a_plain_loop_token_by_token_and_event_by_event(family, pool):
             check(decoder.generate(ids, n), want)
             ended += int(together.token_ids[-1]) in ends
             assert len(together.token_ids) == n or int(together.token_ids[-1]) in ends
-    assert whole >= 6  # of 9: ties within the margin are rare
+    assert whole >= 10  # of 12: decisions within the margin are rare
     assert ended
 
 
@@ -252,7 +252,7 @@ def test_states_carry_the_frozen_prefix_as_views(family):
             return len(pool) - 1
 
     asked = prompts(3, 7, 5)
-    CollaborativeDecoder(slm, llm, Spy(), RequestPolicy(1.0), slm_k=2, llm_k=2).generate_many(asked, 6)
+    CollaborativeDecoder(slm, llm, Spy(), RequestPolicy(ALWAYS), slm_k=2, llm_k=2).generate_many(asked, 6)
     assert {row for row, *_ in seen} == {0, 1, 2}
     assert {start for _, start, *_ in seen} == {0, 2, 4}
     assert all(length == step + 7 - start for _, start, step, length in seen)
@@ -519,7 +519,7 @@ def test_bad_settings(options, kind, sentence):
         (lambda d: d.generate([3, V]), ValueError, "input_ids: expected ids from 0 below 50, got 50"),
         (lambda d: d.generate(torch.ones(3)), TypeError, "input_ids: expected int64"),
         (lambda d: d.generate(torch.ones(2, 3, dtype=torch.long)), ValueError, "input_ids: expected one dimension"),
-        (lambda d: d.generate([3] * 128), ValueError, "input_ids: expected fewer than 128 tokens"),
+        (lambda d: d.generate([3] * 128), ValueError, "input_ids: expected at most 127 tokens"),
         (lambda d: d.generate([3], 0), ValueError, "max_new_tokens: expected 1 or more, got 0"),
         (lambda d: d.generate_many([[3], []], 4), ValueError, "input_ids: expected at least one token"),
     ],

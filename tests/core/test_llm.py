@@ -184,14 +184,37 @@ def test_samples_repeat_with_their_seed_and_leave_the_generator_alone():
         assert [sample.tolist() for sample in samples] == [greedy(model, ids, 6)] * 2
 
 
-def test_batches_bound_tokens_rows_and_keep_rooms_apart():
-    found = list(batches([3, 9, 4, 9, 1], [5, 5, 5, 5, 5], 28))
-    assert found == [[1, 3], [2, 0, 4]]
-    assert list(batches([9, 9, 3], [2, 2, 7], 1000)) == [[0, 1], [2]]
-    assert list(batches([100, 1], [1, 1], 10)) == [[0], [1]]
-    assert [len(batch) for batch in batches([1] * 600, [0] * 600, 10**6)] == [256, 256, 88]
-    assert [len(batch) for batch in batches([1] * 6, [0] * 6, 10**6, n=100)] == [2, 2, 2]
-    assert list(batches([], [], 5)) == []
+def test_samples_follow_the_truncated_distribution():
+    model = tiny("qwen3", 12)
+    llm = LocalLLM(model)
+    (ids,) = prompts(5)
+    settings = {"temperature": 1.3, "top_p": 0.9, "top_k": 12}
+    p = (full(model, ids) / 1.3).sort(descending=True)
+    chances = p.values[:12].softmax(0)
+    kept = int((chances.cumsum(0) - chances < 0.9).sum())
+    wanted = (chances[:kept] / chances[:kept].sum()).tolist()
+    n = 3000
+    drawn = [int(sample) for sample in llm.sample_many([ids], n, 1, seed=7, **settings)[0]]
+    order = p.indices[:kept].tolist()
+    assert set(drawn) <= set(order)
+    for token, chance in zip(order, wanted, strict=True):
+        assert drawn.count(token) / n == pytest.approx(chance, abs=4 * (chance * (1 - chance) / n) ** 0.5 + 1e-3)
+
+
+def test_samples_do_not_depend_on_the_batch():
+    model = tiny("mistral", 13)
+    asked = prompts(3, 8, 5)
+    together = LocalLLM(model).sample_many(asked, 3, 6, seed=2)
+    for ids, samples in zip(asked, together, strict=True):
+        (alone,) = LocalLLM(model, batch_tokens=1).sample_many([ids.tolist()], 2, 6, seed=2)
+        assert [sample.tolist() for sample in alone] == [sample.tolist() for sample in samples[:2]]
+
+
+def test_batches_bound_tokens_and_rows():
+    assert list(batches([3, 9, 4, 9, 1], 5, 28)) == [[1, 3], [2, 0, 4]]
+    assert list(batches([100, 1], 1, 10)) == [[0], [1]]
+    assert [len(batch) for batch in batches([1] * 600, 0, 10**6)] == [256, 256, 88]
+    assert list(batches([], 0, 5)) == []
 
 
 def test_defaults_of_the_base_class_loop():

@@ -127,13 +127,17 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
             assert cache.get_seq_length() == len(prefix)
         width = max(len(prefix) for prefix, _ in states)  # left-padded batch
         pads = [width - len(prefix) for prefix, _ in states]
-        ids = torch.stack([torch.cat([torch.zeros(n).long(), prefix]) for n, (prefix, _) in zip(pads, states, strict=True)])
+        ids = torch.stack(
+            [torch.cat([torch.zeros(n).long(), prefix]) for n, (prefix, _) in zip(pads, states, strict=True)]
+        )
         mask = torch.stack([torch.arange(width) >= n for n in pads]).long()
         cache = hf.new_cache()
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         kv = hf.PrefixKV.from_cache(cache, width)
-        prefixes = [hf.Prefix(kv, n, len(prefix), row) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))]
+        prefixes = [
+            hf.Prefix(kv, n, len(prefix), row) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
+        ]
         many = reranker.scores_many(prefixes, [candidates for _, candidates in states])
     for got, want in zip(many, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -194,7 +198,9 @@ def test_features_add_a_weighted_sum():
     features = candidate_features(slm, llm, torch.tensor([1, 2, 3, 1, 2]))
     assert features.shape == (5, 6)
     zero = torch.zeros_like(features)
-    difference = reranker.scores(prefix, candidates, features=features) - reranker.scores(prefix, candidates, features=zero)
+    difference = reranker.scores(prefix, candidates, features=features) - reranker.scores(
+        prefix, candidates, features=zero
+    )
     torch.testing.assert_close(difference, features @ reranker.feature_weight, rtol=1e-5, atol=1e-5)
     assert features[:, 2].tolist() == [1, 0, 1, 1, 0]
     assert features[:, 3].tolist() == [0, 1, 1, 0, 1]
@@ -222,7 +228,9 @@ def test_loading_the_wrong_thing_is_an_error(tmp_path):
     assert TokenReranker.from_pretrained(tmp_path, model) is not None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"[]", b'{"scope": "candidate"}', b"\xff\xfe", b" " * (1 << 21)])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b"[]", b'{"scope": "candidate"}', b"\xff\xfe", b" " * (1 << 21)]
+)
 def test_hostile_description(content, tmp_path):
     model = tiny("qwen3")
     TokenReranker.from_base(model).save_pretrained(tmp_path)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, V, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fb_core import BranchGroup, CompatibilityScorer
-from fb_core import hf
+from fb_core import BranchGroup, CompatibilityScorer, hf
 from fb_kernels.testing import largest_tensor
 
 
@@ -73,7 +72,7 @@ def test_trajectories_equal_single_groups(data):
     model = tiny(family)
     scorer = CompatibilityScorer(model)
     batch = []
-    for index in range(data.draw(st.integers(0, 3))):
+    for _ in range(data.draw(st.integers(0, 3))):
         g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         tokens = torch.randint(V, (data.draw(st.integers(1, 14)),), generator=g)
         groups = [
@@ -123,7 +122,8 @@ def test_each_layer_runs_once_and_no_logits_exist():
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(9001, (60,), generator=g)
     groups = [
-        BranchGroup(p, torch.randperm(9001, generator=g)[:5], torch.randint(9001, (20,), generator=g)) for p in (20, 40, 60)
+        BranchGroup(p, torch.randperm(9001, generator=g)[:5], torch.randint(9001, (20,), generator=g))
+        for p in (20, 40, 60)
     ]
     with largest_tensor() as largest:
         scorer.score_trajectory(tokens, groups)
@@ -181,16 +181,16 @@ class NoLogits(TorchDispatchMode):
 
 
 BAD = [
-    (dict(prefix=torch.tensor([], dtype=torch.long)), ValueError, "prefix"),
-    (dict(candidates=torch.tensor([], dtype=torch.long)), ValueError, "candidates"),
-    (dict(candidates=torch.tensor([3, 4, 3])), ValueError, "no id twice"),
-    (dict(candidates=torch.tensor([3, V])), ValueError, "candidates: expected ids from 0 below"),
-    (dict(prefix=torch.tensor([-1])), ValueError, "prefix: expected ids"),
-    (dict(future=torch.tensor([], dtype=torch.long)), ValueError, "future"),
-    (dict(future=torch.tensor([0.5])), TypeError, "future"),
-    (dict(prefix=torch.zeros(2, 2, dtype=torch.long)), ValueError, "one dimension"),
-    (dict(prefix=torch.zeros(130, dtype=torch.long)), ValueError, "positions"),
-    (dict(candidates=torch.tensor([1], device="meta")), ValueError, "device"),
+    ({"prefix": torch.tensor([], dtype=torch.long)}, ValueError, "prefix"),
+    ({"candidates": torch.tensor([], dtype=torch.long)}, ValueError, "candidates"),
+    ({"candidates": torch.tensor([3, 4, 3])}, ValueError, "no id twice"),
+    ({"candidates": torch.tensor([3, V])}, ValueError, "candidates: expected ids from 0 below"),
+    ({"prefix": torch.tensor([-1])}, ValueError, "prefix: expected ids"),
+    ({"future": torch.tensor([], dtype=torch.long)}, ValueError, "future"),
+    ({"future": torch.tensor([0.5])}, TypeError, "future"),
+    ({"prefix": torch.zeros(2, 2, dtype=torch.long)}, ValueError, "one dimension"),
+    ({"prefix": torch.zeros(130, dtype=torch.long)}, ValueError, "positions"),
+    ({"candidates": torch.tensor([1], device="meta")}, ValueError, "device"),
 ]
 
 
@@ -199,7 +199,7 @@ def test_bad_input_is_one_clear_sentence(change, kind, words):
     model = tiny("qwen3")
     scorer = CompatibilityScorer(model)
     prefix, candidates, future = random_group(7)
-    good = dict(prefix=prefix, candidates=candidates, future=future)
+    good = {"prefix": prefix, "candidates": candidates, "future": future}
     with NoLogits(), pytest.raises(kind, match=words) as caught:
         scorer.score(**{**good, **change})
     assert str(caught.value).count("\n") == 0
@@ -230,22 +230,57 @@ def test_nan_weights_are_refused():
 
 
 def test_unsupported_models_are_refused_by_name():
-    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertModel, Qwen3NextConfig
-    from transformers import BloomConfig, BloomForCausalLM, Qwen3NextForCausalLM
+    from transformers import (
+        BartConfig,
+        BartForConditionalGeneration,
+        BertConfig,
+        BertModel,
+        BloomConfig,
+        BloomForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+    )
 
-    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=V)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": V}
     linear = Qwen3NextForCausalLM(
-        Qwen3NextConfig(**small, num_key_value_heads=2, head_dim=8, intermediate_size=32, num_experts=0,
-                        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-                        layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
+        Qwen3NextConfig(
+            **small,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=32,
+            num_experts=0,
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            mlp_only_layers=[0, 1],
+        )
     )
     encoder = BartForConditionalGeneration(
-        BartConfig(vocab_size=V, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                   decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+        BartConfig(
+            vocab_size=V,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+        )
     )
-    long = tiny("phi3", max_position_embeddings=128, original_max_position_embeddings=64,
-                rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-                                 "rope_theta": 1e4, "original_max_position_embeddings": 64})
+    long = tiny(
+        "phi3",
+        max_position_embeddings=128,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+        },
+    )
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
     headless = BertModel(BertConfig(**small, intermediate_size=32))

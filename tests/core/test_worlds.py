@@ -94,6 +94,11 @@ def test_every_step_of_every_solution_is_right(world, part):
             value = result
 
 
+def test_text_of_no_world_is_an_error(world):
+    with pytest.raises(Exception, match="UNK"):
+        world.tokenizer.encode("what is 2+2?")
+
+
 def test_event_kinds_cover_the_vocabulary(world):
     kinds = {token: world.event_kind(i) for token, i in world.vocabulary.items()}
     assert sorted(world.vocabulary.values()) == list(range(len(world.tokenizer)))

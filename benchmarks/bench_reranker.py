@@ -1,0 +1,57 @@
+"""A rerank event: the scores of one state's candidates, over the small model's own cache and without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks import peers
+from benchmarks.harness import OURS, Implementation
+from fb_core import TokenReranker
+
+CANDIDATES = 13
+
+
+@pytest.fixture(scope="module")
+def reranker(slm: PreTrainedModel) -> TokenReranker:
+    """Rank 16, as if trained: neither adapter nor head is zero."""
+    torch.manual_seed(1)
+    made = TokenReranker.from_base(slm)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name or name == "head":
+                parameter.normal_(std=0.05)
+    return made
+
+
+@pytest.mark.parametrize("p", [512, 1024])
+def test_rerank_event(compare: Callable, slm: PreTrainedModel, reranker: TokenReranker, p: int) -> None:
+    generator = torch.Generator().manual_seed(p)
+    prefix = torch.randint(slm.config.vocab_size, (p,), generator=generator)
+    candidates = torch.randperm(slm.config.vocab_size, generator=generator)[:CANDIDATES]
+    cache = peers.prefill(slm, prefix)
+    head = reranker.head.detach()
+    state = (reranker.adapted, head, prefix, candidates)
+    double = (copy.deepcopy(reranker.adapted).double(), head.double(), prefix, candidates)
+    expected = peers.rerank_cached_forwards(*double, peers.prefill(copy.deepcopy(slm).double(), prefix))
+    runs = {
+        OURS: torch.no_grad()(partial(reranker.scores, prefix, candidates, cache=cache)),
+        "K forwards over the cache": partial(peers.rerank_cached_forwards, *state, cache),
+        "repeated cache": partial(peers.rerank_repeated_cache, *state, cache),
+        "expanded cache": partial(peers.rerank_expanded_cache, *state, cache),
+    }
+    implementations = {name: Implementation(run, expected) for name, run in runs.items()}
+    implementations["K full forwards (scope sequence)"] = Implementation(
+        partial(peers.rerank_full_forwards, *state), peers.rerank_full_forwards(*double)
+    )
+    compare(
+        "rerank_event",
+        {"K": CANDIDATES, "P": p},
+        implementations,
+        rounds=5,
+    )

@@ -1,0 +1,87 @@
+"""What every benchmark runs under: all cores, one random model, results on the terminal and, if asked, in files."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import harness
+from benchmarks.harness import Goal, Implementation, Result
+
+RESULTS = pytest.StashKey[dict[str, list[Result]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-results", metavar="DIR", type=Path, help="write <bench>.json of every benchmark to DIR")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(harness.cores())  # whatever OMP_NUM_THREADS says
+    config.stash[RESULTS] = defaultdict(list)
+
+
+def pytest_report_header() -> str:
+    about = harness.machine()
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"benchmarks on {about['device']}{load}; torch {about['torch']}, commit {about['commit']}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    directory = config.getoption("--write-results")
+    if directory is not None:
+        for path in harness.write_results(directory, config.stash[RESULTS]):
+            terminalreporter.write_line(f"wrote {path}")
+
+
+@pytest.fixture
+def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Callable[..., list[Result]]:
+    """`harness.compare` that shows and keeps what it measured; fails where ours fails the check."""
+
+    def run(
+        op: str,
+        shape: dict[str, int],
+        implementations: Mapping[str, Implementation],
+        *,
+        rounds: int,
+        tolerance: float = 1e-4,
+        goals: Sequence[Goal] = (),
+        peaks: Mapping[str, int] | None = None,
+    ) -> list[Result]:
+        results = harness.compare(
+            benchmark, op, shape, implementations, rounds=rounds, tolerance=tolerance, peaks=peaks
+        )
+        request.config.stash[RESULTS][request.path.stem.removeprefix("bench_")].extend(results)
+        request.config.pluginmanager.get_plugin("terminalreporter").write_line("\n" + harness.table(results, goals))
+        if not all(row.ok for row in results if row.impl == harness.OURS):
+            pytest.fail(f"{op}: ours failed the check and was not timed", pytrace=False)
+        return results
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def slm() -> Qwen3ForCausalLM:
+    """A Qwen3 of random weights: hidden 512, 8 layers, V = 32,000, float32."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=512,
+        num_hidden_layers=8,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).eval()

@@ -1,0 +1,156 @@
+"""The offline stages on tiny random models, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import EOS, V, tiny
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
+from fb_core.pipeline.collect import admitted, collect, log_states
+from fb_core.pipeline.futures import Future, llm_futures, usable
+from fb_core.pipeline.rollouts import roll_out
+from fb_core.pipeline.score import score_states
+from fb_core.verify import Verifier
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def slm():
+    return LocalLLM(tiny("qwen3", 1))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LocalLLM(tiny("qwen3", 2))
+
+
+@pytest.fixture(scope="module")
+def trajectories(slm):
+    g = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, V, (n,), generator=g) for n in (5, 3, 7, 5)]
+    return collect(slm, prompts, LENGTH)
+
+
+def full(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0]
+
+
+def test_collect_is_greedy_decoding_with_its_entropies(slm, trajectories):
+    for trajectory in trajectories:
+        logits = full(slm.model, trajectory.tokens)[trajectory.prompt_length - 1 : -1]
+        assert torch.equal(logits.argmax(-1), trajectory.output)
+        assert len(trajectory.output) == LENGTH or int(trajectory.output[-1]) == EOS
+        p = logits.softmax(-1)
+        torch.testing.assert_close(trajectory.entropy, -(p * p.log()).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_admitted_are_the_first_positions_above_the_threshold(trajectories):
+    trajectory = trajectories[0]
+    threshold = float(trajectory.entropy.median())
+    expected = [trajectory.prompt_length + i for i, nats in enumerate(trajectory.entropy.tolist()) if nats > threshold]
+    assert admitted(trajectory, RequestPolicy(threshold)) == expected[:8]
+    assert admitted(trajectory, RequestPolicy(threshold), 2) == expected[:2]
+    assert admitted(trajectory, RequestPolicy(float("inf"))) == []
+
+
+def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
+    policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.5)
+    states = log_states(slm, llm, trajectories, policy, slm_k=3, llm_k=2)
+    assert [(s.trajectory, s.position) for s in states] == [
+        (index, position) for index, t in enumerate(trajectories) for position in admitted(t, policy)
+    ]
+    for state in states:
+        prefix = trajectories[state.trajectory].tokens[: state.position]
+        small, large = (full(model.model, prefix)[-1].log_softmax(-1) for model in (slm, llm))
+        ids = small.topk(3).indices.tolist()
+        ids += [token for token in large.topk(2).indices.tolist() if token not in ids]
+        assert state.pool.ids.tolist() == ids
+        torch.testing.assert_close(state.pool.slm_logprob, small[state.pool.ids], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state.pool.llm_logprob, large[state.pool.ids], rtol=1e-4, atol=1e-4)
+
+
+def test_usable_counts_every_filter():
+    class State:
+        def __init__(self, ids):
+            self.pool = type("P", (), {"ids": torch.tensor(ids)})
+
+    long, short = torch.arange(8), torch.arange(3)
+    states = [State([1, 2]), State([1, 2]), State([1, 2]), State([1]), State([3, 4])]
+    futures = [
+        Future(1, long, "correct"),
+        Future(1, long, "wrong"),
+        Future(1, short, "correct"),
+        Future(1, long, "correct"),
+        Future(1, long, "correct"),
+    ]
+    kept, filters = usable(states, futures, 5)
+    assert kept == [0]
+    assert (filters.admitted, filters.verified, filters.long_enough, filters.valid_group) == (5, 4, 3, 1)
+
+
+def test_scores_come_back_in_the_order_of_states(slm, llm, trajectories):
+    policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.5)
+    states = log_states(slm, llm, trajectories, policy, slm_k=3, llm_k=2)[::-1]
+    g = torch.Generator().manual_seed(1)
+    futures = [torch.randint(V, (6,), generator=g) for _ in states]
+    scorer = CompatibilityScorer(slm.model)
+    seen = []
+    matrices = score_states(scorer, trajectories, states, futures, 4, seen.append, batch=2)
+    for state, future, matrix in zip(states, futures, matrices, strict=True):
+        prefix = trajectories[state.trajectory].tokens[: state.position]
+        expected = scorer.score(prefix, state.pool.ids, future[:4])
+        torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-5)
+    assert seen[-1] == len(states)
+    with pytest.raises(ValueError, match="futures: expected 7"):
+        score_states(scorer, trajectories, states, futures, 7)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Ids 0 to V-1 as words; one of them reads as a box."""
+    words = {f"w{i}": i for i in range(V)}
+    words["\\boxed{7}"] = words.pop("w9")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1")
+
+
+def test_futures_and_rollouts_are_greedy_and_verified(slm, llm, trajectories, tokenizer):
+    policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.6)
+    states = log_states(slm, llm, trajectories, policy, slm_k=2, llm_k=2)
+    golds = ["7"] * len(trajectories)
+    with Verifier() as verifier:
+        futures = llm_futures(llm, trajectories, states, golds, tokenizer, verifier, LENGTH)
+        outcomes, texts = roll_out(slm, trajectories, states, golds, tokenizer, verifier, LENGTH)
+    for state, future in zip(states, futures, strict=True):
+        prefix = trajectories[state.trajectory].tokens[: state.position]
+        tokens = torch.cat([prefix, torch.tensor([future.first]), future.tokens])
+        assert torch.equal(full(llm.model, tokens)[state.position - 1 : -1].argmax(-1), tokens[state.position :])
+        written = tokens[trajectories[state.trajectory].prompt_length :].tolist()
+        assert (future.verdict == "correct") == (9 in written)
+    for state, outcome, solutions in zip(states, outcomes, texts, strict=True):
+        assert len(outcome) == len(solutions) == len(state.pool.ids)
+        for candidate, correct, text in zip(state.pool.ids.tolist(), outcome.tolist(), solutions, strict=True):
+            start = torch.cat([trajectories[state.trajectory].tokens[: state.position], torch.tensor([candidate])])
+            while int(start[-1]) != EOS and len(start) < state.position + 1 + LENGTH:
+                start = torch.cat([start, full(slm.model, start)[-1].argmax()[None]])
+            output = start[trajectories[state.trajectory].prompt_length :].tolist()
+            assert text == tokenizer.decode(output, skip_special_tokens=True)
+            assert correct == (9 in output)
+
+
+def test_logits_match_the_model():
+    for family in ("qwen3", "gemma2"):
+        model = tiny(family)
+        ids = torch.arange(3, 9)
+        with torch.no_grad():
+            hidden = model.base_model(input_ids=ids[None]).last_hidden_state[0]
+            torch.testing.assert_close(hf.logits(model, hidden), full(model, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_packs_keep_order_and_budget():
+    assert hf.packs([3, 3, 3, 9, 1], 6) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert hf.packs([], 6) == []

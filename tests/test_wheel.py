@@ -1,0 +1,73 @@
+"""A wheel, installed alone and used from a foreign directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def readme_example(heading: str) -> str:
+    """The first Python block behind a heading of the README."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"```python\n(.*?)```", text[text.index(heading) :], re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of an environment that holds the wheel; what it depends on is lent by this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = folder.glob("futurebridge-*.whl")
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    lent = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    (packages / "lent.pth").write_text("\n".join(lent))
+    return python
+
+
+def run(python, code, folder):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, "-c", code], cwd=folder, env=clean, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_wheel_from_a_foreign_directory(installed, tmp_path):
+    where = run(installed, "import fb_core, fb_kernels; print(fb_core.__file__, fb_kernels.__file__)", tmp_path)
+    assert str(installed.parent.parent) in where.stdout, where.stderr
+    assert str(ROOT) not in where.stdout
+    typed = run(
+        installed,
+        "from importlib import resources as r; "
+        "print([(r.files(p) / 'py.typed').is_file() for p in ('fb_core', 'fb_kernels')], "
+        "(r.files('fb_core.demo') / 'weights' / 'plans-slm' / 'model.safetensors').is_file())",
+        tmp_path,
+    )
+    assert typed.stdout.split("\n")[0] == "[True, True] True", typed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", ["## Score candidates", "## Use an op"])
+def test_readme_examples_run(installed, heading, tmp_path):
+    result = run(installed, readme_example(heading), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+@pytest.mark.slow
+def test_demo_command_is_installed(installed, tmp_path):
+    result = subprocess.run([installed.parent / "futurebridge", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert "demo" in result.stdout, result.stderr
