@@ -47,7 +47,7 @@ def test_rerank_event(compare: Callable, slm: PreTrainedModel, reranker: TokenRe
     }
     implementations = {name: Implementation(run, expected) for name, run in runs.items()}
     implementations["K full forwards (scope sequence)"] = Implementation(
-        partial(peers.rerank_full_forwards, *state), peers.rerank_full_forwards(*double)
+        partial(peers.rerank_full_forwards, *state), peers.rerank_full_forwards(*double[:-1], candidates[:1])
     )
     compare(
         "rerank_event",

@@ -1,4 +1,7 @@
-"""Scoring groups and trajectories against what transformers offers; log-probs are checked against float64."""
+"""Scoring groups and trajectories against what transformers offers; log-probs are checked against float64.
+
+The truth is the repeated cache in float64: the K full forwards, held against it, show that it is theirs too.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def random_group(model: PreTrainedModel, p: int, h: int) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize(("p", "h"), [(512, 64), (1024, 128)])
 def test_group(compare: Callable, models: Models, p: int, h: int) -> None:
     group = random_group(models.model, p, h)
-    expected = peers.full_forwards(models.double, *group)
+    expected = peers.repeated_cache(models.double, *group)
     runs = {
         OURS: partial(models.scorer.score, *group),
         "K full forwards, all logits": partial(peers.full_forwards, models.model, *group, keep_all=True),
@@ -68,7 +71,7 @@ def test_group(compare: Callable, models: Models, p: int, h: int) -> None:
 def test_one_token_branches(compare: Callable, models: Models, p: int) -> None:
     group = random_group(models.model, p, 1)
     cache = peers.prefill(models.model, group[0])
-    expected = peers.full_forwards(models.double, *group)
+    expected = peers.repeated_cache(models.double, *group)
     runs = {
         OURS: partial(models.scorer.score, *group, cache=cache),
         "repeated cache": partial(peers.repeated_cache, models.model, *group, cache),

@@ -56,12 +56,14 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
         tolerance: float = 1e-4,
         goals: Sequence[Goal] = (),
         peaks: Mapping[str, int] | None = None,
+        notes: Sequence[str] = (),
     ) -> list[Result]:
         results = harness.compare(
             benchmark, op, shape, implementations, rounds=rounds, tolerance=tolerance, peaks=peaks
         )
         request.config.stash[RESULTS][request.path.stem.removeprefix("bench_")].extend(results)
-        request.config.pluginmanager.get_plugin("terminalreporter").write_line("\n" + harness.table(results, goals))
+        with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+            print("\n" + harness.table(results, goals), *notes, sep="\n", flush=True)
         if not all(row.ok for row in results if row.impl == harness.OURS):
             pytest.fail(f"{op}: ours failed the check and was not timed", pytrace=False)
         return results

@@ -13,6 +13,7 @@ class WorldSettings(BaseModel):
         horizon: future tokens that make the target.
         short_horizon: a horizon too short to see what matters, shown beside it.
         sweep: other quantiles at which the whole recipe is repeated.
+        own_future: also train on the SLM's own verified futures, the repair of a world whose LLM futures mislead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,6 +26,7 @@ class WorldSettings(BaseModel):
     horizon: int = Field(default=16, ge=1)
     short_horizon: int = Field(default=4, ge=1)
     sweep: tuple[float, ...] = ()
+    own_future: bool = False
 
     @model_validator(mode="after")
     def _short_is_shorter(self) -> WorldSettings:
@@ -58,6 +60,6 @@ class DemoSettings(BaseModel):
     votes: int = Field(default=8, ge=1)
     worlds: tuple[WorldSettings, ...] = (
         WorldSettings(name="plans", quantile=0.94, horizon=16, sweep=(0.90, 0.92, 0.96)),
-        WorldSettings(name="control", quantile=0.92, horizon=24),
+        WorldSettings(name="control", quantile=0.92, horizon=24, own_future=True),
         WorldSettings(name="helpful", quantile=0.92, horizon=24, sweep=(0.90, 0.94)),
     )

@@ -7,6 +7,8 @@ implementations replace the reference on the devices they are made for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -17,10 +19,23 @@ LIBRARY = torch.library.Library("fb", "DEF")
 def define(name: str, signature: str, *, reference: Callable, fake: Callable) -> OpOverload:
     """Define `fb::<name><signature>`, attach its reference and its fake, and return the overload to call."""
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, reference, device)
+    for device in ("cpu", "cuda"):
+        LIBRARY.impl(name, _without_autocast(reference, device), device.upper())
     torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fb, name).default
+
+
+def _without_autocast(reference: Callable, device: str) -> Callable:
+    """The reference with its own precision: autocast would silently lower the products inside."""
+
+    @wraps(reference)
+    def run(*arguments: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return reference(*arguments)
+        with torch.autocast(device, enabled=False):
+            return reference(*arguments)
+
+    return run
 
 
 def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> None:

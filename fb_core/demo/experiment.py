@@ -30,7 +30,7 @@ from fb_core.demo.pairs import Pair
 from fb_core.llm import LocalLLM
 from fb_core.pipeline.collect import LoggedState, Trajectory, collect, log_states
 from fb_core.pipeline.evaluate import Evaluation, evaluate
-from fb_core.pipeline.futures import Filters, Future, llm_futures, usable
+from fb_core.pipeline.futures import Filters, Future, llm_futures, own_futures, usable
 from fb_core.pipeline.rollouts import roll_out
 from fb_core.pipeline.score import score_states
 from fb_core.policy import RequestPolicy
@@ -219,6 +219,10 @@ def _run(run: WorldRun) -> dict[str, Any]:
         f"FutureBridge, H = {world.short_horizon}": run.decoder(FutureBridgeSelector(short), policy),
         "FutureBridge + certain LLM": run.decoder(CertainLLM(chosen, settings.certainty), policy),
     }
+    if world.own_future:
+        own = FutureBridgeSelector(train_on_own_futures(run, logged, data.states, train.golds))
+        decoders["FutureBridge, own future"] = run.decoder(own, policy)
+        decoders["FutureBridge, own future + certain LLM"] = run.decoder(CertainLLM(own, settings.certainty), policy)
     evaluations = {name: run.evaluate(name, decoder.generate_many, test) for name, decoder in decoders.items()}
     evaluations["Takeover"] = run.evaluate(
         "Takeover", lambda prompts, length: takeover(run.pair.slm, run.llm, policy, prompts, length), test
@@ -242,6 +246,20 @@ def _run(run: WorldRun) -> dict[str, Any]:
         **diagnostics(run, held_out, validation, policy, reranker),
         "sweep": sweep(run, logged, train, entropies, test, evaluations, outcomes),
     }
+
+
+def train_on_own_futures(
+    run: WorldRun, trajectories: Sequence[Trajectory], states: Sequence[LoggedState], golds: Sequence[str]
+) -> TokenReranker:
+    """The recipe with the SLM's own verified futures in the place of the LLM's."""
+    with run.stage("own futures"):
+        futures = own_futures(
+            run.slm, trajectories, states, golds, run.tokenizer, run.verifier, run.length, seed=run.settings.seed
+        )
+    used, _ = usable(states, futures, run.world.horizon)
+    kept = [states[i] for i in used]
+    matrices = run.score(trajectories, kept, [futures[i].tokens for i in used])
+    return run.train(trajectories, kept, matrices, run.world.horizon)
 
 
 def accuracy_table(outcomes: dict[str, np.ndarray], evaluations: dict[str, Evaluation]) -> list[dict[str, Any]]:

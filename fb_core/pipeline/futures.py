@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.llm import LLM
+from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.collect import LoggedState, Trajectory
 from fb_core.verify import Verdict, Verifier
 
 
 @dataclass(frozen=True)
 class Future:
-    """What the LLM writes greedily from a state.
+    """What a model writes from a state.
 
     Attributes:
-        first: the LLM's own token at the state; it competes in the pool.
-        tokens: [n] what it writes behind it: the future that all candidates share. End-of-sequence counts.
+        first: the token at the state itself; it competes in the pool.
+        tokens: [n] what is written behind it: the future that all candidates share. End-of-sequence counts.
         verdict: of the whole solution against the gold answer.
     """
 
@@ -49,17 +49,64 @@ def llm_futures(
         verifier: checks the decoded solutions.
         max_new_tokens: continuation length at most.
     """
-    prefixes = [trajectories[state.trajectory].tokens[: state.position] for state in states]
-    written = llm.complete_many(prefixes, max_new_tokens)
-    texts = []
-    for state, prefix, continuation in zip(states, prefixes, written, strict=True):
-        output = torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
-        texts.append(tokenizer.decode(output.tolist(), skip_special_tokens=True))
-    verdicts = verifier.verify_many(texts, [golds[state.trajectory] for state in states])
+    written = llm.complete_many(_prefixes(trajectories, states), max_new_tokens)
+    verdicts = _verify(trajectories, states, written, golds, tokenizer, verifier)
     return [
         Future(int(continuation[0]), continuation[1:], verdict)
         for continuation, verdict in zip(written, verdicts, strict=True)
     ]
+
+
+def own_futures(
+    slm: LocalLLM,
+    trajectories: Sequence[Trajectory],
+    states: Sequence[LoggedState],
+    golds: Sequence[str],
+    tokenizer: hf.Tokenizer,
+    verifier: Verifier,
+    max_new_tokens: int,
+    *,
+    samples: int = 4,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> list[Future]:
+    """The SLM's own future: of a few samples from the bare state the first correct one, else the first.
+
+    Where the LLM's futures are in a style that the SLM cannot carry out, they rank candidates the wrong way round; what
+    the SLM itself got right does not. Arguments as `llm_futures`; `samples`, `temperature` and `seed` are the sampling's.
+    """
+    drawn = slm.sample_many(
+        _prefixes(trajectories, states), samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed
+    )
+    verdicts = [
+        _verify(trajectories, states, [written[n] for written in drawn], golds, tokenizer, verifier)
+        for n in range(samples)
+    ]
+    futures = []
+    for index, written in enumerate(drawn):
+        best = next((n for n in range(samples) if verdicts[n][index] == "correct"), 0)
+        futures.append(Future(int(written[best][0]), written[best][1:], verdicts[best][index]))
+    return futures
+
+
+def _prefixes(trajectories: Sequence[Trajectory], states: Sequence[LoggedState]) -> list[Tensor]:
+    return [trajectories[state.trajectory].tokens[: state.position] for state in states]
+
+
+def _verify(
+    trajectories: Sequence[Trajectory],
+    states: Sequence[LoggedState],
+    written: Sequence[Tensor],
+    golds: Sequence[str],
+    tokenizer: hf.Tokenizer,
+    verifier: Verifier,
+) -> list[Verdict]:
+    """Verdicts of the whole solutions: what the SLM wrote up to the state, then the continuation."""
+    texts = []
+    for state, prefix, continuation in zip(states, _prefixes(trajectories, states), written, strict=True):
+        output = torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
+        texts.append(tokenizer.decode(output.tolist(), skip_special_tokens=True))
+    return verifier.verify_many(texts, [golds[state.trajectory] for state in states])
 
 
 @dataclass(frozen=True)
@@ -75,8 +122,8 @@ class Filters:
 def usable(states: Sequence[LoggedState], futures: Sequence[Future], horizon: int) -> tuple[list[int], Filters]:
     """Indices of the states that can be scored, and the count after each filter.
 
-    A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, the LLM's
-    greedy token among them.
+    A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, the
+    future's own first token (the LLM's greedy one) among them.
     """
     verified = [i for i, future in enumerate(futures) if future.verdict == "correct"]
     long_enough = [i for i in verified if len(futures[i].tokens) >= horizon]
