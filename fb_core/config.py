@@ -19,7 +19,7 @@ class WorldSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    train_problems: int = Field(default=700, ge=1)
+    train_problems: int = Field(default=800, ge=1)
     validation_problems: int = Field(default=150, ge=1)
     test_problems: int = Field(default=400, ge=1)
     quantile: float = Field(ge=0, le=1)

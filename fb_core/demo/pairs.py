@@ -180,6 +180,7 @@ def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCa
 def _config(world: World, recipe: Recipe) -> Qwen3Config:
     tokenizer = world.tokenizer
     return Qwen3Config(
+        architectures=[Qwen3ForCausalLM.__name__],
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         intermediate_size=3 * recipe.hidden,
