@@ -48,8 +48,10 @@ class PrefixKV:
         """
         layers = []
         for index, layer in enumerate(cache.layers):
-            held = 0 if layer.keys is None else layer.keys.shape[-2]
-            if held != length:
+            slots = 0 if layer.keys is None else layer.keys.shape[-2]
+            filled = int(layer.get_seq_length())
+            if slots != length or filled != length:
+                held = f"{filled} in {slots} slots" if slots != filled else str(filled)
                 raise ValueError(
                     f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
                     "fill a DynamicCache() made without config with exactly this prefix"
@@ -82,7 +84,7 @@ class Layout:
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
-    calls: int = 0
+    windows: list[int | None] = field(default_factory=list)  # of every attention call of the forward
 
     @classmethod
     def build(cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any) -> Layout:
@@ -128,15 +130,22 @@ def _fb_branch(
         raise ValueError(
             f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first"
         )
-    if fb_layout is None or value.shape[-1] != query.shape[-1]:
+    problem = None
+    if fb_layout is None:
+        problem = "attention that forwards none of its keyword arguments"
+    elif value.shape[-1] != query.shape[-1]:
+        problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
+    elif attention_mask is not None:  # no mask is made for this implementation: the model adds something of its own
+        problem = "a mask of the model's own"
+    if fb_layout is None or problem is not None:
         raise ValueError(
-            f"{type(module).__name__}: expected plain attention with one head size, driven by packed_forward, "
-            f"got head sizes {query.shape[-1]} and {value.shape[-1]}; use a model of a supported family"
+            f"{type(module).__name__}: expected plain attention with one head size, got {problem}; "
+            "use a model of a supported family"
         )
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, E]
+    q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
     layer: int = module.layer_idx  # type: ignore[assignment]
     layout = fb_layout
-    layout.calls += 1
+    layout.windows.append(sliding_window)
     if layout.capture:
         layout.captured[layer] = (k.detach(), v.detach())
     prefix_k, prefix_v = (k.detach(), v.detach()) if layout.prefix is None else layout.prefix.layers[layer]
@@ -169,9 +178,13 @@ AttentionInterface.register(ATTENTION, _fb_branch)
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with another attention implementation; what was there is put back whatever happens."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    config = model.config
+    before = {"": config._attn_implementation}
+    for key in config.sub_configs:  # of a multimodal model; each may have its own
+        if (part := getattr(config, key, None)) is not None:
+            before[key] = part._attn_implementation
     try:
+        model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(before)
@@ -187,19 +200,50 @@ def packed_forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, layou
         layout: the rows' groups and their prefixes.
 
     Raises:
-        ValueError: the model did not route every layer through the attention interface.
+        ValueError: active dropout, or the model did not route every layer, with its window, through the attention
+            interface.
     """
-    layout.calls = 0
+    check_no_dropout(model)
+    layout.windows.clear()
     with _attention(model, ATTENTION):
         hidden = model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
         ).last_hidden_state[0]
-    if layout.calls != text_config(model).num_hidden_layers:
+    slides = _sliding_layers(model)
+    if len(layout.windows) != len(slides):
         raise ValueError(
-            f"{type(model).__name__}: expected {text_config(model).num_hidden_layers} attention layers to go through "
-            f"the attention interface, got {layout.calls}; use a model of a supported family"
+            f"{type(model).__name__}: expected {len(slides)} attention layers to go through "
+            f"the attention interface, got {len(layout.windows)}; use a model of a supported family"
         )
+    for layer, (sliding, window) in enumerate(zip(slides, layout.windows, strict=True)):
+        if sliding and window is None:
+            raise ValueError(
+                f"{type(model).__name__}: expected the sliding window of layer {layer} to go through the attention "
+                "interface, got none (the model puts it into its mask alone); use a model of a supported family"
+            )
     return hidden
+
+
+def check_no_dropout(model: PreTrainedModel) -> None:
+    """Refuse a model whose hidden states are random.
+
+    Raises:
+        ValueError: a dropout layer in training mode.
+    """
+    if model.training:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Dropout) and layer.training and layer.p > 0:
+                raise ValueError(f"{type(model).__name__}: expected no dropout, got {layer.p} in {name}; call .eval()")
+
+
+def _sliding_layers(model: PreTrainedModel) -> list[bool]:
+    """Which layers attend to a window, by the configuration."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    makes_windows = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    return [makes_windows and getattr(config, "sliding_window", None) is not None] * config.num_hidden_layers
 
 
 def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Prefix]:
@@ -324,9 +368,15 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    ids = value if isinstance(value, Tensor) else torch.as_tensor(list(value), device=model.device)
-    if ids.numel() == 0 and not isinstance(value, Tensor):
-        ids = ids.long()
+    if isinstance(value, Tensor):
+        ids = value
+    else:
+        try:
+            ids = torch.as_tensor(list(value), device=model.device)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise TypeError(f"{name}: expected a sequence of token ids, got {problem}; pass a list of ints") from None
+        if not len(ids):
+            ids = ids.long()
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
     if ids.ndim != 1:

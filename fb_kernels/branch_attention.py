@@ -100,8 +100,8 @@ def branch_attention_out(
     """`branch_attention` into given tensors; every element of both is written, and there is no gradient.
 
     Args:
-        out: [T, Hq, E] of q's dtype, any strides.
-        lse: [Hq, T] float32 (float64 for float64 input), any strides.
+        out: [T, Hq, E] of q's dtype, any strides but those of an expanded tensor.
+        lse: [Hq, T] float32 (float64 for float64 input), likewise.
         q: as in `branch_attention`, like everything that follows.
         k: see there.
         v: see there.
@@ -135,11 +135,13 @@ def branch_attention_out(
     if lse.dtype != dtype:
         raise checks.error(op, "lse", f"dtype {dtype} for this q", lse, "allocate it in that dtype", TypeError)
     checks.shape(op, "lse", lse, (heads, rows), "[Hq, T]", "allocate one value for each head and row")
+    for name, value in (("out", out), ("lse", lse)):
+        checks.writable(op, name, value)
     if torch.is_grad_enabled():
-        for name, value in (("out", out), ("lse", lse), ("q", q), ("k", k), ("v", v)):
-            if value is not None and value.requires_grad:
+        for name, given in (("out", out), ("lse", lse), ("q", q), ("k", k), ("v", v)):
+            if given is not None and given.requires_grad:
                 raise checks.error(
-                    op, name, "a tensor that requires no grad", value, "use branch_attention or torch.no_grad()"
+                    op, name, "a tensor that requires no grad", given, "use branch_attention or torch.no_grad()"
                 )
     _branch_attention_out(out, lse, *arguments)
 
@@ -193,15 +195,13 @@ def _arguments(
     if block_table is not None:
         checks.index(op, "block_table", block_table, like=q)
         checks.shape(op, "block_table", block_table, (groups, None), "[G, n]", "give one row to each group")
-    for name, number, least in (
+    for name, bound, least in (
         ("max_branch_len", max_branch_len, 0),
         ("max_prefix_len", max_prefix_len, 0),
         ("window", window, 1),
     ):
-        if number is not None and not isinstance(number, int):
-            raise checks.error(op, name, "an int or None", type(number).__name__, "convert it with int()", TypeError)
-        if number is not None and number < least:
-            raise checks.error(op, name, f"{least} or more", number, "pass None for no bound")
+        if bound is not None:
+            checks.integer(op, name, bound, "pass None for no bound", least)
     if scale is None:
         scale = width**-0.5
     checks.positive(op, "scale", scale, "pass None for E**-0.5")
@@ -212,7 +212,7 @@ def _arguments(
 
 _OPTIONS = (
     "Tensor cu_branch, Tensor cu_group, Tensor prefix_start, Tensor prefix_len, Tensor? block_table, "
-    "int? max_branch_len, int? max_prefix_len, int? window, float scale, float? softcap"
+    "SymInt? max_branch_len, SymInt? max_prefix_len, SymInt? window, float scale, float? softcap"
 )
 _INPUTS = "Tensor q, Tensor? k, Tensor? v, Tensor prefix_k, Tensor prefix_v"
 

@@ -60,8 +60,7 @@ def candidate_head(
         if head_bias.numel() != 1:
             raise checks.error(op, "head_bias", "one element", head_bias, "pass None for no bias")
     checks.offsets(op, "cu_group", cu_group, like=hidden)
-    if not 0.0 <= eps < float("inf"):
-        raise checks.error(op, "eps", "a finite number, 0 or more", eps, "pass the norm's eps")
+    checks.not_negative(op, "eps", eps, "pass the norm's eps")
     return _candidate_head(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
 
 

@@ -6,7 +6,9 @@ tensors are checked by the CPU implementations (`*_values`); on a device the hos
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +31,11 @@ def describe(tensor: Tensor) -> str:
 
 
 def is_tensor(op: str, argument: str, value: object) -> None:
-    """TypeError unless `value` is a torch tensor."""
+    """A torch tensor, which may have any strides but is not sparse."""
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
+    if value.layout != torch.strided:
+        raise error(op, argument, "a dense tensor", str(value.layout), "convert it with .to_dense()")
 
 
 def floating(op: str, argument: str, value: object, like: Tensor | None = None) -> None:
@@ -88,10 +92,47 @@ def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...
         raise error(op, argument, f"shape {names} = [{sizes}]", value, remedy)
 
 
-def positive(op: str, argument: str, value: float, remedy: str) -> None:
+def writable(op: str, argument: str, value: Tensor) -> None:
+    """No element stands for several, as in an expanded tensor."""
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise error(op, argument, "a tensor with a place for every element", "an expanded one", "clone it")
+
+
+def integer(
+    op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None
+) -> None:
+    """An int from `least` to `most`."""
+    kind = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if not kind or least is not None and value < least or most is not None and value > most:
+        expected = "an int" if least is None else f"an int of {least} or more"
+        expected = expected if most is None else f"an int from {least} to {most}"
+        if not kind:
+            raise error(op, argument, expected, type(value).__name__, "convert it with int()", TypeError)
+        raise error(op, argument, expected, value, remedy)
+
+
+def number(op: str, argument: str, value: Any, remedy: str, expected: str = "a finite number") -> None:
+    """A finite int or float."""
+    if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+        raise error(op, argument, expected, type(value).__name__, "convert it with float()", TypeError)
+    if not -math.inf < value < math.inf:
+        raise error(op, argument, expected, value, remedy)
+
+
+def positive(op: str, argument: str, value: Any, remedy: str) -> None:
     """A finite number above zero."""
-    if not 0.0 < value < float("inf"):
-        raise error(op, argument, "a finite number above 0", value, remedy)
+    expected = "a finite number above 0"
+    number(op, argument, value, remedy, expected)
+    if not value > 0:
+        raise error(op, argument, expected, value, remedy)
+
+
+def not_negative(op: str, argument: str, value: Any, remedy: str) -> None:
+    """A finite number, zero or more."""
+    expected = "a finite number, 0 or more"
+    number(op, argument, value, remedy, expected)
+    if not value >= 0:
+        raise error(op, argument, expected, value, remedy)
 
 
 def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int]:

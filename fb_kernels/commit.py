@@ -66,6 +66,8 @@ def commit_(
         if value.dtype != dtype:
             raise checks.error(op, f"state.{name}", f"dtype {dtype}", value, "convert it", TypeError)
     checks.shape(op, "state.tokens", state.tokens, (None, None), "[B, S]", "give each row its buffer")
+    for name in ("tokens", "length", "halt"):
+        checks.writable(op, f"state.{name}", getattr(state, name))
     rows = state.tokens.shape[0]
     for name, value in (("length", state.length), ("halt", state.halt), ("budget", state.budget)):
         checks.shape(op, f"state.{name}", value, (rows,), "[B]", "give one value to each row")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fb_kernels import checks
@@ -53,7 +54,7 @@ def compatibility_targets(
     checks.floating(op, "logprob", logprob)
     checks.shape(op, "logprob", logprob, (None, None), "[N, H]", "flatten it to one row a candidate")
     checks.offsets(op, "cu_group", cu_group, like=logprob)
-    if not isinstance(horizons, Sequence) or not all(isinstance(horizon, int) for horizon in horizons):
+    if not isinstance(horizons, Sequence) or not all(isinstance(horizon, int | torch.SymInt) for horizon in horizons):
         raise checks.error(op, "horizons", "a sequence of ints", horizons, "pass a list such as [32, 128]", TypeError)
     if not horizons:
         raise checks.error(op, "horizons", "at least one horizon", horizons, "pass [H] for the whole future")
@@ -62,10 +63,11 @@ def compatibility_targets(
             remedy = "the future is shorter than asked" if horizon > 0 else "count tokens from 1"
             raise checks.error(op, "horizons", f"ints from 1 to H = {logprob.shape[1]}", horizon, remedy)
     checks.positive(op, "temperature", temperature, "use 1.0 for none")
-    if not 0.0 <= eps < float("inf"):
-        raise checks.error(op, "eps", "a finite number, 0 or more", eps, "use 1e-6")
+    checks.not_negative(op, "eps", eps, "use 1e-6")
+    expected, remedy = "a share from 0 to 1", "use 1.0 for the future alone"
+    checks.number(op, "alpha", alpha, remedy, expected)
     if not 0.0 <= alpha <= 1.0:
-        raise checks.error(op, "alpha", "a share from 0 to 1", alpha, "use 1.0 for the future alone")
+        raise checks.error(op, "alpha", expected, alpha, remedy)
     if local is not None:
         checks.floating(op, "local", local, like=logprob)
         checks.shape(
@@ -99,7 +101,7 @@ def _fake(
 
 _compatibility_targets = define(
     "compatibility_targets",
-    "(Tensor logprob, Tensor cu_group, Tensor? local, int[] horizons, float temperature, float eps, float alpha) "
+    "(Tensor logprob, Tensor cu_group, Tensor? local, SymInt[] horizons, float temperature, float eps, float alpha) "
     "-> (Tensor, Tensor)",
     reference=reference.compatibility_targets,
     fake=_fake,

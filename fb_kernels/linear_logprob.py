@@ -84,11 +84,9 @@ def linear_logprob(
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob"
-    _check(op, "weight", hidden, weight, target, bias, softcap, temperature)
-    if valid_vocab is not None and not 0 <= valid_vocab <= weight.shape[0]:
-        raise checks.error(
-            op, "valid_vocab", f"0 to {weight.shape[0]} rows of weight", valid_vocab, "pass None for all rows"
-        )
+    _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
+    if valid_vocab is not None:
+        checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
     logprob, lse, entropy = _linear_logprob(
         hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
     )
@@ -133,11 +131,10 @@ def linear_logprob_partials(
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob_partials"
-    _check(op, "weight_shard", hidden, weight_shard, target, bias, softcap, temperature)
-    if vocab_start < 0:
-        raise checks.error(op, "vocab_start", "the shard's first id, 0 or more", vocab_start, "count from 0")
-    if valid_vocab is not None and valid_vocab < 0:
-        raise checks.error(op, "valid_vocab", "0 or more ids of the whole vocabulary", valid_vocab, "pass None for all")
+    _check(op, "weight_shard", hidden, weight_shard, target, bias, logit_scale, softcap, temperature, ignore_index)
+    checks.integer(op, "vocab_start", vocab_start, "count the shard's first id from 0", least=0)
+    if valid_vocab is not None:
+        checks.integer(op, "valid_vocab", valid_vocab, "pass None for the whole vocabulary", least=0)
     return _partials(
         hidden, weight_shard, target, vocab_start, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
     )
@@ -147,9 +144,9 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
     """Merge the partials of S shards in their order.
 
     Args:
-        max: [S, N] as from `linear_logprob_partials`.
-        sumexp: [S, N].
-        target_logit: [S, N].
+        max: [S, N] float32 or float64, as from `linear_logprob_partials`.
+        sumexp: [S, N] like max.
+        target_logit: [S, N] like max.
 
     Returns:
         (log-prob[N], lse[N]); rows that are empty in every shard (ignored ones) give 0. Gradients reach sumexp and
@@ -161,6 +158,9 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
     """
     op = "combine_logprob_partials"
     checks.floating(op, "max", max)
+    if max.dtype != reference.accumulation_dtype(max.dtype):
+        remedy = "pass the partials as they come"
+        raise checks.error(op, "max", "dtype torch.float32 or torch.float64", max, remedy, TypeError)
     if max.ndim != 2:
         raise checks.error(op, "max", "shape [S, N]", max, "stack the shards' partials")
     for name, value in (("sumexp", sumexp), ("target_logit", target_logit)):
@@ -176,8 +176,10 @@ def _check(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
+    logit_scale: float,
     softcap: float | None,
     temperature: float,
+    ignore_index: int,
 ) -> None:
     checks.floating(op, "hidden", hidden)
     checks.floating(op, weight_name, weight, like=hidden)
@@ -189,9 +191,11 @@ def _check(
     if bias is not None:
         checks.floating(op, "bias", bias, like=hidden)
         checks.shape(op, "bias", bias, (weight.shape[0],), "[V]", "give one value to each row of the weight")
+    checks.number(op, "logit_scale", logit_scale, "use 1.0 for none")
     if softcap is not None:
         checks.positive(op, "softcap", softcap, "pass None for no soft-cap")
     checks.positive(op, "temperature", temperature, "use 1.0 for none")
+    checks.integer(op, "ignore_index", ignore_index, "use -100")
 
 
 def _statistics_fake(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +212,7 @@ def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[T
     )
 
 
-_HEAD = "float logit_scale, float? softcap, float temperature, int ignore_index, int? valid_vocab"
+_HEAD = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"
 
 _linear_logprob = define(
     "linear_logprob",
@@ -225,7 +229,7 @@ _linear_logprob_backward = define(
 )
 _partials = define(
     "linear_logprob_partials",
-    "(Tensor hidden, Tensor weight_shard, Tensor target, int vocab_start, Tensor? bias, "
+    "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
     f"{_HEAD}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
@@ -233,7 +237,7 @@ _partials = define(
 _partials_backward = define(
     "linear_logprob_partials_backward",
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
-    f"Tensor max, int vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"Tensor max, SymInt vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials_backward,
     fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
 )

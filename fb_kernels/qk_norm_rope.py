@@ -58,8 +58,7 @@ def qk_norm_rope(
     checks.same_device(op, "cos", cos, qkv)
     checks.floating(op, "sin", sin, like=cos)
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if heads < 1:
-            raise checks.error(op, name, "1 or more", heads, "pass the model's number of heads")
+        checks.integer(op, name, heads, "pass the model's number of heads", least=1)
     checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
     length, head_dim = cos.shape
     if head_dim % 2:
@@ -91,6 +90,7 @@ def qk_norm_rope(
     for value in (k_cache, v_cache):
         checks.floating(op, "kv_out", value, like=qkv)
         checks.shape(op, "kv_out", value, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
+        checks.writable(op, "kv_out", value)
     checks.shape(op, "kv_out", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
     checks.index(op, "kv_out", slot, like=qkv)
     checks.shape(op, "kv_out", slot, (rows,), "[T]", "give one slot to each row of qkv")
@@ -110,7 +110,7 @@ def _heads_fake(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -
 
 
 _INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions"
-_OPTIONS = "int num_heads, int num_kv_heads, float eps"
+_OPTIONS = "SymInt num_heads, SymInt num_kv_heads, float eps"
 
 _qk_norm_rope = define(
     "qk_norm_rope",

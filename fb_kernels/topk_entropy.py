@@ -32,10 +32,7 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     checks.floating(op, "logits", logits)
     if logits.ndim == 0:
         raise checks.error(op, "logits", "shape [..., V]", logits, "add a dimension")
-    if not isinstance(k, int):
-        raise checks.error(op, "k", "an int", type(k).__name__, "pass int(k)", TypeError)
-    if not 1 <= k <= logits.shape[-1]:
-        raise checks.error(op, "k", f"1 to V = {logits.shape[-1]}", k, "clamp it to the vocabulary")
+    checks.integer(op, "k", k, "clamp it to the vocabulary", least=1, most=logits.shape[-1])
     return _topk_entropy(logits.detach(), k)
 
 
@@ -50,7 +47,7 @@ def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 _topk_entropy = define(
     "topk_entropy",
-    "(Tensor logits, int k) -> (Tensor, Tensor, Tensor)",
+    "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
     reference=reference.topk_entropy,
     fake=_fake,
 )

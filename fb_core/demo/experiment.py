@@ -227,14 +227,9 @@ def _run(run: WorldRun) -> dict[str, Any]:
     evaluations["Takeover"] = run.evaluate(
         "Takeover", lambda prompts, length: takeover(run.pair.slm, run.llm, policy, prompts, length), test
     )
-    with run.stage("evaluation: Maj@8"):
-        voted = majority(
-            run.slm, test.prompts, run.verifier, run.tokenizer, settings.votes, run.length, seed=settings.seed
-        )
-        answers = [answer if answer is not None else "" for answer in voted]
-        verdicts = run.verifier.verify_many([f"\\boxed{{{answer}}}" for answer in answers], test.golds)
-    outcomes = {name: evaluation.correct for name, evaluation in evaluations.items()}
-    outcomes[f"Maj@{settings.votes}"] = np.array([verdict == "correct" for verdict in verdicts])
+    greedy, *others = evaluations
+    outcomes = {greedy: evaluations[greedy].correct, f"Maj@{settings.votes}": majority_outcomes(run, test)}
+    outcomes |= {name: evaluations[name].correct for name in others}
 
     return {
         "world": world.name,
@@ -246,6 +241,22 @@ def _run(run: WorldRun) -> dict[str, Any]:
         **diagnostics(run, held_out, validation, policy, reranker),
         "sweep": sweep(run, logged, train, entropies, test, evaluations, outcomes),
     }
+
+
+def majority_outcomes(run: WorldRun, problems: Problems) -> np.ndarray:
+    """bool [n]: whether the answer that most of the SLM's samples agree on is right."""
+    with run.stage("evaluation: majority"):
+        voted = majority(
+            run.slm,
+            problems.prompts,
+            run.verifier,
+            run.tokenizer,
+            run.settings.votes,
+            run.length,
+            seed=run.settings.seed,
+        )
+        answers = ["" if answer is None else f"\\boxed{{{answer}}}" for answer in voted]
+        return np.array([verdict == "correct" for verdict in run.verifier.verify_many(answers, problems.golds)])
 
 
 def train_on_own_futures(

@@ -31,7 +31,7 @@ def _check_values(length: Tensor, threshold: Tensor) -> None:
     if threshold.isnan().any():
         raise checks.error("commit_", "threshold", "numbers", "NaN", "use inf for no events")
     if (length < 0).any():
-        raise checks.error("commit_", "state", "lengths of 0 or more", int(length.min()), "rebuild the state")
+        raise checks.error("commit_", "state.length", "lengths of 0 or more", int(length.min()), "rebuild the state")
 
 
 def commit_(
