@@ -19,7 +19,7 @@ class WorldSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    train_problems: int = Field(default=800, ge=1)
+    train_problems: int = Field(default=700, ge=1)
     validation_problems: int = Field(default=150, ge=1)
     test_problems: int = Field(default=400, ge=1)
     quantile: float = Field(ge=0, le=1)
@@ -60,6 +60,6 @@ class DemoSettings(BaseModel):
     votes: int = Field(default=8, ge=1)
     worlds: tuple[WorldSettings, ...] = (
         WorldSettings(name="plans", quantile=0.94, horizon=16, sweep=(0.90, 0.92, 0.96)),
-        WorldSettings(name="control", quantile=0.92, horizon=24, own_future=True),
-        WorldSettings(name="helpful", quantile=0.92, horizon=24, sweep=(0.90, 0.94)),
+        WorldSettings(name="control", quantile=0.92, horizon=24, train_problems=500, own_future=True),
+        WorldSettings(name="helpful", quantile=0.92, horizon=24, train_problems=500, sweep=(0.90,)),
     )

@@ -150,6 +150,9 @@ def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list
 class Selector(ABC):
     """Takes one candidate of a pool."""
 
+    def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
+        """Called when a decoder is made. Raises ValueError where the selector was made for another small model."""
+
     @abstractmethod
     def choose(self, state: State, pool: Pool) -> int:
         """The index of the candidate to append."""
@@ -234,6 +237,10 @@ class CertainLLM(Selector):
         self.selector = selector
         self.certainty = certainty
 
+    def check_slm(self, slm: hf.CausalLM) -> None:
+        """As the other selector's."""
+        self.selector.check_slm(slm)
+
     def choose(self, state: State, pool: Pool) -> int:
         """The LLM's token, or the other selector's."""
         return self.choose_many([state], [pool])[0][0]
@@ -261,12 +268,27 @@ class FutureBridgeSelector(ScoringSelector):
     def __init__(self, reranker: TokenReranker) -> None:
         self.reranker = reranker
 
+    def check_slm(self, slm: hf.CausalLM) -> None:
+        """ValueError where the reranker was made on a model of other weights."""
+        base = self.reranker.base
+        if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
+            raise ValueError(
+                f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
+                "with other weights or architecture; make or load it on this SLM"
+            )
+
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores, candidate features included where it was trained with them."""
+        """The reranker's scores, candidate features included where it was trained with them.
+
+        Raises:
+            ValueError: a reranker in training mode.
+        """
         if not states:
             return []
         reranker = self.reranker
+        if reranker.training:
+            raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
         features = None
         if reranker.feature_names:
             features = [
@@ -303,8 +325,9 @@ class CollaborativeDecoder:
         batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
 
     Raises:
-        TypeError: `slm` is not a transformers model.
-        ValueError: another vocabulary, a model in training mode, or an argument out of range.
+        TypeError: `slm` is not a transformers model, or another argument not of its kind.
+        ValueError: another vocabulary, a model in training mode, a reranker made on another model, or an argument out
+            of range.
     """
 
     def __init__(
@@ -330,11 +353,17 @@ class CollaborativeDecoder:
             ("max_events", max_events, 0),
             ("batch_tokens", batch_tokens, 1),
         ):
-            if count < least:
+            if not isinstance(count, int) or count < least:
                 raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
         known = _known_ids(tokenizer)
         if isinstance(llm, hf.CausalLM):
             llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
+        for name, given, kind in (("llm", llm, LLM), ("selector", selector, Selector), ("policy", policy, RequestPolicy)):
+            if not isinstance(given, kind):
+                raise TypeError(
+                    f"{name}: expected a {kind.__name__}, got {type(given).__name__}; see fb_core.{kind.__name__}"
+                )
+        selector.check_slm(slm)
         self.slm = slm
         self.llm: LLM = llm
         self.selector = selector
@@ -429,6 +458,11 @@ class CollaborativeDecoder:
                 "custom_generate: expected generate to be called on the decoder's own SLM, got another "
                 f"{type(model).__name__}; call decoder.slm.generate"
             )
+        if not input_ids.shape[1] or generation_config.num_beams > 1:
+            raise ValueError(
+                f"custom_generate: expected input_ids and one beam, got {input_ids.shape[1]} ids and "
+                f"{generation_config.num_beams} beams; decoding is greedy, from token ids"
+            )
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
 
@@ -509,7 +543,7 @@ class CollaborativeDecoder:
         chosen = self.selector.choose_many(states, pools)
         events = []
         for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):
-            if not 0 <= choice < len(pool):
+            if not isinstance(choice, int) or not 0 <= choice < len(pool):
                 raise ValueError(
                     f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
                     "return a place in the pool"
@@ -533,10 +567,17 @@ def _known_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | Non
     """The number of ids that the tokenizer knows, None without one.
 
     Raises:
+        TypeError: neither a tokenizer nor a pair of them.
         ValueError: a pair with different vocabularies.
     """
     if tokenizer is None:
         return None
+    given = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
+    if len(given) > 2 or not all(hasattr(one, "get_vocab") for one in given):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer or a pair of them, got {type(tokenizer).__name__}; load one with "
+            "AutoTokenizer"
+        )
     if not isinstance(tokenizer, tuple):
         return max(tokenizer.get_vocab().values()) + 1
     small, large = (one.get_vocab() for one in tokenizer)

@@ -181,7 +181,9 @@ def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room:
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """ValueError below 1."""
+    """TypeError for no int, ValueError below 1."""
+    if not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
 
@@ -316,7 +318,8 @@ class LocalLLM(LLM):
                 f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
             )
         kept = min(top_k or self._valid, self._valid)
-        sources = [seeded(seed, torch.as_tensor(ids).tolist(), sample) for ids in prompts for sample in range(n)]
+        checked = checked_prompts("ids", prompts, self.model, room=1)
+        sources = [seeded(seed, ids.tolist(), sample) for ids in checked for sample in range(n)]
 
         def draw(step: Step) -> list[int]:
             values, ids = self._ranked(step.logits, kept)
@@ -328,7 +331,7 @@ class LocalLLM(LLM):
             place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
             return ids.gather(1, place)[:, 0].tolist()
 
-        drawn = self._continue([ids for ids in prompts for _ in range(n)], max_new_tokens, draw)
+        drawn = self._continue([ids for ids in checked for _ in range(n)], max_new_tokens, draw)
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def _checked(

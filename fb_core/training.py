@@ -34,7 +34,11 @@ class TrainingTrajectory:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The published recipe; learning rate of the feature weights is `feature_scale` times that of the rest."""
+    """The published recipe; learning rate of the feature weights is `feature_scale` times that of the rest.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
 
     learning_rate: float = 2e-4
     weight_decay: float = 0.01
@@ -45,6 +49,14 @@ class Recipe:
     epochs: int = 3
     feature_scale: float = 5.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "groups_per_step"):
+            if (count := getattr(self, name)) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {count}; leave it out for the published value")
+        for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale"):
+            if not 0.0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")
 
 
 def train_reranker(
@@ -69,8 +81,9 @@ def train_reranker(
         the loss of every step, nats.
 
     Raises:
-        ValueError: no groups, a target of another length than its candidates, an id outside the vocabulary, or a loss
-            that is not finite (the reranker then keeps its last finite state).
+        ValueError: no groups, a target of another length than its candidates, features missing or of another shape, an
+            id outside the vocabulary, or a loss or gradient that is not finite (the reranker then keeps its last finite
+            state).
     """
     recipe = recipe or Recipe()
     checked = [_checked(reranker, trajectory) for trajectory in trajectories if trajectory.groups]
@@ -79,9 +92,8 @@ def train_reranker(
     order = torch.Generator().manual_seed(recipe.seed)
     epochs = [_steps(checked, recipe.groups_per_step, order) for _ in range(recipe.epochs)]
     total = sum(len(steps) for steps in epochs)
-    slow = [parameter for parameter in reranker.parameters() if parameter.requires_grad]
     fast = [reranker.feature_weight]
-    slow = [parameter for parameter in slow if parameter is not reranker.feature_weight]
+    slow = [p for p in reranker.parameters() if p.requires_grad and p is not reranker.feature_weight]
     optimizer = torch.optim.AdamW(
         [
             {"params": slow, "lr": recipe.learning_rate},
@@ -104,7 +116,11 @@ def train_reranker(
                     )
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(slow + fast, recipe.clip)
+                norm = float(torch.nn.utils.clip_grad_norm_(slow + fast, recipe.clip))
+                if not math.isfinite(norm):
+                    raise ValueError(
+                        f"gradient: expected a finite norm, got {norm} in step {len(losses) + 1}; lower the rate"
+                    )
                 optimizer.step()
                 schedule.step()
                 losses.append(value)
@@ -144,7 +160,7 @@ def _loss(reranker: TokenReranker, trajectories: Sequence[TrainingTrajectory]) -
             for whole, trajectory in zip(prefilled, trajectories, strict=True)
             for group in trajectory.groups
         ]
-        features = None if not reranker.feature_names else [_features(group) for group in groups]
+        features = [group.features for group in groups if group.features is not None] or None
         score = torch.cat(reranker.scores_many(prefixes, [group.candidates for group in groups], features))
     else:
         score = torch.cat(
@@ -162,25 +178,24 @@ def _needed(trajectory: TrainingTrajectory) -> Tensor:
     return trajectory.tokens[: max(group.position for group in trajectory.groups)]
 
 
-def _features(group: TrainingGroup) -> Tensor:
-    if group.features is None:
-        raise ValueError(
-            "features: expected features for every group of a reranker that has some, got None; use candidate_features"
-        )
-    return group.features
-
-
 def _checked(reranker: TokenReranker, trajectory: TrainingTrajectory) -> TrainingTrajectory:
+    """The trajectory with its states checked; features of a reranker that has none are left out."""
     tokens = hf.token_ids("tokens", trajectory.tokens, reranker.base)
+    names = reranker.feature_names
+    groups = []
     for group in trajectory.groups:
-        hf.check_group(reranker.base, group.position, group.candidates)
-        if group.position > len(tokens):
+        position = hf.check_position(group.position, len(tokens))
+        candidates = hf.check_group(reranker.base, position, group.candidates)
+        if group.target.shape != candidates.shape or not bool(group.target.isfinite().all()):
             raise ValueError(
-                f"position: expected 1 to {len(tokens)}, got {group.position}; count the trajectory's tokens"
+                f"target: expected one finite number a candidate, {list(candidates.shape)}, got "
+                f"{list(group.target.shape)} {group.target.tolist()}; build targets with group_targets"
             )
-        if group.target.shape != group.candidates.shape:
+        if names and (group.features is None or group.features.shape != (len(candidates), len(names))):
+            got = None if group.features is None else list(group.features.shape)
             raise ValueError(
-                f"target: expected one number a candidate, {list(group.candidates.shape)}, got "
-                f"{list(group.target.shape)}; build targets with group_targets"
+                f"features: expected [{len(candidates)}, {len(names)}] in every group for {', '.join(names)}, got "
+                f"{got}; build them with candidate_features"
             )
-    return TrainingTrajectory(tokens, trajectory.groups)
+        groups.append(TrainingGroup(position, candidates, group.target, group.features if names else None))
+    return TrainingTrajectory(tokens, groups)

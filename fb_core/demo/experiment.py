@@ -244,7 +244,7 @@ def _run(run: WorldRun) -> dict[str, Any]:
 
 
 def majority_outcomes(run: WorldRun, problems: Problems) -> np.ndarray:
-    """bool [n]: whether the answer that most of the SLM's samples agree on is right."""
+    """Bool [n]: whether the answer that most of the SLM's samples agree on is right."""
     with run.stage("evaluation: majority"):
         voted = majority(
             run.slm,

@@ -73,7 +73,8 @@ def own_futures(
     """The SLM's own future: of a few samples from the bare state the first correct one, else the first.
 
     Where the LLM's futures are in a style that the SLM cannot carry out, they rank candidates the wrong way round; what
-    the SLM itself got right does not. Arguments as `llm_futures`; `samples`, `temperature` and `seed` are the sampling's.
+    the SLM itself got right does not. Arguments as `llm_futures`; `samples`, `temperature` and `seed` are the
+    sampling's.
     """
     drawn = slm.sample_many(
         _prefixes(trajectories, states), samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed

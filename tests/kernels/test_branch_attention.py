@@ -655,6 +655,26 @@ def test_bad_layouts(
         assert result[~wrong].isfinite().all()
 
 
+def test_changing_integers_compile_once() -> None:
+    case = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
+
+    def run(longest: int, window: int) -> Tensor:
+        limits = {"max_branch_len": longest, "max_prefix_len": 2 * longest, "window": window}
+        return branch_attention(*case.tensors, **case.layout, **limits)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for number in range(3, 15):  # more than torch compiles one function
+        assert torch.equal(compiled(number, number + 1), run(number, number + 1))
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = _grad(make([[3, 1]], [(1, 6)], dtype=torch.float32))
+    assert case.k is not None
+    grad = torch.autograd.grad(case.run()[0].square().sum(), case.q, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="branch_attention: only first derivatives exist"):
+        torch.autograd.grad(grad.sum(), case.k)
+
+
 def write(*tensors: Tensor, **layout: Any) -> None:
     q = tensors[0]
     branch_attention_out(torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0]), *tensors, **layout)
@@ -704,15 +724,19 @@ TABLE = torch.tensor([[0, 1, -1], [0, 1, 2]])
         ({"block_table": TABLE.float(), "prefix_k": PAGES, "prefix_v": PAGES}, TypeError, "block_table"),
         ({"window": 0}, ValueError, "window"),
         ({"window": 2.5}, TypeError, "window"),
+        ({"window": True}, TypeError, "window"),
         ({"max_branch_len": -1}, ValueError, "max_branch_len"),
         ({"max_prefix_len": "8"}, TypeError, "max_prefix_len"),
         ({"scale": 0.0}, ValueError, "scale"),
         ({"scale": math.nan}, ValueError, "scale"),
+        ({"scale": "1"}, TypeError, "scale"),
+        ({"q": Q.to_sparse()}, ValueError, "q"),
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"out": None}, TypeError, "out"),
         ({"out": Q[1:]}, ValueError, "out"),
         ({"out": Q.double()}, TypeError, "out"),
         ({"lse": torch.zeros(6, 4)}, ValueError, "lse"),
+        ({"lse": torch.zeros(4, 1).expand(4, 6)}, ValueError, "lse"),
         ({"lse": torch.zeros(4, 6, dtype=F64)}, TypeError, "lse"),
         ({"q": Q.clone().requires_grad_(), "out": torch.zeros_like(Q)}, ValueError, "q"),
     ],

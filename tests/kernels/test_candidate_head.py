@@ -321,6 +321,7 @@ H, W, CU = torch.randn(4, 3), torch.ones(3), torch.tensor([0, 2, 4])
         (lambda: candidate_head(H, W, W, torch.tensor([0, 5]), eps=EPS), ValueError, "cu_group"),
         (lambda: candidate_head(H, W, W, CU, eps=-1.0), ValueError, "eps"),
         (lambda: candidate_head(H, W, W, CU, eps=math.nan), ValueError, "eps"),
+        (lambda: candidate_head(H, W, W, CU, eps=None), TypeError, "eps"),
     ],
 )
 def test_bad_arguments(call: Callable[[], object], kind: type[Exception], argument: str) -> None:

@@ -179,6 +179,7 @@ ONE = torch.tensor([1])
         ("state.budget", {"state": state([2])._replace(budget=3)}, TypeError),
         ("state.budget", {"state": state([2])._replace(budget=ONE.int().to("meta"))}, ValueError),
         ("state.length", {"state": state([-1])}, ValueError),
+        ("state.tokens", {"state": state([2])._replace(tokens=torch.ones(1, 1).long().expand(1, 6))}, ValueError),
         ("token", {"token": torch.ones(1)}, TypeError),
         ("token", {"token": torch.tensor(1)}, ValueError),
         ("entropy", {"entropy": ONE}, TypeError),
@@ -204,6 +205,6 @@ def test_bad_arguments(argument: str, change: dict, error: type[Exception]) -> N
 
 def test_a_refused_call_changes_nothing() -> None:
     mine = state([2, -1])
-    with pytest.raises(ValueError, match="commit_: state.length: expected lengths of 0 or more, got -1"):
+    with pytest.raises(ValueError, match=r"commit_: state\.length: expected lengths of 0 or more, got -1"):
         commit_(mine, torch.tensor([5, 5]), torch.tensor([0.5, 0.5]), **limits())
     assert_same(mine, state([2, -1]))

@@ -277,6 +277,10 @@ def call(logprob: object = L, cu: object = CU, horizons: object = (1, 3), **opti
         (call(temperature=0.0), ValueError, "temperature"),
         (call(temperature=math.nan), ValueError, "temperature"),
         (call(eps=-1.0), ValueError, "eps"),
+        (call(eps=None), TypeError, "eps"),
+        (call(temperature="1"), TypeError, "temperature"),
+        (call(alpha="1", local=P), TypeError, "alpha"),
+        (call(alpha=math.nan, local=P), ValueError, "alpha"),
         (call(alpha=1.5, local=P), ValueError, "alpha"),
         (call(alpha=0.5), ValueError, "local"),
         (call(alpha=0.5, local=P.double()), TypeError, "local"),
@@ -290,6 +294,16 @@ def test_bad_arguments(run: Callable[[], object], kind: type[Exception], argumen
     assert type(caught.value) is kind
     _, q = compatibility_targets(L, CU, horizons=[3])
     torch.testing.assert_close(q.double(), naive(L, [2, 2], [3])[1], rtol=1e-5, atol=1e-6)
+
+
+def test_horizons_that_follow_the_future_compile_once() -> None:
+    def run(logprob: Tensor) -> tuple[Tensor, Tensor]:
+        return compatibility_targets(logprob, CU, horizons=[1, logprob.shape[1]])
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for horizon in range(2, 14):  # more than torch compiles one function
+        logprob = -torch.rand(4, horizon)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(logprob), run(logprob), strict=True))
 
 
 def test_a_horizon_past_the_future_says_so() -> None:

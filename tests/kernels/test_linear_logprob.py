@@ -419,6 +419,36 @@ def test_compile() -> None:
             assert torch.equal(one, other)
 
 
+def test_changing_integers_compile_once() -> None:
+    values = inputs((4,))._replace(target=torch.tensor([0, 1, 1, 2]))
+
+    def run(number: int, vocab: int) -> tuple[Tensor, ...]:
+        parts = linear_logprob_partials(*values[:3], vocab_start=number, ignore_index=-number)
+        return linear_logprob(*values[:3], valid_vocab=vocab), *parts
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for number in range(2, 14):  # more than torch compiles one function
+        vocab = 3 + number % 8
+        assert all(torch.equal(a, b) for a, b in zip(compiled(number, vocab), run(number, vocab), strict=True))
+
+
+def test_bad_ids_are_nan_where_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_check_targets", lambda *_: None)  # as on a device
+    values = inputs((4,))._replace(target=torch.tensor([0, -1, 10, IGNORE]))
+    whole = linear_logprob(*values, valid_vocab=10)
+    combined, lse = sharded(values, [4, 7], valid_vocab=10)
+    for logprob in (whole, combined):
+        assert logprob.isnan().tolist() == [False, True, True, False]
+    assert lse.isfinite().all()
+
+
+def test_second_derivatives_are_refused() -> None:
+    values = leaves(inputs((4,)))
+    grad = torch.autograd.grad(linear_logprob(*values).square().sum(), values.hidden, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="linear_logprob: only first derivatives exist"):
+        torch.autograd.grad(grad.sum(), values.weight)
+
+
 def test_repeats_and_other_rows_change_no_bit() -> None:
     values = inputs((6,), 32, 64, torch.bfloat16)
     first, again = linear_logprob(*values, **ALL), linear_logprob(*values, **ALL)
@@ -463,6 +493,7 @@ GOOD = inputs()
         ("hidden", {"hidden": None}, TypeError),
         ("hidden", {"hidden": torch.ones(5, 6, dtype=torch.int64)}, TypeError),
         ("hidden", {"hidden": torch.tensor(1.0)}, ValueError),
+        ("hidden", {"hidden": torch.ones(5, 6).to_sparse()}, ValueError),
         ("weight", {"weight": torch.ones(11, 5)}, ValueError),
         ("weight", {"weight": torch.ones(11, 6).bfloat16()}, TypeError),
         ("weight", {"weight": torch.ones(11, 6, device="meta")}, ValueError),
@@ -475,6 +506,11 @@ GOOD = inputs()
         ("bias", {"bias": torch.ones(11).double()}, TypeError),
         ("softcap", {"softcap": 0.0}, ValueError),
         ("temperature", {"temperature": -1.0}, ValueError),
+        ("temperature", {"temperature": None}, TypeError),
+        ("logit_scale", {"logit_scale": math.nan}, ValueError),
+        ("logit_scale", {"logit_scale": "1"}, TypeError),
+        ("ignore_index", {"ignore_index": None}, TypeError),
+        ("valid_vocab", {"valid_vocab": 1.5}, TypeError),
         ("valid_vocab", {"valid_vocab": 12}, ValueError),
         ("valid_vocab", {"valid_vocab": -1}, ValueError),
     ],
@@ -493,6 +529,7 @@ def test_bad_arguments(argument: str, change: dict, error: type[Exception]) -> N
         ("weight_shard", {"weight_shard": torch.ones(11, 5)}, ValueError),
         ("weight_shard", {"weight_shard": torch.ones(11, 6).half()}, TypeError),
         ("vocab_start", {"vocab_start": -1}, ValueError),
+        ("vocab_start", {"vocab_start": 1.5}, TypeError),
         ("target", {"target": torch.tensor([0, 1, 2, 3, -1])}, ValueError),
         ("target", {"target": torch.tensor([0, 1, 2, 3, 20]), "valid_vocab": 20}, ValueError),
         ("valid_vocab", {"valid_vocab": -1}, ValueError),
@@ -513,6 +550,7 @@ def test_bad_arguments_of_partials(argument: str, change: dict, error: type[Exce
     [
         ("max", {"max": torch.ones(2, 3, dtype=torch.int64)}, TypeError),
         ("max", {"max": torch.ones(3)}, ValueError),
+        ("max", {"max": torch.ones(2, 3).bfloat16()}, TypeError),
         ("sumexp", {"sumexp": torch.ones(2, 4)}, ValueError),
         ("target_logit", {"target_logit": torch.ones(2, 3).double()}, TypeError),
         ("target_logit", {"target_logit": [1.0]}, TypeError),

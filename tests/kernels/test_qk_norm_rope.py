@@ -298,6 +298,7 @@ FIVE = torch.arange(5)
         ("positions", {"positions": FIVE - 1}, ValueError),
         ("num_heads", {"num_heads": 0}, ValueError),
         ("num_kv_heads", {"num_kv_heads": -1}, ValueError),
+        ("num_kv_heads", {"num_kv_heads": 1.0}, TypeError),
         ("eps", {"eps": -1.0}, ValueError),
         ("kv_out", {"kv_out": caches()}, TypeError),
         ("kv_out", {"kv_out": (caches()[0], caches(6)[0], FIVE)}, ValueError),
@@ -307,6 +308,7 @@ FIVE = torch.arange(5)
         ("kv_out", {"kv_out": (*caches(), FIVE.float())}, TypeError),
         ("kv_out", {"kv_out": (*caches(), FIVE + 3)}, ValueError),
         ("kv_out", {"kv_out": (*caches(), FIVE // 2)}, ValueError),
+        ("kv_out", {"kv_out": (caches()[0][:1].expand(8, -1, -1), caches(8)[1], FIVE)}, ValueError),
     ],
 )
 def test_bad_arguments(argument: str, change: dict, error: type[Exception]) -> None:

@@ -175,6 +175,7 @@ def test_one_launch_and_no_sync() -> None:
         ("residual", {"residual": torch.ones(3, 4, 16, dtype=torch.float16)}, TypeError),
         ("eps", {"eps": 0.0}, ValueError),
         ("eps", {"eps": float("nan")}, ValueError),
+        ("eps", {"eps": None}, TypeError),
     ],
 )
 def test_bad_arguments(argument: str, change: dict, error: type[Exception]) -> None:

@@ -191,6 +191,16 @@ def test_compiles_without_breaks() -> None:
             assert not ours.requires_grad
 
 
+def test_a_k_that_follows_the_vocabulary_compiles_once() -> None:
+    def run(logits: Tensor) -> tuple[Tensor, ...]:
+        return topk_entropy(logits, min(64, logits.shape[-1]))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for width in range(3, 15):  # more than torch compiles one function
+        logits = torch.randn(2, width)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(logits), run(logits), strict=True))
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "argument"),
     [
@@ -201,6 +211,7 @@ def test_compiles_without_breaks() -> None:
         (lambda: topk_entropy(torch.zeros(4), 0), ValueError, "k"),
         (lambda: topk_entropy(torch.zeros(4, 0), 1), ValueError, "k"),
         (lambda: topk_entropy(torch.zeros(4), 2.0), TypeError, "k"),
+        (lambda: topk_entropy(torch.zeros(4), True), TypeError, "k"),
     ],
 )
 def test_bad_arguments(call: Callable[[], object], kind: type[Exception], argument: str) -> None:
