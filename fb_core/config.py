@@ -59,7 +59,7 @@ class DemoSettings(BaseModel):
     epochs: int = Field(default=3, ge=1)
     votes: int = Field(default=8, ge=1)
     worlds: tuple[WorldSettings, ...] = (
-        WorldSettings(name="plans", quantile=0.94, horizon=16, sweep=(0.90, 0.92, 0.96)),
+        WorldSettings(name="plans", quantile=0.94, horizon=16, train_problems=1000, sweep=(0.90, 0.92, 0.96)),
         WorldSettings(name="control", quantile=0.92, horizon=24, train_problems=500, own_future=True),
         WorldSettings(name="helpful", quantile=0.92, horizon=24, train_problems=500, sweep=(0.90,)),
     )
