@@ -39,5 +39,11 @@ def _without_autocast(reference: Callable, device: str) -> Callable:
 
 
 def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> None:
-    """Attach the gradient of `fb::<name>`."""
+    """Attach the gradient of `fb::<name>`; where it is an op, `fb::<name>_backward`, that one has none."""
     torch.library.register_autograd(f"fb::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    if hasattr(torch.ops.fb, f"{name}_backward"):
+
+        def refuse(*_: Any) -> None:
+            raise NotImplementedError(f"{name}: only first derivatives exist; call it without create_graph=True")
+
+        torch.library.register_autograd(f"fb::{name}_backward", refuse, lib=LIBRARY)

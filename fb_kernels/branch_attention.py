@@ -99,6 +99,8 @@ def branch_attention_out(
 ) -> None:
     """`branch_attention` into given tensors; every element of both is written, and there is no gradient.
 
+    They share no memory with each other or with an input.
+
     Args:
         out: [T, Hq, E] of q's dtype, any strides but those of an expanded tensor.
         lse: [Hq, T] float32 (float64 for float64 input), likewise.

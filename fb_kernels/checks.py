@@ -98,12 +98,10 @@ def writable(op: str, argument: str, value: Tensor) -> None:
         raise error(op, argument, "a tensor with a place for every element", "an expanded one", "clone it")
 
 
-def integer(
-    op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None
-) -> None:
+def integer(op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None) -> None:
     """An int from `least` to `most`."""
     kind = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-    if not kind or least is not None and value < least or most is not None and value > most:
+    if not kind or (least is not None and value < least) or (most is not None and value > most):
         expected = "an int" if least is None else f"an int of {least} or more"
         expected = expected if most is None else f"an int from {least} to {most}"
         if not kind:

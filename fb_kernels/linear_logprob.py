@@ -124,7 +124,8 @@ def linear_logprob_partials(
     Returns:
         (max, sum of exp(logit - max), target's logit or -inf where it lies in another shard), each of target's shape,
         float32 (float64 for float64 input). Ignored rows are (-inf, 0, -inf). Gradients flow through the second and
-        third output; the maximum is a constant shift.
+        third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a ValueError, on
+        a device its target logit is NaN in every shard.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.

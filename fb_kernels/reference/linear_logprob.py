@@ -49,10 +49,15 @@ def _logit_blocks(
             yield rows, columns, logits, slope
 
 
+def _outside(target: Tensor, limit: int | None) -> Tensor:
+    """Where an id is in no vocabulary of `limit` ids, or of any size for None."""
+    return target < 0 if limit is None else (target < 0) | (target >= limit)
+
+
 def _check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None) -> None:
     if target.device.type != "cpu":
         return
-    bad = (target != ignore_index) & ((target < 0) | (target >= limit if limit is not None else target < 0))
+    bad = (target != ignore_index) & _outside(target, limit)
     if bad.any():
         upper = "the vocabulary" if limit is None else str(limit)
         raise checks.error(
@@ -121,7 +126,7 @@ def linear_logprob(
     lse = top + total.log()
     entropy = total.log() - weighted / total
     ignored = ids == ignore_index
-    logprob = torch.where((ids >= 0) & (ids < valid), picked - lse, torch.nan)
+    logprob = torch.where(_outside(ids, valid), torch.nan, picked - lse)
     return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in (logprob, lse, entropy))  # type: ignore[return-value]
 
 
@@ -225,6 +230,7 @@ def linear_logprob_partials(
     top, total, _, picked = _statistics(
         x, weight_shard, ids - vocab_start, bias, logit_scale, softcap, temperature, valid
     )
+    picked = picked.masked_fill(_outside(ids, valid_vocab), torch.nan)
     ignored = ids == ignore_index
     empty = ((top, -torch.inf), (total, 0.0), (picked, -torch.inf))
     return tuple(values.masked_fill(ignored, fill).view(target.shape) for values, fill in empty)  # type: ignore[return-value]
