@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, cast
 
 import torch
@@ -353,16 +354,18 @@ class CollaborativeDecoder:
             ("max_events", max_events, 0),
             ("batch_tokens", batch_tokens, 1),
         ):
-            if not isinstance(count, int) or count < least:
+            if not isinstance(count, Integral) or count < least:
                 raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
         known = _known_ids(tokenizer)
         if isinstance(llm, hf.CausalLM):
             llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
-        for name, given, kind in (("llm", llm, LLM), ("selector", selector, Selector), ("policy", policy, RequestPolicy)):
+        for name, given, kind, remedy in (
+            ("llm", llm, LLM, "a LocalLLM or a transformers causal LM"),
+            ("selector", selector, Selector, "one such as FutureBridgeSelector(reranker)"),
+            ("policy", policy, RequestPolicy, "RequestPolicy(threshold)"),
+        ):
             if not isinstance(given, kind):
-                raise TypeError(
-                    f"{name}: expected a {kind.__name__}, got {type(given).__name__}; see fb_core.{kind.__name__}"
-                )
+                raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")
         selector.check_slm(slm)
         self.slm = slm
         self.llm: LLM = llm
@@ -420,8 +423,9 @@ class CollaborativeDecoder:
         """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
 
         The length limits, stopping criteria, EOS tokens, left padding and streamer (one prompt) given to `generate` are
-        honoured. Decoding stays greedy between events: logits processors and sampling settings do not act. Returned are
-        the prompts and their new tokens, [B, P + n], padded on the right.
+        honoured. Decoding stays greedy between events, with one beam: logits processors and sampling settings do not
+        act. Returned are the prompts and their new tokens, [B, P + n], padded on the right, as a tensor even where
+        `return_dict_in_generate` is set.
         """
 
         def custom_generate(
@@ -543,7 +547,7 @@ class CollaborativeDecoder:
         chosen = self.selector.choose_many(states, pools)
         events = []
         for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):
-            if not isinstance(choice, int) or not 0 <= choice < len(pool):
+            if not hasattr(choice, "__index__") or not 0 <= int(choice) < len(pool):
                 raise ValueError(
                     f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
                     "return a place in the pool"
@@ -557,7 +561,7 @@ class CollaborativeDecoder:
                     pool.slm_logprob.tolist(),
                     pool.llm_logprob.tolist(),
                     None if scores is None else scores.tolist(),
-                    choice,
+                    int(choice),
                 )
             )
         return events

@@ -9,17 +9,23 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import math
+import operator
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache as HFCache
 
 from fb_kernels import branch_attention, linear_logprob
 
@@ -40,7 +46,7 @@ class PrefixKV:
     layers: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
-    def from_cache(cls, cache: DynamicCache, length: int) -> PrefixKV:
+    def from_cache(cls, cache: HFCache, length: int) -> PrefixKV:
         """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied.
 
         Raises:
@@ -132,7 +138,7 @@ def _fb_branch(
         )
     problem = None
     if fb_layout is None:
-        problem = "attention that forwards none of its keyword arguments"
+        problem = "attention without the arguments of packed_forward"
     elif value.shape[-1] != query.shape[-1]:
         problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
     elif attention_mask is not None:  # no mask is made for this implementation: the model adds something of its own
@@ -175,19 +181,21 @@ def _fb_branch(
 AttentionInterface.register(ATTENTION, _fb_branch)
 
 
+_ONE_AT_A_TIME = threading.RLock()  # or threads on one model would put back each other's implementation
+
+
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with another attention implementation; what was there is put back whatever happens."""
     config = model.config
-    before = {"": config._attn_implementation}
-    for key in config.sub_configs:  # of a multimodal model; each may have its own
-        if (part := getattr(config, key, None)) is not None:
-            before[key] = part._attn_implementation
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    with _ONE_AT_A_TIME:
+        parts = {key: getattr(config, key, None) for key in config.sub_configs}  # a multimodal model's may differ
+        before = {key: part._attn_implementation for key, part in {"": config, **parts}.items() if part is not None}
+        try:
+            model.set_attn_implementation(name)
+            yield
+        finally:
+            config._attn_implementation = before
 
 
 def packed_forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
@@ -258,6 +266,35 @@ def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[
     kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
     starts = layout.cu_branch.tolist()
     return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
+    """The one sequence of `length` tokens that a user's cache holds.
+
+    Raises:
+        TypeError: not a Hugging Face cache.
+        ValueError: more than one sequence, another number of tokens, or keys that are not of this model.
+    """
+    if not isinstance(cache, HFCache):
+        raise TypeError(
+            f"cache: expected a transformers cache, got {type(cache).__name__}; pass the DynamicCache of a forward"
+        )
+    config = text_config(model)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"cache: expected the {config.num_hidden_layers} layers of {type(model).__name__}, got "
+            f"{len(cache.layers)}; fill it with this model"
+        )
+    kv = PrefixKV.from_cache(cache, length)
+    for index, (keys, _) in enumerate(kv.layers):
+        if len(keys) != 1:
+            raise ValueError(f"cache: expected one sequence, got {len(keys)}; select one with batch_select_indices")
+        if keys.dtype != model.dtype or keys.device != model.device:
+            raise ValueError(
+                f"cache: expected {model.dtype} on {model.device}, got {keys.dtype} on {keys.device} in layer {index}; "
+                "fill it with this model"
+            )
+    return Prefix(kv, 0, length)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -395,6 +432,24 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
     return ids.long()
 
 
+def check_position(position: int, length: int) -> int:
+    """A state's position in a trajectory of `length` tokens as a plain int.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: past the trajectory.
+    """
+    try:
+        place = operator.index(position)
+    except TypeError:
+        raise TypeError(
+            f"position: expected an int, got {type(position).__name__}; count the prefix's tokens"
+        ) from None
+    if place > length:
+        raise ValueError(f"position: expected 1 to {length} for this trajectory, got {place}; count its tokens")
+    return place
+
+
 def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1) -> Tensor:
     """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
 
@@ -444,11 +499,28 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:32]
 
 
+# Entries of an adapter_config.json that change nothing, or that the names of the weights settle.
+HARMLESS_ENTRIES = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+)
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")  # qkv_proj: Phi3
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """LoRA on the attention projections of a weight-sharing copy; only the adapter's parameters require grad."""
+    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
+        raise ValueError(
+            f"model: expected a plain base model, got {type(model).__name__} with adapters in it; "
+            "merge_and_unload them first"
+        )
     present = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     config.target_modules = sorted(present.intersection(ATTENTION_PROJECTIONS))
     if not config.target_modules:
@@ -472,23 +544,39 @@ def classifier_config(adapted: PeftModel) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
-def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
-    """The LoRA configuration in an adapter_config.json.
+def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
+    """A plain LoRA configuration.
 
     Raises:
-        ValueError: not a LoRA configuration.
+        ValueError: a number out of range, or none at all.
     """
-    try:
-        config = PeftConfig.from_peft_type(**values)
-    except (KeyError, TypeError, ValueError) as problem:
+    if not isinstance(rank, Integral) or rank < 1:
+        raise ValueError(f"rank: expected 1 or more, got {rank!r}; the published rank is 16")
+    if not isinstance(alpha, int | float) or not 0.0 < alpha < math.inf:
+        raise ValueError(f"alpha: expected a number above 0, got {alpha!r}; the published value is 32")
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r}; the published value is 0.05")
+    return LoraConfig(r=int(rank), lora_alpha=alpha, lora_dropout=dropout)  # type: ignore[arg-type]
+
+
+def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
+    """The plain LoRA configuration in an adapter_config.json; the file decides about rank, alpha and dropout alone.
+
+    Raises:
+        ValueError: another kind of adapter, a number out of range, or a setting that would change what is computed or,
+            like some of PEFT's initialisations, the base weights.
+    """
+    config = lora_config(values.get("r"), values.get("lora_alpha"), values.get("lora_dropout"))
+    for name, plain in config.to_dict().items():
+        given = values.get(name, plain)  # another version of PEFT may not know the entry
+        if name in HARMLESS_ENTRIES or given == plain or not (given or plain):
+            continue
+        if name == "init_lora_weights" and (isinstance(given, bool | None) or given == "gaussian"):
+            continue  # the weights come from the file
         raise ValueError(
-            f"adapter_config.json: expected a LoRA configuration, got {problem}; save it again"
-        ) from problem
-    if not isinstance(config, LoraConfig):
-        raise ValueError(
-            f"adapter_config.json: expected a LoRA configuration, got {type(config).__name__}; use a LoRA adapter"
+            f"adapter_config.json: expected a plain LoRA adapter with {name} {plain!r}, got {given!r}; "
+            "use one that save_pretrained wrote"
         )
-    config.inference_mode = False
     return config
 
 
@@ -521,7 +609,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
         ValueError: NaN logits, or log-probabilities that differ.
     """
     size, device = vocabulary(model), model.device
-    a, b, c, d = ([size // 7, size // 3, size // 2, size - 1] + [0] * 4)[:4]
+    a, b, c, d = size // 7, size // 3, size // 2, size - 1
     branches = torch.tensor([[a, b, c, d], [a, b, d, c]], device=device)
     if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
         warnings.warn(

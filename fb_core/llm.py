@@ -8,6 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -182,7 +183,7 @@ def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room:
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
     """TypeError for no int, ValueError below 1."""
-    if not isinstance(max_new_tokens, int):
+    if not isinstance(max_new_tokens, Integral):
         raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")

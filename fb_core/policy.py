@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class RequestPolicy:
     def __post_init__(self) -> None:
         if math.isnan(self.threshold):
             raise ValueError("threshold: expected a number of nats, got NaN; use inf to never ask")
-        if not isinstance(self.top_k, int) or self.top_k < 1:
+        if not isinstance(self.top_k, Integral) or self.top_k < 1:
             raise ValueError(f"top_k: expected 1 or more, got {self.top_k}; the published value is 64")
 
     @classmethod

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,8 @@ from fb_kernels import candidate_head
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
 DESCRIPTION = "futurebridge.json"
+FORMAT = 1  # of the description
+APART = "the directory's config and weights do not belong together"
 FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
 
 
@@ -36,10 +39,13 @@ class TokenReranker(nn.Module):
     ) -> None:
         if scope not in ("candidate", "sequence"):
             raise ValueError(f"scope: expected 'candidate' or 'sequence', got {scope!r}; use 'candidate' to deploy")
-        unknown = [name for name in feature_names if name not in FEATURES]
-        if unknown:
-            raise ValueError(f"feature_names: expected names among {FEATURES}, got {unknown}; leave them out for none")
+        if len(set(feature_names) & set(FEATURES)) < len(feature_names):
+            raise ValueError(
+                f"feature_names: expected names among {FEATURES}, none twice, got {feature_names}; "
+                "leave them out for none"
+            )
         hf.check_supported(model)
+        hf.check_packed_forward(model)
         super().__init__()
         self._base = (model,)  # a tuple, so that the frozen model is no submodule
         self.scope: Scope = scope
@@ -75,11 +81,7 @@ class TokenReranker(nn.Module):
             TypeError: not a transformers model.
             ValueError: an unsupported model, or an argument out of range.
         """
-        if rank < 1:
-            raise ValueError(f"rank: expected 1 or more, got {rank}; the published rank is 16")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout: expected 0 up to 1, got {dropout}; the published value is 0.05")
-        return cls(model, hf.AdapterConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout), scope, feature_names)
+        return cls(model, hf.lora_config(rank, alpha, dropout), scope, feature_names)
 
     @property
     def base(self) -> hf.CausalLM:
@@ -92,6 +94,17 @@ class TokenReranker(nn.Module):
         self.adapted.eval()
         for layer in hf.adapter_dropouts(self.adapted):
             layer.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TokenReranker:
+        """Behind `to`, `half`, `cuda` and the like: refuses what would tear the shared base weights apart."""
+        for parameter in self.parameters():
+            after = fn(parameter.detach())
+            if (after.dtype, after.device) != (parameter.dtype, parameter.device):
+                raise ValueError(
+                    f"TokenReranker: expected to stay {parameter.dtype} on {parameter.device} with its frozen model, "
+                    f"got {after.dtype} on {after.device}; convert the model, then make or load the reranker on it"
+                )
         return self
 
     def scores(
@@ -126,7 +139,7 @@ class TokenReranker(nn.Module):
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
-            state = hf.Prefix(hf.PrefixKV.from_cache(cache, len(tokens)), 0, len(tokens))
+            state = hf.cached_prefix(cache, self.base, len(tokens))
         return self._packed_scores([state], [pool], given)
 
     def scores_many(
@@ -225,7 +238,7 @@ class TokenReranker(nn.Module):
         tensors[HEAD_KEY] = self.head.detach()[None].clone()
         config = hf.classifier_config(self.adapted)
         description = {
-            "format": 1,
+            "format": FORMAT,
             "scope": self.scope,
             "base": hf.fingerprint(self.base),
             "features": dict(zip(self.feature_names, self.feature_weight.tolist(), strict=True)),
@@ -248,10 +261,18 @@ class TokenReranker(nn.Module):
             scope: the scope it will be used under.
 
         Raises:
-            ValueError: missing or damaged files, another scope, another base model, or a rank other than stated.
+            TypeError: not a transformers model.
+            ValueError: missing or damaged files, another scope, another base model, a rank other than stated, or an
+                adapter other than plain LoRA.
         """
+        hf.check_supported(model)
         folder = Path(directory)
         description = _read_json(folder / DESCRIPTION)
+        if description.get("format") != FORMAT:
+            raise ValueError(
+                f"{folder / DESCRIPTION}: expected format {FORMAT}, got {description.get('format')!r}; "
+                "load it with the version that wrote it"
+            )
         if description.get("scope") != scope:
             raise ValueError(
                 f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in "
@@ -262,23 +283,34 @@ class TokenReranker(nn.Module):
                 f"model: expected the base model that {folder} was trained on, got a {type(model).__name__} with other "
                 "weights or architecture; load that base model"
             )
-        features = description.get("features", {})
-        reranker = cls(
-            model, hf.read_adapter_config(_read_json(folder / "adapter_config.json")), scope, tuple(features)
-        )
+        features = description.get("features")
+        if not isinstance(features, dict) or not all(_is_finite(weight) for weight in features.values()):
+            raise ValueError(
+                f"{folder / DESCRIPTION}: expected features as names with finite weights, got {features!r}; "
+                "save the adapter again"
+            )
+        config = hf.read_adapter_config(_read_json(folder / "adapter_config.json"))
         file = folder / "adapter_model.safetensors"
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{file}: expected a safetensors file, got {problem}; save the adapter again") from problem
+        for name, have in tensors.items():  # before a stated rank costs memory
+            if ".lora_A." in name and have.shape[:1] != (config.r,):
+                raise ValueError(
+                    f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"
+                )
+        reranker = cls(model, config, scope, tuple(features))
         parameters = {**hf.adapter_tensors(reranker.adapted), HEAD_KEY: reranker.head.detach()[None]}
         for name in sorted(parameters.keys() | tensors.keys()):
             want, have = parameters.get(name), tensors.get(name)
             if want is None or have is None or want.shape != have.shape:
                 raise ValueError(
-                    f"{file}: expected {name} of shape {_shape(want)} for rank and base model, got {_shape(have)}; "
-                    "the directory's config and weights do not belong together"
+                    f"{file}: expected {name} of shape {_shape(want)} for rank and base model, "
+                    f"got {_shape(have)}; {APART}"
                 )
+            if not have.is_floating_point() or not bool(have.isfinite().all()):
+                raise ValueError(f"{file}: expected finite floats, got others in {name}; save the adapter again")
             want.copy_(have)
         reranker.feature_weight.detach().copy_(torch.tensor(list(features.values()), dtype=torch.float32))
         return reranker
@@ -298,7 +330,16 @@ def candidate_features(
 
     Returns:
         float32 [K, F].
+
+    Raises:
+        ValueError: lengths differ, or a name is unknown.
     """
+    if not slm_logprob.shape == llm_logprob.shape == source.shape or not set(names) <= set(FEATURES):
+        shapes = [list(values.shape) for values in (slm_logprob, llm_logprob, source)]
+        raise ValueError(
+            f"candidate_features: expected three [K] of one length and names among {FEATURES}, got {shapes} and "
+            f"{list(names)}; pass the log-probs and sources of one pool"
+        )
     slm, llm = (_standardised(values.float()) for values in (slm_logprob, llm_logprob))
     certainty = llm_logprob.float().exp().amax() if len(llm_logprob) else llm_logprob.new_zeros(())
     columns = {
@@ -316,13 +357,17 @@ def _standardised(values: Tensor) -> Tensor:
     return (values - values.mean()) / (values.std(correction=0) + 1e-6)
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _shape(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else str(list(tensor.shape))
 
 
-def _replace(path: Path, write: object) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    write(temporary)  # type: ignore[operator]
+    write(temporary)
     os.replace(temporary, path)
 
 

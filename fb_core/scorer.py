@@ -63,7 +63,7 @@ class CompatibilityScorer:
             prefix: [P] token ids, at least one.
             candidates: [K] token ids, no two alike.
             future: [H] token ids, at least one.
-            cache: a Hugging Face cache that holds exactly the prefix; it is read and left as it was.
+            cache: a Hugging Face cache that holds exactly the prefix and no other sequence; read, left as it was.
 
         Returns:
             float32 [K, H]: log p(f_h | prefix, c_k, f_<h), in nats.
@@ -71,13 +71,13 @@ class CompatibilityScorer:
         Raises:
             TypeError: ids that are not integers.
             ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, more
-                positions than the model has, or a cache of another length.
+                positions than the model has, a cache of another length, model or batch, or active dropout.
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
         group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
         if cache is None:
             return self._forward([(tokens, [group])])[0][0]
-        held = hf.Prefix(hf.PrefixKV.from_cache(cache, len(tokens)), 0, len(tokens))
+        held = hf.cached_prefix(cache, self.model, len(tokens))
         return self._forward([(held, [group])])[0][0]
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
@@ -114,7 +114,7 @@ class CompatibilityScorer:
             TypeError: as `score`.
             ValueError: as `score_trajectory`; everything is checked before the first forward.
         """
-        if token_budget < 1:
+        if not token_budget >= 1:
             raise ValueError(
                 f"token_budget: expected 1 row or more, got {token_budget}; leave it out for {TOKEN_BUDGET}"
             )
@@ -132,13 +132,8 @@ class CompatibilityScorer:
         future = hf.token_ids("future", group.future, self.model)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
-        if group.position > length:
-            raise ValueError(
-                f"position: expected 1 to {length} for this trajectory, got {group.position}; count its tokens"
-            )
-        return BranchGroup(
-            group.position, hf.check_group(self.model, group.position, group.candidates, len(future)), future
-        )
+        position = hf.check_position(group.position, length)
+        return BranchGroup(position, hf.check_group(self.model, position, group.candidates, len(future)), future)
 
     @torch.no_grad()
     def _forward(self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]]) -> list[list[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 LONGEST_CONTENT = 10_000  # characters in a box or a gold answer; longer is no final answer
 REMEMBERED = 1 << 16  # judged pairs kept
 SMALLEST_MEMORY = 256 << 20  # math-verify with sympy takes some 60 MiB
+LONGEST_TIMEOUT = 86_400.0  # seconds
 START_LIMIT = 120.0  # seconds for a worker to import math-verify
 BAD_GOLD = "bad gold"
 BOX_COMMANDS = ("\\boxed{", "\\boxed {")
@@ -87,10 +89,10 @@ class Verifier:
 
         Raises:
             TypeError: an argument is no number.
-            ValueError: an argument is too small.
+            ValueError: an argument is too small, or the timeout longer than a day.
         """
         _check_number("workers", workers, int, 1)
-        _check_number("timeout", timeout, (int, float), 0.01)
+        _check_number("timeout", timeout, (int, float), 0.01, LONGEST_TIMEOUT)
         _check_number("memory_bytes", memory_bytes, int, SMALLEST_MEMORY)
         self._require_boxed = require_boxed
         self._workers = [_Worker(timeout, memory_bytes) for _ in range(workers)]
@@ -152,6 +154,7 @@ class Verifier:
                 f"verify_many: expected one gold for each answer, got {len(answers)} answers and {len(golds)} golds; "
                 "repeat the gold of a problem with several answers."
             )
+        self._check_open()
         bare_golds = [_bare_gold(gold) for gold in golds]
         questions = [self._question(answer) for answer in answers]
         asked = [(text, gold) for text, gold in zip(questions, bare_golds, strict=True) if text is not None]
@@ -181,6 +184,7 @@ class Verifier:
         """
         _check_text("equivalent", "a", a)
         _check_text("equivalent", "b", b)
+        self._check_open()
         first, second = sorted((_tidy(a), _tidy(b)))
         if first == second:
             return True
@@ -197,6 +201,10 @@ class Verifier:
             for worker in resting:
                 worker.stop()
                 self._idle.put(worker)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("Verifier: expected an open verifier, got a closed one; make a new one.")
 
     def _question(self, answer: str) -> str | None:
         """What to ask a worker about an answer; None for one that is unparsable at sight."""
@@ -219,8 +227,7 @@ class Verifier:
     def _ask(self, question: str, gold: str) -> str:
         worker = self._idle.get()
         try:
-            if self._closed:
-                raise ValueError("Verifier: expected an open verifier, got a closed one; make a new one.")
+            self._check_open()  # it may have been closed meanwhile
             outcome = worker.ask(question, gold)
         finally:
             self._idle.put(worker)
@@ -393,8 +400,11 @@ def _check_text(where: str, name: str, text: object) -> None:
         raise TypeError(f"{where}: {name} must be a string, got {type(text).__name__}; pass str.")
 
 
-def _check_number(name: str, value: float, kinds: type | tuple[type, ...], least: float) -> None:
+def _check_number(
+    name: str, value: float, kinds: type | tuple[type, ...], least: float, most: float = math.inf
+) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"Verifier: {name} must be a number, got {type(value).__name__}; leave it out for the default.")
-    if not value >= least:
-        raise ValueError(f"Verifier: {name} must be at least {least}, got {value}; leave it out for the default.")
+    if not least <= value <= most:
+        limits = f"at least {least}" + ("" if most == math.inf else f" and at most {most}")
+        raise ValueError(f"Verifier: {name} must be {limits}, got {value}; leave it out for the default.")

@@ -324,6 +324,8 @@ def test_certain_llm_overrides_only_above_its_certainty():
 
 
 class FakeReranker:
+    training = False
+
     def __init__(self, scope, feature_names=()):
         self.scope, self.feature_names, self.calls = scope, feature_names, []
 
@@ -505,6 +507,11 @@ def decoder_of(**options):
         ({"batch_tokens": 0}, ValueError, "batch_tokens: expected 1 or more, got 0"),
         ({"slm": tiny().train()}, ValueError, r"slm: expected a model in eval mode.*call .eval\(\)"),
         ({"slm": "qwen"}, TypeError, "slm: expected a transformers causal LM, got str"),
+        ({"llm": None}, TypeError, "llm: expected type LLM, got NoneType"),
+        ({"selector": None}, TypeError, "selector: expected type Selector, got NoneType"),
+        ({"policy": 1.0}, TypeError, "policy: expected type RequestPolicy, got float"),
+        ({"tokenizer": "gpt2"}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got str"),
+        ({"slm_k": 2.5}, ValueError, "slm_k: expected 1 or more, got 2.5"),
     ],
 )
 def test_bad_settings(options, kind, sentence):
@@ -521,6 +528,8 @@ def test_bad_settings(options, kind, sentence):
         (lambda d: d.generate(torch.ones(2, 3, dtype=torch.long)), ValueError, "input_ids: expected one dimension"),
         (lambda d: d.generate([3] * 128), ValueError, "input_ids: expected at most 127 tokens"),
         (lambda d: d.generate([3], 0), ValueError, "max_new_tokens: expected 1 or more, got 0"),
+        (lambda d: d.generate([3], 2.5), TypeError, "max_new_tokens: expected an int, got float"),
+        (lambda d: d.generate([None]), TypeError, "input_ids: expected a sequence of token ids"),
         (lambda d: d.generate_many([[3], []], 4), ValueError, "input_ids: expected at least one token"),
     ],
 )
@@ -574,10 +583,37 @@ def test_bad_selectors_are_named():
         def scores_many(self, states, pools):
             return [torch.full((len(pool),), math.nan) for pool in pools]
 
+    class Tensors(Selector):
+        def choose(self, state, pool):
+            return torch.tensor(1)
+
+    class Absent(Selector):
+        def choose(self, state, pool):
+            return None
+
+    (event, _) = decoder_of(selector=Tensors(), policy=RequestPolicy(ALWAYS)).generate([3, 4], 2).events
+    assert type(event.choice) is int
+    with pytest.raises(ValueError, match="Absent: expected an index from 0 below"):
+        decoder_of(selector=Absent(), policy=RequestPolicy(ALWAYS)).generate([3, 4], 2)
     with pytest.raises(ValueError, match="Wild: expected an index from 0 below"):
         decoder_of(selector=Wild(), policy=RequestPolicy(ALWAYS)).generate([3, 4], 2)
     with pytest.raises(ValueError, match="Confused: expected scores that are numbers"):
         decoder_of(selector=Confused(), policy=RequestPolicy(ALWAYS)).generate([3, 4], 2)
+
+
+def test_a_reranker_of_another_model_or_in_training_mode_is_refused():
+    """It would read this SLM's cache as if it were its own base's."""
+    slm = tiny("qwen3", 1)
+    other = FutureBridgeSelector(TokenReranker.from_base(tiny("qwen3", 9)))
+    for selector in (other, CertainLLM(other)):
+        with pytest.raises(ValueError, match="selector: expected a reranker made on the decoder's own SLM"):
+            decoder_of(slm=slm, selector=selector)
+    reranker = TokenReranker.from_base(tiny("qwen3", 1))  # a copy of the same weights will do
+    decoder = decoder_of(slm=slm, selector=FutureBridgeSelector(reranker), policy=RequestPolicy(ALWAYS))
+    assert decoder.generate([3, 4], 2).events
+    reranker.train()
+    with pytest.raises(ValueError, match="reranker: expected it in eval mode"):
+        decoder.generate([3, 4], 2)
 
 
 def test_positions_bound_the_generation():
@@ -679,6 +715,10 @@ def test_custom_generate_refuses_other_models_and_ends_the_stream_of_a_failure()
     ids = prompts(5)[0][None]
     with pytest.raises(ValueError, match="custom_generate: expected generate to be called on the decoder's own SLM"):
         tiny("qwen3", 9).generate(ids, custom_generate=decoder.as_custom_generate(), max_new_tokens=3)
+    slm = decoder.slm
+    for given in ({"input_ids": ids, "num_beams": 2}, {"inputs_embeds": slm.get_input_embeddings()(ids)}):
+        with pytest.raises(ValueError, match="custom_generate: expected input_ids and one beam"):
+            slm.generate(**given, custom_generate=decoder.as_custom_generate(), max_new_tokens=3)
     listener = Listener()
     with pytest.raises(ValueError, match="streamer: expected one prompt, got 2"):
         custom(decoder, ids.repeat(2, 1), max_new_tokens=3, streamer=listener)

@@ -258,6 +258,7 @@ IDS = prompts(4)[0]
         (lambda llm: llm.complete([3] * 128, 3), ValueError, "ids: expected at most 127 tokens"),
         (lambda llm: llm.complete(IDS, 0), ValueError, "max_new_tokens: expected 1 or more"),
         (lambda llm: llm.sample_many([IDS], 0, 3), ValueError, "n: expected 1 or more"),
+        (lambda llm: llm.sample_many([None], 1, 3), TypeError, "ids: expected a sequence of token ids"),
         (lambda llm: llm.sample_many([IDS], 1, 3, temperature=0.0), ValueError, "temperature, top_p, top_k: expected"),
         (lambda llm: llm.sample_many([IDS], 1, 3, top_p=0.0), ValueError, "temperature, top_p, top_k: expected"),
         (lambda llm: LocalLLM(llm.model, batch_tokens=0), ValueError, "batch_tokens: expected 1 or more"),

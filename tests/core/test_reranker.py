@@ -211,6 +211,14 @@ def test_features_add_a_weighted_sum():
         reranker.scores(prefix, candidates, features=features[:2])
 
 
+def test_features_of_unlike_lengths_or_unknown_names_are_refused():
+    two, three = torch.zeros(2), torch.zeros(3)
+    with pytest.raises(ValueError, match="candidate_features: expected three"):
+        candidate_features(two, three, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="candidate_features: expected three"):
+        candidate_features(two, two, torch.tensor([1, 2]), ["x"])
+
+
 def test_loading_the_wrong_thing_is_an_error(tmp_path):
     model = tiny("qwen3")
     TokenReranker.from_base(model, rank=4).save_pretrained(tmp_path)
@@ -281,9 +289,81 @@ def test_bad_settings():
     model = tiny("qwen3")
     for options, words in (
         ({"rank": 0}, "rank"),
+        ({"rank": 1.5}, "rank"),
+        ({"alpha": float("nan")}, "alpha"),
         ({"dropout": 1.0}, "dropout"),
         ({"scope": "prefix"}, "scope"),
         ({"feature_names": ("llm", "nope")}, "feature_names"),
+        ({"feature_names": ("llm", "llm")}, "feature_names"),
     ):
         with pytest.raises(ValueError, match=words):
             TokenReranker.from_base(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("init_lora_weights", "olora"),  # PEFT would subtract from the base weights, shared with the frozen model
+        ("init_lora_weights", "pissa"),
+        ("megatron_config", {"a": 1}),  # and import the module named in megatron_core
+        ("use_rslora", True),
+        ("layers_to_transform", [0]),
+        ("alpha_pattern", {"q_proj": 64}),
+        ("exclude_modules", "(a+)+$"),
+        ("bias", "all"),
+        ("peft_type", "IA3"),
+        ("r", -1),
+        ("r", "16"),
+        ("r", 200_000_000),  # 25 GB, were it believed before the weights are read
+        ("lora_alpha", "x"),
+        ("lora_dropout", 2),
+    ],
+)
+def test_hostile_adapter_config(entry, value, tmp_path):
+    model = tiny("qwen3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    randomise(TokenReranker.from_base(model)).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), entry: value}))
+    with pytest.raises(ValueError, match="expected"):
+        TokenReranker.from_pretrained(tmp_path, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 2}, {"features": ["slm"]}, {"features": {"slm": "x"}}, {"features": {"slm": float("nan")}}],
+)
+def test_hostile_features_and_format(change, tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    file = tmp_path / "futurebridge.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=f"futurebridge.json: expected {next(iter(change))}"):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("spoil", [lambda tensor: tensor * float("nan"), lambda tensor: tensor.int()])
+def test_weights_that_are_no_finite_floats_are_refused(spoil, tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: spoil(tensor) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match="expected finite floats"):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+def test_a_model_with_adapters_in_it_is_no_base():
+    """They would train with the reranker's, through the shared storage."""
+    wrapped = get_peft_model(tiny("qwen3"), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="expected a plain base model"):
+        TokenReranker.from_base(wrapped.get_base_model())
+
+
+def test_moving_or_casting_apart_from_the_model_is_refused():
+    reranker = randomise(TokenReranker.from_base(tiny("qwen3")))
+    expected = reranker.scores(*state())
+    for move in (lambda: reranker.to(torch.bfloat16), reranker.half, reranker.double):
+        with pytest.raises(ValueError, match="expected to stay"):
+            move()
+    assert torch.equal(reranker.to("cpu").float().scores(*state()), expected)

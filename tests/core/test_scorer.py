@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, V, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    DogeConfig,
+    DynamicCache,
+    Gemma3Config,
+    NemotronConfig,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+    StaticCache,
+)
 
-from fb_core import BranchGroup, CompatibilityScorer, hf
+from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, hf
 from fb_kernels.testing import largest_tensor
 
 
@@ -296,3 +308,119 @@ def test_unsupported_models_are_refused_by_name():
             CompatibilityScorer(model.eval())
     with pytest.raises(TypeError, match="Linear"):
         CompatibilityScorer(torch.nn.Linear(2, 2))
+
+
+GROUP = (torch.arange(5, 15), torch.tensor([3, 7, 21]), torch.tensor([4, 9, 30]))
+
+
+def cache_of(model, tokens, cache=None):
+    cache = DynamicCache() if cache is None else cache
+    with torch.no_grad():
+        model(torch.as_tensor(tokens).view(-1, len(GROUP[0])), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def test_cache_that_is_not_this_prefix_alone_is_refused():
+    model = tiny("qwen3")
+    scorer = CompatibilityScorer(model)
+    reranker = TokenReranker.from_base(model)
+    prefix, candidates, future = GROUP
+    half = StaticCache(config=model.config, max_cache_len=len(prefix))
+    with torch.no_grad():
+        model(prefix[None, :7], past_key_values=half, use_cache=True)
+    for cache, kind, words in (
+        (half, ValueError, "expected 10 tokens in every layer, got 7 in 10 slots"),
+        (cache_of(model, torch.stack([prefix + 5, prefix])), ValueError, "expected one sequence, got 2"),
+        (cache_of(tiny("qwen3", num_hidden_layers=3), prefix), ValueError, "expected the 2 layers"),
+        (cache_of(tiny("qwen3").bfloat16(), prefix), ValueError, "expected torch.float32"),
+        (DynamicCache(), ValueError, "expected the 2 layers"),
+        (((prefix, prefix),), TypeError, "expected a transformers cache, got tuple"),
+    ):
+        with pytest.raises(kind, match=words):
+            scorer.score(prefix, candidates, future, cache)
+        with pytest.raises(kind, match=words):
+            reranker.scores(prefix, candidates, cache)
+    expected = scorer.score(*GROUP)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=len(prefix))):
+        assert torch.equal(scorer.score(*GROUP, cache_of(model, prefix, cache)), expected)
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        (PhimoeConfig, {**EXPERTS, "sliding_window": 5}, "PhimoeForCausalLM: expected the sliding window"),
+        (Qwen2MoeConfig, {**EXPERTS, "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}, "Qwen2Moe"),
+        (DogeConfig, {}, "a mask of the model's own"),
+        (NemotronConfig, {}, "attention without the arguments of packed_forward"),
+    ],
+)
+def test_what_a_model_keeps_to_its_mask_is_refused(config, settings, words):
+    """Short probes agree with plain forwards there; beyond the window, scores would silently be wrong."""
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(config(**{**sizes, **heads, **settings})).eval()
+    with pytest.raises(ValueError, match=words):
+        CompatibilityScorer(model)
+
+
+def test_active_dropout_is_refused():
+    model = tiny("phi3", resid_pdrop=0.5)
+    scorer = CompatibilityScorer(model)
+    expected = scorer.score(*GROUP)
+    model.train()
+    with pytest.raises(ValueError, match=r"expected no dropout, got 0\.5 in .*eval"):
+        scorer.score(*GROUP)
+    with pytest.raises(ValueError, match="expected no dropout"):
+        CompatibilityScorer(model)
+    model.eval()
+    assert torch.equal(scorer.score(*GROUP), expected)
+
+
+def test_parts_of_a_multimodal_model_keep_their_own_attention():
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "query_pre_attn_scalar": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    CompatibilityScorer(model).score(*GROUP)
+    now = [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
+    assert now == ["sdpa", "eager", "sdpa"]
+
+
+@pytest.mark.parametrize("ids", [["a"], None, 5, [[1, 2], [3]], [2**70], [None], "abc"])
+def test_what_is_no_list_of_ids_is_named(ids):
+    with pytest.raises(TypeError, match="prefix: expected a sequence of token ids"):
+        CompatibilityScorer(tiny("qwen3")).score(ids, [1], [2])
+
+
+def test_position_is_a_whole_number_of_any_kind():
+    prefix, candidates, future = GROUP
+    scorer = CompatibilityScorer(tiny("qwen3"))
+    expected = scorer.score(*GROUP)
+    for position in (10, torch.tensor(10), prefix.numpy()[5]):
+        (got,) = scorer.score_trajectory(prefix, [BranchGroup(position, candidates, future)])
+        assert torch.equal(got, expected)
+    for position in (2.5, None):
+        with pytest.raises(TypeError, match="position: expected an int"):
+            scorer.score_trajectory(prefix, [BranchGroup(position, candidates, future)])
+
+
+def test_threads_on_one_model_leave_it_as_it_was():
+    model = tiny("qwen3")
+    scorer = CompatibilityScorer(model)
+    expected = scorer.score(*GROUP)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: scorer.score(*GROUP), range(24)))
+    assert all(torch.equal(scores, expected) for scores in found)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_autocast_leaves_packed_forwards_possible():
+    scorer = CompatibilityScorer(tiny("qwen3"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        close = scorer.score(*GROUP)
+    assert torch.allclose(close, scorer.score(*GROUP), atol=0.3)

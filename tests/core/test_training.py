@@ -123,6 +123,30 @@ def test_feature_weights_learn():
     assert reranker.feature_weight.item() > 0.5
 
 
+@pytest.mark.parametrize("setting", [{"epochs": 0}, {"groups_per_step": 0}, {"learning_rate": float("nan")}])
+def test_recipe_out_of_range_is_refused(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
+        Recipe(**setting)
+
+
+def test_features_without_use_are_left_out():
+    data = trajectories(4)
+    runs = []
+    for scope in ("candidate", "sequence"):
+        for extra in (None, torch.zeros(4, 3)):
+            torch.manual_seed(0)
+            reranker = TokenReranker.from_base(tiny("qwen3"), rank=2, scope=scope)
+            given = [
+                TrainingTrajectory(
+                    t.tokens, [TrainingGroup(s.position, s.candidates, s.target, extra) for s in t.groups]
+                )
+                for t in data
+            ]
+            runs.append(train_reranker(reranker, given, Recipe(epochs=1)))
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3]
+
+
 def test_bad_input():
     reranker = TokenReranker.from_base(tiny("qwen3"))
     group = TrainingGroup(2, torch.tensor([1, 2]), torch.tensor([0.5, 0.5]))
@@ -137,7 +161,18 @@ def test_bad_input():
         with pytest.raises(ValueError, match=words):
             train_reranker(reranker, data)
     bad = TrainingGroup(2, group.candidates, torch.tensor([float("nan"), 1.0]))
-    with pytest.raises(ValueError, match="loss: expected a finite number"):
+    with pytest.raises(ValueError, match="target: expected one finite number"):
         train_reranker(reranker, [TrainingTrajectory(tokens, [bad])])
+    with pytest.raises(TypeError, match="position: expected an int"):
+        train_reranker(reranker, [TrainingTrajectory(tokens, [TrainingGroup(1.5, group.candidates, group.target)])])
+    reranker = TokenReranker.from_base(tiny("qwen3"), feature_names=("slm",))
+    for features, words in (
+        (None, "features: expected"),
+        (torch.zeros(2, 2), "features: expected"),
+        (torch.full((2, 1), float("nan")), "loss: expected a finite number"),
+    ):
+        late = TrainingGroup(2, group.candidates, group.target, features)
+        with pytest.raises(ValueError, match=words):
+            train_reranker(reranker, [TrainingTrajectory(tokens, [late])])
     assert not reranker.training
     assert all(torch.isfinite(p).all() for p in reranker.parameters())

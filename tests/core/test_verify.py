@@ -180,8 +180,11 @@ def test_no_process_before_the_first_answer_or_after_close() -> None:
     verifier.close()
     verifier.close()
     assert not is_child(pid)
+    for repeated in ("15", "16"):  # remembered or not
+        with pytest.raises(ValueError, match="closed"):
+            verifier.verify(rf"\boxed{{{repeated}}}", "15")
     with pytest.raises(ValueError, match="closed"):
-        verifier.verify(r"\boxed{16}", "15")
+        verifier.equivalent("1", "1")
 
 
 def test_without_boxes_math_verify_searches_the_text() -> None:
@@ -222,7 +225,7 @@ def test_arguments_are_checked(verifier: Verifier) -> None:
         boxed(b"\\boxed{1}")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="workers must be a number, got str"):
         Verifier(workers="2")  # type: ignore[arg-type]
-    for options in ({"workers": 0}, {"timeout": float("nan")}, {"memory_bytes": 1 << 20}):
+    for options in ({"workers": 0}, {"timeout": float("nan")}, {"timeout": float("inf")}, {"memory_bytes": 1 << 20}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least"):
             Verifier(**options)
 
