@@ -37,18 +37,21 @@ def prepare(name: str) -> Callable[[], Tensor]:
 
 
 def test_linear_logprob(compare: Callable) -> None:
-    peaks = {name: harness.peak_memory(prepare, name) for name in FUNCTIONS}
+    measured = {name: harness.peak_memory(prepare, name) for name in FUNCTIONS}
+    peaks = {name: peak for name, peak in measured.items() if peak is not None}
     hidden, weight, target = inputs()
     expected = peers.log_softmax_logprob(hidden[:CHECKED].double(), weight.double(), target[:CHECKED])
     runs = {name: partial(function, hidden, weight, target) for name, function in FUNCTIONS.items()}
-    share = peaks[OURS] / (4 * ROWS * VOCABULARY)
     compare(
         "linear_logprob",
-        {"N": ROWS, "D": HIDDEN, "V": VOCABULARY},
+        f"N={ROWS} D={HIDDEN} V={VOCABULARY}",
         {name: Implementation(run, expected) for name, run in runs.items()},
         rounds=3,
         peaks=peaks,
-        notes=[
-            f"memory of fb / memory of the logits: {share:.1%}, goal below 10%: {'met' if share < 0.1 else 'MISSED'}"
-        ],
+        notes=[memory_note(peaks[OURS])] if OURS in peaks else ["memory not measured: no VmHWM on this system"],
     )
+
+
+def memory_note(peak: int) -> str:
+    share = peak / (4 * ROWS * VOCABULARY)
+    return f"memory of fb against the float32 logits: {share:.1%}, goal below 10%: {'met' if share < 0.1 else 'MISSED'}"

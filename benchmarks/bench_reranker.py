@@ -51,7 +51,7 @@ def test_rerank_event(compare: Callable, slm: PreTrainedModel, reranker: TokenRe
     )
     compare(
         "rerank_event",
-        {"K": CANDIDATES, "P": p},
+        f"K={CANDIDATES} P={p} (cached)",
         implementations,
         rounds=5,
     )

@@ -56,7 +56,7 @@ def test_group(compare: Callable, models: Models, p: int, h: int) -> None:
     }
     compare(
         "score_group",
-        {"K": CANDIDATES, "H": h, "P": p},
+        f"K={CANDIDATES} H={h} P={p}",
         {name: Implementation(run, expected) for name, run in runs.items()},
         rounds=5 if p == 512 else 3,
         goals=[
@@ -79,7 +79,7 @@ def test_one_token_branches(compare: Callable, models: Models, p: int) -> None:
     }
     compare(
         "score_group",
-        {"K": CANDIDATES, "H": 1, "P": p, "cached": p},
+        f"K={CANDIDATES} H=1 P={p} (cached)",
         {name: Implementation(run, expected) for name, run in runs.items()},
         rounds=30,
         goals=[Goal("repeated cache", 3.0)],
@@ -112,7 +112,7 @@ def test_trajectory(compare: Callable, models: Models) -> None:
     runs = {OURS: ours, "fb, one group at a time": separately, "repeated cache, one group at a time": repeated}
     compare(
         "score_trajectory",
-        {"G": len(groups), "K": CANDIDATES, "H": h, "T": t},
+        f"T={t} G={len(groups)} K={CANDIDATES} H={h}",
         {name: Implementation(run, expected) for name, run in runs.items()},
         rounds=5,
         goals=[Goal("fb, one group at a time", 1.2)],

@@ -6,9 +6,10 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(harness.cores())  # whatever OMP_NUM_THREADS says
-    config.stash[RESULTS] = defaultdict(list)
+    config.stash[RESULTS] = {}
 
 
 def pytest_report_header() -> str:
@@ -49,20 +50,21 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
 
     def run(
         op: str,
-        shape: dict[str, int],
+        shape: str,
         implementations: Mapping[str, Implementation],
         *,
         rounds: int,
         tolerance: float = 1e-4,
         goals: Sequence[Goal] = (),
-        peaks: Mapping[str, int] | None = None,
+        peaks: Mapping[str, int] = MappingProxyType({}),
         notes: Sequence[str] = (),
     ) -> list[Result]:
         results = harness.compare(
             benchmark, op, shape, implementations, rounds=rounds, tolerance=tolerance, peaks=peaks
         )
-        request.config.stash[RESULTS][request.path.stem.removeprefix("bench_")].extend(results)
-        with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        request.config.stash[RESULTS].setdefault(request.path.stem.removeprefix("bench_"), []).extend(results)
+        capture = request.config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
             print("\n" + harness.table(results, goals), *notes, sep="\n", flush=True)
         if not all(row.ok for row in results if row.impl == harness.OURS):
             pytest.fail(f"{op}: ours failed the check and was not timed", pytrace=False)

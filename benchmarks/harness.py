@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Result:
     """What was measured of one implementation of one case; the times are None where it was not timed."""
 
     op: str
-    shape: dict[str, int]
+    shape: str
     impl: str
     dtype: str
     median_us: float | None
@@ -66,12 +67,12 @@ def cores() -> int:
 def compare(
     benchmark: BenchmarkFixture,
     op: str,
-    shape: dict[str, int],
+    shape: str,
     implementations: Mapping[str, Implementation],
     *,
     rounds: int,
     tolerance: float,
-    peaks: Mapping[str, int] | None = None,
+    peaks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
@@ -80,7 +81,7 @@ def compare(
     Args:
         benchmark: pytest-benchmark's fixture; gets our times, and the peers' medians and ratios as extra_info.
         op: the function's name.
-        shape: sizes by name.
+        shape: sizes by name, such as "K=13 H=64 P=512".
         implementations: by name, ours as "fb".
         rounds: how many times each is timed.
         tolerance: largest absolute error that counts as right.
@@ -115,9 +116,7 @@ def compare(
     for name in implementations:
         median, low, high = quantiles_us(times[name])
         results.append(
-            Result(
-                op, shape, name, dtypes[name], median, low, high, errors[name], name in right, (peaks or {}).get(name)
-            )
+            Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, peaks.get(name))
         )
     benchmark.extra_info.update(
         shape=shape, max_error=errors, peers={row.impl: row.median_us for row in results if row.impl != OURS}
@@ -154,10 +153,9 @@ def ratio(results: Sequence[Result], peer: str) -> float | None:
 def table(results: Sequence[Result], goals: Sequence[Goal] = ()) -> str:
     """The results as text: times, how many times faster ours is, errors, memory, and which goals are met."""
     first = results[0]
-    shape = ", ".join(f"{name} = {size:,}" for name, size in first.shape.items())
     wide = max(len(row.impl) for row in results)
     head = f"{'':{wide}} {'median':>11} {'p10':>11} {'p90':>11} {'vs fb':>8} {'max error':>10}"
-    lines = [f"{first.op}: {shape}", head + (f" {'memory':>10}" if first.peak_bytes is not None else "")]
+    lines = [f"{first.op}: {first.shape}", head + (f" {'memory':>10}" if first.peak_bytes is not None else "")]
     wanted = {goal.peer: goal.ratio for goal in goals}
     for row in results:
         line = f"{row.impl:{wide}}"
@@ -237,13 +235,13 @@ def _commit() -> str:
     return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
 
 
-def write_results(directory: Path, results: Mapping[str, Sequence[Result]]) -> list[Path]:
+def write_results(directory: Path, results: dict[str, list[Result]]) -> list[Path]:
     """Write <directory>/<bench>.json for every bench; returns the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for bench, rows in results.items():
         path = directory / f"{bench}.json"
-        cases = [{name: value for name, value in asdict(row).items() if value is not None} for row in rows]
+        cases = [asdict(row) for row in rows]
         path.write_text(json.dumps({**machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8")
         paths.append(path)
     return paths

@@ -107,13 +107,13 @@ def rerank_expanded_cache(
 @torch.no_grad()
 def log_softmax_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """[N]: logits, log-softmax, gather."""
-    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    return (hidden @ weight.T).log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 @torch.no_grad()
 def logsumexp_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """[N]: logits, the target's less their log-sum-exp."""
-    logits = (hidden @ weight.T).float()
+    logits = hidden @ weight.T
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
 
 
@@ -122,8 +122,7 @@ def _branches(candidates: Tensor, future: Tensor) -> Tensor:
 
 
 def _gather(logits: Tensor, future: Tensor) -> Tensor:
-    logprob = logits.float() if logits.dtype != torch.float64 else logits
-    return logprob.log_softmax(-1).gather(-1, future.expand(len(logits), -1)[..., None])[..., 0]
+    return logits.log_softmax(-1).gather(-1, future.expand(len(logits), -1)[..., None])[..., 0]
 
 
 def _expanded(cache: DynamicCache, k: int) -> DynamicCache:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fb_kernels import checks
 
-ROW_BLOCK = 1024
-VOCAB_BLOCK = 4096
+ROW_BLOCK = 512
+VOCAB_BLOCK = 1024  # 2 MB of float32 logits: the passes over a block find it in the cache
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -89,6 +89,7 @@ def _statistics(
     dtype = accumulation_dtype(x.dtype)
     top = torch.full((x.shape[0],), -torch.inf, dtype=dtype, device=x.device)
     total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), top.clone()
+    lowest = torch.finfo(dtype).min
     for rows, columns, logits, _ in _logit_blocks(x, weight, bias, logit_scale, softcap, temperature, valid):
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
@@ -97,10 +98,10 @@ def _statistics(
         new_top = torch.maximum(top[rows], logits.amax(1))
         shift = torch.where(new_top == -torch.inf, torch.zeros_like(new_top), new_top)
         fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays one
-        logits -= shift[:, None]
+        logits.sub_(shift[:, None]).clamp_(min=lowest)  # 0 * -inf is not a term of the entropy
         exponentials = torch.exp(logits)
-        logits.masked_fill_(logits == -torch.inf, 0.0)  # 0 * -inf is not a term of the entropy
-        weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + torch.linalg.vecdot(exponentials, logits)
+        terms = (exponentials[:, None] @ logits[:, :, None])[:, 0, 0]
+        weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + terms
         total[rows] = total[rows] * fall.exp() + exponentials.sum(1)
         top[rows] = new_top
     return top, total, weighted, picked
