@@ -9,8 +9,11 @@ from torch import Tensor
 
 from fb_kernels import checks
 
-ROW_BLOCK = 512
-VOCAB_BLOCK = 1024  # 2 MB of float32 logits: the passes over a block find it in the cache
+ROW_BLOCK = 1024
+VOCAB_BLOCK = 8192  # also bounds the copy of the head's rows in float32
+LOGITS = 1 << 20  # in memory at once: few enough that the passes over a block find it in the cache
+FEW_ROWS = 48
+FAR_BELOW = -1e4  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,9 +35,12 @@ def _logit_blocks(
     for row in range(0, hidden.shape[0], ROW_BLOCK):
         rows = slice(row, min(row + ROW_BLOCK, hidden.shape[0]))
         x = hidden[rows].to(dtype)
-        for column in range(0, valid, VOCAB_BLOCK):
-            columns = slice(column, min(column + VOCAB_BLOCK, valid))
-            logits = x @ weight[columns].to(dtype).T  # [rows, columns]
+        step = min(VOCAB_BLOCK, LOGITS // x.shape[0])
+        for column in range(0, valid, step):
+            columns = slice(column, min(column + step, valid))
+            head = weight[columns].to(dtype)
+            few = x.shape[0] <= FEW_ROWS  # a product of few rows is quicker the other way round
+            logits = (head @ x.T).T.contiguous() if few else x @ head.T  # [rows, columns]
             if logit_scale != 1.0:
                 logits *= logit_scale
             if bias is not None:
@@ -89,7 +95,6 @@ def _statistics(
     dtype = accumulation_dtype(x.dtype)
     top = torch.full((x.shape[0],), -torch.inf, dtype=dtype, device=x.device)
     total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), top.clone()
-    lowest = torch.finfo(dtype).min
     for rows, columns, logits, _ in _logit_blocks(x, weight, bias, logit_scale, softcap, temperature, valid):
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
@@ -98,10 +103,9 @@ def _statistics(
         new_top = torch.maximum(top[rows], logits.amax(1))
         shift = torch.where(new_top == -torch.inf, torch.zeros_like(new_top), new_top)
         fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays one
-        logits.sub_(shift[:, None]).clamp_(min=lowest)  # 0 * -inf is not a term of the entropy
-        exponentials = torch.exp(logits)
-        terms = (exponentials[:, None] @ logits[:, :, None])[:, 0, 0]
-        weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + terms
+        logits.sub_(shift[:, None]).clamp_(min=FAR_BELOW)
+        exponentials = logits.exp()
+        weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + logits.mul_(exponentials).sum(1)
         total[rows] = total[rows] * fall.exp() + exponentials.sum(1)
         top[rows] = new_top
     return top, total, weighted, picked

@@ -88,7 +88,7 @@ def relaid(x: Tensor, layout: str) -> Tensor:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks in both directions, none of them full at the end."""
     monkeypatch.setattr(reference, "ROW_BLOCK", 3)
-    monkeypatch.setattr(reference, "VOCAB_BLOCK", 4)
+    monkeypatch.setattr(reference, "LOGITS", 12)
 
 
 options = st.fixed_dictionaries(
@@ -477,7 +477,7 @@ def test_logits_never_exist_as_a_whole() -> None:
     values = leaves(inputs((rows,), width, vocab, bias=False))
     with largest_tensor() as largest:
         linear_logprob(*values).sum().backward()
-    assert largest.numel <= reference.ROW_BLOCK * reference.VOCAB_BLOCK < rows * vocab / 2
+    assert largest.numel <= reference.LOGITS < rows * vocab / 2
     few = inputs((4,), width, vocab, torch.bfloat16)
     with largest_tensor() as largest:
         linear_logprob(*few)
