@@ -21,7 +21,23 @@ def render(readme: str) -> str:
     )
     readme = _replace(readme, "demo table", [*report.summary(demo), "", note])
     files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*.json"))
-    return _replace(readme, "bench table", [line for file in files for line in ratios(json.loads(file.read_text()))])
+    results = {file.stem: json.loads(file.read_text()) for file in files}
+    readme = _replace(readme, "speed", [headline(results["scorer"], results["linear_logprob"])])
+    return _replace(readme, "bench table", [line for result in results.values() for line in ratios(result)])
+
+
+def headline(scorer: dict[str, Any], head: dict[str, Any]) -> str:
+    """One sentence of what was measured of the scorer and of the LM head's memory."""
+    shape = "K=13 H=64 P=512"
+    group = {case["impl"]: case["median_us"] for case in scorer["cases"] if case["shape"] == shape}
+    peaks = {case["impl"]: case["peak_bytes"] for case in head["cases"]}
+    full, repeated = (group[peer] / group["fb"] for peer in ("K full forwards, needed logits", "repeated cache"))
+    saved = peaks["logits, log_softmax"] / peaks["fb"]
+    return (
+        f"Measured on {scorer['device']}, no GPU yet: a group ({shape}, hidden 512 x 8 layers) is scored "
+        f"**{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; log-probs "
+        f"({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits."
+    )
 
 
 def ratios(result: dict[str, Any]) -> list[str]:
