@@ -35,8 +35,8 @@ def headline(scorer: dict[str, Any], head: dict[str, Any]) -> str:
     saved = peaks["logits, log_softmax"] / peaks["fb"]
     return (
         f"Measured on {scorer['device']}, no GPU yet: a group ({shape}, hidden 512 x 8 layers) is scored "
-        f"**{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; log-probs "
-        f"({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits."
+        f"**{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; "
+        f"log-probs ({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits."
     )
 
 
