@@ -1,41 +1,50 @@
 """How an op is attached to torch.library, and which implementation of it runs.
 
-Every op has one definition (`fb::<op>`), a fake for tracing and a reference that runs on any device. Compiled
-implementations replace the reference on the devices they are made for.
+Every op has one definition (`fb::<op>`), a fake for tracing and a reference that runs on any device. A Triton
+implementation is the function of the op's name in `fb_kernels/triton/<stem>.py`; it returns NotImplemented for
+arguments that it was not made for (float64, an unusual head size), and the reference takes those.
+
+`FB_KERNELS_BACKEND=auto|reference|triton|cuda[,op=...]` overrides what runs, for all ops or for those named by stem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 LIBRARY = torch.library.Library("fb", "DEF")
+VARIABLE = "FB_KERNELS_BACKEND"
+BACKENDS = ("auto", "reference", "triton", "cuda")
+
+_kernels: dict[str, tuple[str, ...]] = {}  # stem -> the compiled backends it has
 
 
-def define(name: str, signature: str, *, reference: Callable, fake: Callable) -> OpOverload:
-    """Define `fb::<name><signature>`, attach its reference and its fake, and return the overload to call."""
+def define(name: str, signature: str, *, reference: Callable, fake: Callable, triton: bool = False) -> OpOverload:
+    """Define `fb::<name><signature>`, attach its implementations and its fake, and return the overload to call.
+
+    Args:
+        name: the operator's name.
+        signature: its arguments and results in the schema language.
+        reference: the plain PyTorch definition, in `fb_kernels/reference/<stem>.py`.
+        fake: shapes and dtypes of the results.
+        triton: whether `fb_kernels/triton/<stem>.py` has a function `name`.
+    """
+    stem = reference.__module__.rpartition(".")[2]
+    _kernels[stem] = ("triton",) if triton else _kernels.get(stem, ())
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("cpu", "cuda"):
-        LIBRARY.impl(name, _without_autocast(reference, device), device.upper())
+        LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, triton, device), device), device.upper())
     torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fb, name).default
-
-
-def _without_autocast(reference: Callable, device: str) -> Callable:
-    """The reference with its own precision: autocast would silently lower the products inside."""
-
-    @wraps(reference)
-    def run(*arguments: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return reference(*arguments)
-        with torch.autocast(device, enabled=False):
-            return reference(*arguments)
-
-    return run
 
 
 def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> None:
@@ -47,3 +56,104 @@ def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> 
             raise NotImplementedError(f"{name}: only first derivatives exist; call it without create_graph=True")
 
         torch.library.register_autograd(f"fb::{name}_backward", refuse, lib=LIBRARY)
+
+
+def chosen(stem: str, device: str) -> tuple[str, str]:
+    """(backend, reason): what runs the op `stem` on tensors of a device, as far as arguments do not decide it."""
+    wanted = _overrides.get(stem, _overrides["auto"])
+    held = _kernels.get(stem, ())
+    if wanted == "reference":
+        return "reference", f"{VARIABLE} asks for it"
+    if not held:
+        return "reference", "plain PyTorch is its implementation everywhere"
+    if wanted == "auto" and device == "cpu":
+        return "reference", "a CPU tensor"
+    absent = why_no_triton()
+    if wanted == "auto":
+        return ("reference", absent) if absent else ("triton", "a CUDA tensor")
+    return "triton", f"{VARIABLE} asks for {wanted}" + ("" if wanted == "triton" else ", which is not built")
+
+
+@cache
+def why_no_triton() -> str:
+    """Why Triton kernels cannot be launched here; empty where they can."""
+    return "" if find_spec("triton") else "triton is not installed"
+
+
+@contextmanager
+def override(spec: str) -> Iterator[None]:
+    """Run ops under another value of FB_KERNELS_BACKEND inside the context."""
+    global _overrides
+    before = _overrides
+    _overrides = _parse(spec)
+    try:
+        yield
+    finally:
+        _overrides = before
+
+
+def _parse(spec: str) -> dict[str, str]:
+    """{stem: backend}; the one without a stem is under "auto"."""
+    found = {"auto": "auto"}
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        stem, _, backend = part.rpartition("=")
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"{VARIABLE}: expected auto, reference, triton or cuda, then op=backend pairs, got {part!r}; "
+                "write for example auto,branch_attention=reference"
+            )
+        found[stem or "auto"] = backend
+    return found
+
+
+_overrides = _parse(os.environ.get(VARIABLE, ""))
+
+
+def _dispatch(name: str, stem: str, reference: Callable, triton: bool, device: str) -> Callable:
+    """The callable that runs the chosen implementation."""
+    if not triton:
+        return reference
+
+    def run(*arguments: Any) -> Any:
+        backend, reason = chosen(stem, device)
+        if backend == "reference":
+            return reference(*arguments)
+        with _on_device_of(arguments, device):
+            out = getattr(_triton_module(stem), name)(*arguments)
+        if out is not NotImplemented:
+            return out
+        if _overrides.get(stem, _overrides["auto"]) != "auto":
+            raise ValueError(
+                f"{name}: expected arguments that the triton kernel takes ({reason}), got others (dtype or sizes); "
+                f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
+            )
+        return reference(*arguments)
+
+    run.__name__ = name
+    return run
+
+
+@cache
+def _triton_module(stem: str) -> Any:
+    return import_module(f"fb_kernels.triton.{stem}")
+
+
+def _on_device_of(arguments: tuple, device: str) -> Any:
+    """Triton launches on the current device: make it that of the arguments."""
+    if device == "cpu":
+        return nullcontext()
+    index = next(argument.device.index for argument in arguments if isinstance(argument, Tensor))
+    return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
+
+
+def _without_autocast(run: Callable, device: str) -> Callable:
+    """The implementation with its own precision: autocast would silently lower the products inside."""
+
+    def plain(*arguments: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return run(*arguments)
+        with torch.autocast(device, enabled=False):
+            return run(*arguments)
+
+    plain.__name__ = run.__name__
+    return plain

@@ -38,12 +38,14 @@ _swiglu = define(
     "(Tensor gate_up) -> Tensor",
     reference=reference.swiglu,
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    triton=True,
 )
 _swiglu_backward = define(
     "swiglu_backward",
     "(Tensor grad, Tensor gate_up) -> Tensor",
     reference=reference.swiglu_backward,
     fake=lambda _, gate_up: gate_up.new_empty(gate_up.shape),
+    triton=True,
 )
 
 

@@ -1,0 +1,220 @@
+"""Compile what a launcher would launch: meta tensors in, machine code and its resources out, no GPU needed.
+
+Must run in a process of its own without TRITON_INTERPRET, since kernels are bound when their module is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import ty_to_cpp
+from triton.runtime.jit import JITFunction, MockTensor
+
+VARIANTS = ("aligned", "unaligned", "ones")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPU to compile for, with the rates that predictions assume (copy and dense bf16 product as reached, not peak)."""
+
+    name: str
+    processors: int
+    shared_block: int  # bytes a block may have
+    shared_processor: int  # bytes of a multiprocessor
+    tbps: float
+    tflops: float
+
+    @property
+    def capability(self) -> int:
+        return int(self.name.removeprefix("sm_"))
+
+
+ARCHITECTURES = (
+    Architecture("sm_80", 108, 166_912, 167_936, 1.7, 250.0),  # A100
+    Architecture("sm_90", 132, 232_448, 233_472, 4.3, 790.0),  # H200
+    Architecture("sm_100", 148, 232_448, 233_472, 7.0, 1500.0),  # B200
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one launch of a kernel cannot do without."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher on meta tensors, at a shape that matters.
+
+    Attributes:
+        op: stem of the op.
+        shape: the shape in words, such as "N=1664 V=151936 bf16".
+        call: calls functions of `fb_kernels.triton.<op>` with tensors on the meta device.
+        costs: kernel name -> its cost; a kernel without one gets no prediction.
+        matmul: the kernels that must use the tensor cores' HGMMA on sm_90.
+        exact: the kernels that must not contain TF32 products.
+    """
+
+    op: str
+    shape: str
+    call: Callable[[], object]
+    costs: Mapping[str, Cost]
+    matmul: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, one configuration, one architecture, one variant."""
+
+    op: str
+    shape: str
+    kernel: str
+    arch: str
+    variant: str
+    warps: int
+    stages: int
+    grid: int
+    registers: int
+    stack: int
+    spills: int  # local loads and stores in the machine code
+    shared: int
+    hgmma: int
+    tf32: int
+    predicted_us: float | None
+    faults: tuple[str, ...]
+
+
+class _Driver:
+    """Stands in for a CUDA driver; a device's index is its compute capability."""
+
+    def __init__(self) -> None:
+        self.capability = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty_to_cpp(ty)
+
+
+class _Unaligned(MockTensor):
+    def data_ptr(self) -> int:
+        return 8
+
+
+def compile_case(case: Case, arch: Architecture, variants: tuple[str, ...] = VARIANTS) -> Iterator[Compiled]:
+    """Compile every kernel that the case launches, in every variant."""
+    driver = _Driver()
+    driver.capability = arch.capability
+    triton.runtime.driver.set_active(driver)
+    launches: list[tuple[JITFunction, tuple, Any, dict[str, Any]]] = []
+
+    def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((self, args, grid, kwargs))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        case.call()
+    finally:
+        JITFunction.run = original
+    if not launches:
+        raise ValueError(f"{case.op} {case.shape}: expected a kernel launch, got none")
+    for kernel, args, grid, kwargs in launches:
+        size = math.prod(grid)
+        for variant in variants:
+            mocked = {name: _mock(value, variant) for name, value in kwargs.items()}
+            values = [
+                _mock(value, variant) if not kernel.params[index].is_constexpr else value
+                for index, value in enumerate(args)
+            ]
+            constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+            options = {
+                name: kwargs[name] if name in constants or name not in kernel.arg_names else mocked[name]
+                for name in kwargs
+            }
+            compiled = kernel.run(*values, grid=grid, warmup=True, **options)
+            yield _describe(case, kernel.fn.__name__, arch, variant, size, compiled)
+
+
+def _mock(value: Any, variant: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (_Unaligned if variant == "unaligned" else MockTensor)(value.dtype)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if variant == "unaligned" and value % 16 == 0:
+            return value + 1 if value else 3
+        return 1 if variant == "ones" else value
+    return value
+
+
+def _describe(case: Case, name: str, arch: Architecture, variant: str, grid: int, compiled: Any) -> Compiled:
+    usage, sass = _dump(compiled.asm["cubin"])
+    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+    metadata = compiled.metadata
+    spills, hgmma = (len(re.findall(pattern, sass)) for pattern in (r"\b(?:LDL|STL)\b", r"\bHGMMA"))
+    tf32 = compiled.asm["ptx"].count(".tf32")
+    faults = []
+    half = any(word in compiled.asm["ptx"] for word in ("bf16", "f16x2", ".f16"))
+    if half and (stack or spills):
+        faults.append(f"spills: {stack} bytes of stack, {spills} local accesses")
+    if metadata.shared > arch.shared_block:
+        faults.append(f"shared memory {metadata.shared} above {arch.shared_block}")
+    if name in case.matmul and arch.name == "sm_90" and variant == "aligned" and not hgmma:
+        faults.append("no HGMMA")
+    if name in case.exact and tf32:
+        faults.append("TF32 product")
+    return Compiled(
+        case.op, case.shape, name, arch.name, variant, metadata.num_warps, metadata.num_stages, grid, registers, stack,
+        spills, metadata.shared, hgmma, tf32,
+        _predict(case.costs.get(name), arch, grid, metadata.num_warps, registers, metadata.shared), tuple(faults),
+    )  # fmt: skip
+
+
+def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, registers: int, shared: int) -> float | None:
+    """Microseconds from bytes and FLOPs at the assumed rates, by how many multiprocessors the last wave leaves idle."""
+    if cost is None:
+        return None
+    resident = min(
+        2048 // (32 * warps), 65_536 // (32 * warps * -(-registers // 8) * 8), 32, arch.shared_processor // (shared + 1024)
+    )
+    slots = max(resident, 1) * arch.processors
+    filled = grid / slots
+    efficiency = filled / math.ceil(filled) if filled > 1 else min(1.0, grid / arch.processors)
+    return max(cost.bytes / arch.tbps / 1e6, cost.flops / arch.tflops / 1e6) / efficiency
+
+
+def _dump(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, machine code) as cuobjdump prints them."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        return tuple(
+            subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )

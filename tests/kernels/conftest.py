@@ -1,0 +1,22 @@
+"""Kernels on the CPU: Triton's interpreter, mended, and a fixture that makes ops take it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from fb_kernels import backend
+
+if os.environ["TRITON_INTERPRET"] == "1":
+    import interpreter
+
+    interpreter.mend()
+
+
+@pytest.fixture
+def triton_kernels() -> Iterator[None]:
+    """Every op that has a Triton kernel runs it, and refuses arguments that it was not made for."""
+    with backend.override("triton"):
+        yield
