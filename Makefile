@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench figures check clean
+.PHONY: install test demo bench figures aot tune gpu-test gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -32,6 +32,10 @@ bench: $(STAMP)
 # The README's tables, from committed result files.
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
+
+# Every kernel compiled for three architectures, no GPU needed: registers, stack, shared memory, predicted time.
+aot: $(STAMP)
+	$(BIN)/python -m benchmarks.aot
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ LIBRARY = torch.library.Library("fb", "DEF")
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda")
 
-_kernels: dict[str, tuple[str, ...]] = {}  # stem -> the compiled backends it has
+_with_triton: set[str] = set()  # stems
 
 
 def define(name: str, signature: str, *, reference: Callable, fake: Callable, triton: bool = False) -> OpOverload:
@@ -39,7 +40,8 @@ def define(name: str, signature: str, *, reference: Callable, fake: Callable, tr
         triton: whether `fb_kernels/triton/<stem>.py` has a function `name`.
     """
     stem = reference.__module__.rpartition(".")[2]
-    _kernels[stem] = ("triton",) if triton else _kernels.get(stem, ())
+    if triton:
+        _with_triton.add(stem)
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("cpu", "cuda"):
         LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, triton, device), device), device.upper())
@@ -59,25 +61,28 @@ def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> 
 
 
 def chosen(stem: str, device: str) -> tuple[str, str]:
-    """(backend, reason): what runs the op `stem` on tensors of a device, as far as arguments do not decide it."""
-    wanted = _overrides.get(stem, _overrides["auto"])
-    held = _kernels.get(stem, ())
+    """(backend, reason): what runs the op `stem` on a device; its arguments may still send it to the reference."""
+    wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    if not held:
-        return "reference", "plain PyTorch is its implementation everywhere"
-    if wanted == "auto" and device == "cpu":
-        return "reference", "a CPU tensor"
-    absent = why_no_triton()
-    if wanted == "auto":
-        return ("reference", absent) if absent else ("triton", "a CUDA tensor")
-    return "triton", f"{VARIABLE} asks for {wanted}" + ("" if wanted == "triton" else ", which is not built")
+    if stem not in _with_triton:
+        return "reference", "it has no kernel"
+    if device == "cpu" and wanted != "triton":
+        return "reference", "kernels are for CUDA tensors"
+    absent = _why_no_triton(device)
+    if absent:
+        return "reference", absent
+    return "triton", "it has a kernel" if wanted != "triton" else f"{VARIABLE} asks for it"
 
 
 @cache
-def why_no_triton() -> str:
-    """Why Triton kernels cannot be launched here; empty where they can."""
-    return "" if find_spec("triton") else "triton is not installed"
+def _why_no_triton(device: str) -> str:
+    """Why Triton kernels cannot be launched on tensors of a device; empty where they can."""
+    if not find_spec("triton"):
+        return "triton is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "triton runs CPU tensors only under TRITON_INTERPRET=1"
+    return ""
 
 
 @contextmanager
@@ -93,16 +98,17 @@ def override(spec: str) -> Iterator[None]:
 
 
 def _parse(spec: str) -> dict[str, str]:
-    """{stem: backend}; the one without a stem is under "auto"."""
-    found = {"auto": "auto"}
+    """{stem: backend}; the one for all other ops is under ""."""
+    found = {"": "auto"}
     for part in filter(None, (part.strip() for part in spec.split(","))):
         stem, _, backend = part.rpartition("=")
-        if backend not in BACKENDS:
+        known = not stem or (stem.isidentifier() and (Path(__file__).parent / "reference" / f"{stem}.py").is_file())
+        if backend not in BACKENDS or not known:
             raise ValueError(
                 f"{VARIABLE}: expected auto, reference, triton or cuda, then op=backend pairs, got {part!r}; "
                 "write for example auto,branch_attention=reference"
             )
-        found[stem or "auto"] = backend
+        found[stem] = backend
     return found
 
 
@@ -115,16 +121,15 @@ def _dispatch(name: str, stem: str, reference: Callable, triton: bool, device: s
         return reference
 
     def run(*arguments: Any) -> Any:
-        backend, reason = chosen(stem, device)
-        if backend == "reference":
+        if chosen(stem, device)[0] == "reference":
             return reference(*arguments)
         with _on_device_of(arguments, device):
             out = getattr(_triton_module(stem), name)(*arguments)
         if out is not NotImplemented:
             return out
-        if _overrides.get(stem, _overrides["auto"]) != "auto":
+        if _overrides.get(stem, _overrides[""]) == "triton":
             raise ValueError(
-                f"{name}: expected arguments that the triton kernel takes ({reason}), got others (dtype or sizes); "
+                f"{name}: expected arguments that the triton kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
         return reference(*arguments)

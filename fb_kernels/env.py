@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib
 import inspect
+import os
 import platform
 from importlib import metadata
 
 import torch
 
 import fb_kernels
+from fb_kernels import backend
 
 
 def report() -> str:
@@ -27,7 +29,10 @@ def report() -> str:
         ),
         ("devices", _devices()),
         ("compiled library", [("fb_kernels", "none built")]),
-        ("ops: cpu, cuda", [(name, "reference, reference") for name in _ops()] or [("none", "")]),
+        (
+            f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')})",
+            [(name, _what_runs(stem)) for name, stem in _ops()] or [("none", "")],
+        ),
     )
     width = max(len(name) for _, rows in sections for name, _ in rows)
     lines = []
@@ -79,8 +84,19 @@ def _devices() -> list[tuple[str, str]]:
     return rows
 
 
-def _ops() -> list[str]:
-    return [name for name in fb_kernels.__all__ if inspect.isfunction(getattr(fb_kernels, name))]
+def _ops() -> list[tuple[str, str]]:
+    """(public name, stem) of every op."""
+    functions = {name: getattr(fb_kernels, name) for name in fb_kernels.__all__}
+    return [(name, f.__module__.rpartition(".")[2]) for name, f in functions.items() if inspect.isfunction(f)]
+
+
+def _what_runs(stem: str) -> str:
+    """What runs an op on either device, and why."""
+    parts = []
+    for device in ("cpu", "cuda"):
+        name, reason = backend.chosen(stem, device)
+        parts.append(f"{device}: {name} ({reason})")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ VARIANTS = ("aligned", "unaligned", "ones")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU to compile for, with the rates that predictions assume (copy and dense bf16 product as reached, not peak)."""
+    """A GPU to compile for; predictions assume its rates of copies and dense bf16 products as reached, not peaks."""
 
     name: str
     processors: int
@@ -200,7 +200,10 @@ def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, regis
     if cost is None:
         return None
     resident = min(
-        2048 // (32 * warps), 65_536 // (32 * warps * -(-registers // 8) * 8), 32, arch.shared_processor // (shared + 1024)
+        2048 // (32 * warps),
+        65_536 // (32 * warps * -(-registers // 8) * 8),
+        32,
+        arch.shared_processor // (shared + 1024),
     )
     slots = max(resident, 1) * arch.processors
     filled = grid / slots

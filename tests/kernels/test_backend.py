@@ -1,14 +1,21 @@
-"""What every op gets from its registration."""
+"""What every op gets from its registration, and which implementation runs it."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fb_kernels import branch_attention, linear_logprob
+from fb_kernels import backend, branch_attention, linear_logprob, swiglu
+
+X = torch.linspace(-3, 3, 24).reshape(2, 12)
 
 
-def test_autocast_does_not_lower_the_products_inside():
+def test_autocast_does_not_lower_the_products_inside() -> None:
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(9, 64), torch.randn(40, 64), torch.randint(40, (9,))
     q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
@@ -29,5 +36,77 @@ def test_autocast_does_not_lower_the_products_inside():
 
 
 @pytest.mark.parametrize("op", ["linear_logprob", "branch_attention", "topk_entropy"])
-def test_ops_live_in_the_namespace(op):
+def test_ops_live_in_the_namespace(op: str) -> None:
     assert hasattr(torch.ops.fb, op)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpu", "cuda"),
+    [
+        ("", "reference", "triton"),
+        ("auto", "reference", "triton"),
+        ("cuda", "reference", "triton"),
+        ("reference", "reference", "reference"),
+        ("triton", "triton", "triton"),
+        ("triton, swiglu=reference", "reference", "reference"),
+        ("reference,swiglu=triton", "triton", "triton"),
+        ("reference,rms_norm=triton", "reference", "reference"),
+    ],
+)
+@pytest.mark.usefixtures("triton_kernels")
+def test_what_is_chosen(spec: str, cpu: str, cuda: str) -> None:
+    with backend.override(spec):
+        assert [backend.chosen("swiglu", device)[0] for device in ("cpu", "cuda")] == [cpu, cuda]
+        assert backend.chosen("joint_pool", "cuda")[0] == "reference"
+
+
+def test_the_override_ends_with_its_context() -> None:
+    before = backend.chosen("swiglu", "cuda")
+    with pytest.raises(RuntimeError), backend.override("reference"):
+        raise RuntimeError
+    assert backend.chosen("swiglu", "cuda") == before
+
+
+@pytest.mark.parametrize("spec", ["gpu", "swiglu", "auto,swiglu=fast", "auto,swigloo=triton", "=", "../env=triton"])
+def test_a_wrong_override_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"FB_KERNELS_BACKEND: expected auto, .*, got .*; write"):
+        backend._parse(spec)
+
+
+def test_the_variable_is_read() -> None:
+    code = "from fb_kernels import backend; print(backend.chosen('swiglu', 'cuda'))"
+    environment = os.environ | {backend.VARIABLE: "reference"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "('reference', 'FB_KERNELS_BACKEND asks for it')\n"
+
+
+def test_a_kernel_runs_and_what_it_refuses_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def kernel(gate_up: torch.Tensor) -> torch.Tensor:
+        seen.append(gate_up.dtype)
+        return NotImplemented if gate_up.dtype == torch.float64 else torch.zeros(2, 6)
+
+    monkeypatch.setattr(backend, "_triton_module", lambda _: SimpleNamespace(swiglu=kernel))
+    monkeypatch.setattr(backend, "chosen", lambda *_: ("triton", ""))
+    assert torch.equal(swiglu(X), torch.zeros(2, 6))
+    assert swiglu(X.double()).abs().sum() > 0
+    with torch.autocast("cpu"):
+        assert torch.equal(swiglu(X), torch.zeros(2, 6))
+    with (
+        backend.override("triton"),
+        pytest.raises(ValueError, match=r"swiglu: expected .* set FB_KERNELS_BACKEND=auto"),
+    ):
+        swiglu(X.double())
+    assert seen == [torch.float32, torch.float64, torch.float32, torch.float64]
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
+    backend._why_no_triton.cache_clear()
+    try:
+        with backend.override("triton"):
+            assert backend.chosen("swiglu", "cuda") == ("reference", "triton is not installed")
+            assert swiglu(X).shape == (2, 6)
+    finally:
+        backend._why_no_triton.cache_clear()

@@ -1,0 +1,64 @@
+"""Every kernel compiles for every architecture without a GPU: no spill, shared memory in bounds, HGMMA, no TF32."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem != "compiler")
+ALL = set(product(("sm_80", "sm_90", "sm_100"), ("aligned", "unaligned", "ones")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_for_every_architecture(op: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.aot", op, "--json"], env=environment, capture_output=True, text=True
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows, done.stderr
+    assert [(row["kernel"], row["shape"], row["arch"], row["faults"]) for row in rows if row["faults"]] == []
+    assert done.returncode == 0, done.stderr
+    for kernel in {(row["kernel"], row["shape"]) for row in rows}:
+        assert {(row["arch"], row["variant"]) for row in rows if (row["kernel"], row["shape"]) == kernel} == ALL
+    assert {row["kernel"] for row in rows} == kernels_of(op)
+
+
+def kernels_of(op: str) -> set[str]:
+    """The launchable kernels that the op's source defines."""
+    source = (ROOT / "fb_kernels" / "triton" / f"{op}.py").read_text(encoding="utf-8")
+    return {
+        line.removeprefix("def ").partition("(")[0]
+        for line in source.splitlines()
+        if line.startswith("def _") and "_kernel(" in line
+    }
+
+
+def test_every_kernel_file_has_its_cases() -> None:
+    with_kernels = {path.stem for path in (ROOT / "fb_kernels" / "triton").glob("*.py") if kernels_of(path.stem)}
+    assert with_kernels == set(OPS)
+
+
+def test_a_fault_fails_the_command() -> None:
+    code = """
+import sys
+from dataclasses import replace
+from benchmarks.aot import __main__ as command, swiglu
+case = next(swiglu.cases())
+swiglu.cases = lambda: [replace(case, matmul=("_swiglu_fwd_kernel",))]
+sys.argv = ["aot", "swiglu", "--arch", "sm_90"]
+command.main()
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "FAULT no HGMMA" in done.stdout
+    assert "1 with a fault" in done.stdout

@@ -1,0 +1,104 @@
+"""What the interpreter forgives and a GPU does not, read from the kernels' source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "fb_kernels" / "triton"
+FORBIDDEN = {
+    "tl.atomic_add": "order of floats is not fixed",
+    "tl.make_tensor_descriptor": "cannot mask a slice's end and allocates",
+    "triton.autotune": "configurations come from tuning.py",
+    "tl.debug_barrier": "no hand-made synchronisation",
+    "tl.inline_asm_elementwise": "the interpreter cannot run it",
+}
+HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique"}
+
+
+def faults(source: str) -> list[str]:
+    tree = ast.parse(source)
+    found = list(_anywhere(tree))
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            jitted = any(ast.unparse(each).startswith("triton.jit") for each in function.decorator_list)
+            found += [f"{function.name}: {fault}" for fault in (_in_kernel if jitted else _in_launcher)(function)]
+    return found
+
+
+def _anywhere(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in FORBIDDEN:
+            yield f"{ast.unparse(node)}: {FORBIDDEN[ast.unparse(node)]}"
+
+
+def _in_kernel(function: ast.FunctionDef) -> Iterator[str]:
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        name, keywords = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        if name == "tl.load" and ("mask" in keywords or len(call.args) > 1) and "other" not in keywords:
+            yield f"line {call.lineno}: a masked load without other"
+        if name == "tl.dot" and "input_precision" not in keywords:
+            yield f"line {call.lineno}: a product that leaves its precision open"
+        if name in ("tl.program_id", "tl.num_programs") and ast.unparse(call.args[0]) != "0":
+            yield f"line {call.lineno}: a grid of more than one dimension"
+    names = {argument.arg for argument in function.args.args}
+    for node in ast.walk(function):
+        # row * stride with a 32-bit program index overflows past 2^31 elements
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            parts = {ast.unparse(node.left), ast.unparse(node.right)}
+            if "tl.program_id(0)" in parts and any("stride" in name for name in names & parts):
+                yield f"line {node.lineno}: a 32-bit address"
+
+
+def _in_launcher(function: ast.FunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in HOST_READS:
+            yield f"line {node.lineno}: .{node.func.attr}() waits for the device"
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"):
+            yield f"line {node.lineno}: asks about the device"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            grid = node.func.slice
+            if not (isinstance(grid, ast.Name) or (isinstance(grid, ast.Tuple) and len(grid.elts) == 1)):
+                yield f"line {node.lineno}: a grid of more than one dimension"
+        is_grid = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "grid"
+        if is_grid and not (isinstance(node.value, ast.Tuple) and len(node.value.elts) == 1):
+            yield f"line {node.lineno}: a grid of more than one dimension"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_kernels_keep_the_rules(path: Path) -> None:
+    assert faults(path.read_text(encoding="utf-8")) == []
+
+
+KERNEL = "@triton.jit\ndef _kernel(x, stride):\n    "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        KERNEL + "tl.load(x, mask=m)",
+        KERNEL + "tl.load(x, m)",
+        KERNEL + "tl.dot(a, b)",
+        KERNEL + "tl.program_id(1)",
+        KERNEL + "tl.program_id(axis)",
+        KERNEL + "x + tl.program_id(0) * stride",
+        KERNEL + "tl.atomic_add(x, 1.0)",
+        "@triton.autotune([])\ndef f(): ...",
+        "def launch(x):\n    _kernel[(1, 2)](x)",
+        "def launch(x):\n    grid = (1, 2)",
+        "def launch(x):\n    return x.max().item()",
+        "def launch(x):\n    return torch.cuda.current_device()",
+        "def launch(x):\n    return x.is_cuda",
+    ],
+)
+def test_a_broken_rule_is_seen(source: str) -> None:
+    assert len(faults(source)) == 1
+
+
+def test_what_is_allowed() -> None:
+    assert faults(KERNEL + "tl.load(x, mask=m, other=0.0) + tl.load(x) + tl.dot(a, b, input_precision='ieee')") == []
+    assert faults(KERNEL + "row = tl.program_id(0).to(tl.int64)\n    x + row * stride") == []
+    assert faults("def launch(x):\n    grid = (4,)\n    _kernel[grid](x)\n    _kernel[(3,)](x)") == []
