@@ -29,16 +29,19 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
 def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: Launch) -> Launch:
     """The measured configuration of a bucket on the current device, else the default."""
     name = f"{op}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, bucket))}"
-    return _measured().get(name, default)
+    return _measured(_device()).get(name, default)
 
 
 @cache
-def _measured() -> dict[str, Launch]:
-    """{op/dtype/bucket: launch} of this device; empty where none were measured."""
-    if not torch.cuda.is_available():
-        return {}
-    name = torch.cuda.get_device_name().lower()
-    for file in resources.files("fb_kernels").joinpath("tuned").iterdir():
-        if file.name.removesuffix(".json") in name:
+def _device() -> str:
+    """Name of the current GPU, lower case; empty without one."""
+    return torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+
+
+@cache
+def _measured(device: str) -> dict[str, Launch]:
+    """{op/dtype/bucket: launch} from the file whose name is part of the device's; empty where none is."""
+    for file in sorted(resources.files("fb_kernels.tuned").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".json") and file.name.removesuffix(".json") in device:
             return json.loads(file.read_text(encoding="utf-8"))["launches"]
     return {}

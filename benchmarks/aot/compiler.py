@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import ty_to_cpp
 from triton.runtime.jit import JITFunction, MockTensor
+
+from fb_kernels import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")
 
@@ -28,6 +31,7 @@ class Architecture:
     """A GPU to compile for; predictions assume its rates of copies and dense bf16 products as reached, not peaks."""
 
     name: str
+    gpu: str  # whose measured configurations are compiled
     processors: int
     shared_block: int  # bytes a block may have
     shared_processor: int  # bytes of a multiprocessor
@@ -40,9 +44,9 @@ class Architecture:
 
 
 ARCHITECTURES = (
-    Architecture("sm_80", 108, 166_912, 167_936, 1.7, 250.0),  # A100
-    Architecture("sm_90", 132, 232_448, 233_472, 4.3, 790.0),  # H200
-    Architecture("sm_100", 148, 232_448, 233_472, 7.0, 1500.0),  # B200
+    Architecture("sm_80", "a100", 108, 166_912, 167_936, 1.7, 250.0),
+    Architecture("sm_90", "h200", 132, 232_448, 233_472, 4.3, 790.0),
+    Architecture("sm_100", "b200", 148, 232_448, 233_472, 7.0, 1500.0),
 )
 
 
@@ -137,12 +141,8 @@ def compile_case(case: Case, arch: Architecture, variants: tuple[str, ...] = VAR
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launches.append((self, args, grid, kwargs))
 
-    original = JITFunction.run
-    JITFunction.run = record
-    try:
+    with patch.object(JITFunction, "run", record), patch.object(tuning, "_device", lambda: arch.gpu):
         case.call()
-    finally:
-        JITFunction.run = original
     if not launches:
         raise ValueError(f"{case.op} {case.shape}: expected a kernel launch, got none")
     for kernel, args, grid, kwargs in launches:

@@ -1,0 +1,45 @@
+"""Launch configurations: pure, and a device's measured ones before the defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fb_kernels import tuning
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of measured configurations, read as this package's."""
+    monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
+    tuning._measured.cache_clear()
+    yield tmp_path
+    tuning._measured.cache_clear()
+
+
+def test_measured_before_default(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {"BLOCK": 512, "num_warps": 2}
+    (tuned / "h200.json").write_text(json.dumps({"launches": {"swiglu/bfloat16/2048": launch}}))
+    monkeypatch.setattr(tuning, "_device", lambda: "nvidia h200")
+    assert tuning.swiglu(torch.bfloat16, 6144) == launch
+    assert tuning.swiglu(torch.bfloat16, 100) != launch
+    assert tuning.swiglu(torch.float16, 6144) != launch
+    monkeypatch.setattr(tuning, "_device", lambda: "nvidia a100")
+    assert tuning.swiglu(torch.bfloat16, 6144) != launch
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 2048, 2049, 100_000])
+def test_pure_and_within_bounds(width: int) -> None:
+    launch = tuning.swiglu(torch.bfloat16, width)
+    assert launch == tuning.swiglu(torch.bfloat16, width)
+    assert 1 <= launch["BLOCK"] <= 2048
+    assert launch["num_warps"] in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_next_power_of_2(n: int, power: int) -> None:
+    assert tuning.next_power_of_2(n) == power
