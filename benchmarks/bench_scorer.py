@@ -9,15 +9,19 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import peers
 from benchmarks.harness import OURS, Goal, Implementation
-from fb_core import BranchGroup, CompatibilityScorer
+from fb_core import BranchGroup, CompatibilityScorer, hf
+from fb_kernels.testing import count_launches
 
 CANDIDATES = 13
 
@@ -117,3 +121,95 @@ def test_trajectory(compare: Callable, models: Models) -> None:
         rounds=5,
         goals=[Goal("fb, one group at a time", 1.2)],
     )
+
+
+@torch.no_grad()
+def test_decoder(compare: Callable, models: Models) -> None:
+    """The forward of such a trajectory: the native decoder against the model's own modules."""
+    t, h = 1024, 64
+    positions = torch.linspace(t // 2, t, 4).long().tolist()
+    inputs = packed_rows(models.model, t, h, positions)
+    scored = torch.arange(t, len(inputs[0]), device=models.model.device)
+
+    def through_modules(model: PreTrainedModel) -> Tensor:
+        return hf.forward_through_modules(model, *inputs)[scored]
+
+    expected = through_modules(models.double)
+    runs = {
+        OURS: partial(hf.packed_forward, models.model, *inputs, scored),
+        "HF modules": partial(through_modules, models.model),
+    }
+    ours, theirs = layer_cost(hf.packed_forward), layer_cost(hf.forward_through_modules)
+    compare(
+        "packed_forward",
+        f"T={t} G={len(positions)} K={CANDIDATES} H={h}",
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=9,
+        goals=[Goal("HF modules", 1.15)],
+        notes=[
+            "a layer of Qwen3-1.7B in bfloat16, counted: "
+            f"{ours[0]} operations and {ours[1] / 1e3:.0f} KB a token besides the products, "
+            f"HF modules {theirs[0]} and {theirs[1] / 1e3:.0f} KB"
+        ],
+    )
+
+
+def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) -> tuple[Tensor, Tensor, hf.Layout]:
+    """(ids, positions, layout) of a trajectory of t tokens and K branches of h behind each of its states."""
+    device = model.device
+    groups = [([t], 0, 0), *(([h] * CANDIDATES, 0, position) for position in positions)]
+    places = [torch.arange(t), *(torch.arange(position, position + h).repeat(CANDIDATES) for position in positions)]
+    place = torch.cat(places).to(device)
+    generator = torch.Generator().manual_seed(t)
+    ids = torch.randint(model.config.vocab_size, place.shape, generator=generator).to(device)
+    return ids, place, hf.Layout.build(groups, device)
+
+
+@torch.no_grad()
+def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
+    """(operations, bytes a token besides the products) of a layer of Qwen3-1.7B: what a second one adds."""
+    counted = []
+    for layers in (1, 2):
+        config = Qwen3Config(
+            hidden_size=2048,
+            num_hidden_layers=layers,
+            intermediate_size=6144,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=1024,
+        )
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+        inputs = packed_rows(model, 64, 8, [64])
+        forward(model, *inputs)
+        with count_launches() as launches:
+            forward(model, *inputs)
+        with Traffic() as traffic:
+            forward(model, *inputs)
+        counted.append((launches.total, traffic.bytes / len(inputs[0])))
+    (first, first_bytes), (second, second_bytes) = counted
+    return second - first, second_bytes - first_bytes
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what every operation but a product reads and writes; an fb:: op is one operation."""
+
+    PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "fb":
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        if not func.is_view and func._schema.name not in self.PRODUCTS:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            distinct = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in tensors}
+            self.bytes += sum(distinct.values())
+        return out

@@ -1,7 +1,7 @@
 """Where transformers and peft are met: packed forwards through the attention interface, caches, heads, adapters.
 
-Nothing is patched for good: `packed_forward` switches a model's attention to `fb_branch` for one call and puts back
-what was there, whatever happens.
+A packed forward goes through the native decoder where the model has one, and through the model's own modules otherwise:
+there its attention is switched to `fb_branch` for one call, and what was there is put back whatever happens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import Cache as HFCache
 
+from fb_core.decoder import NativeDecoder
 from fb_kernels import branch_attention, linear_logprob
 
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
@@ -90,7 +91,7 @@ class Layout:
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
-    windows: list[int | None] = field(default_factory=list)  # of every attention call of the forward
+    windows: list[int | None] = field(default_factory=list)  # of every attention call of a forward through modules
 
     @classmethod
     def build(cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any) -> Layout:
@@ -107,6 +108,40 @@ class Layout:
             max(prefixes, default=0),
             **options,
         )
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one layer, (out[T, Hq, E], lse[Hq, T]); its k and v are kept where `capture` is set."""
+        if self.capture:
+            self.captured[layer] = (k.detach(), v.detach())
+        prefix_k, prefix_v = (k.detach(), v.detach()) if self.prefix is None else self.prefix.layers[layer]
+        out, lse = branch_attention(
+            q,
+            k,
+            v,
+            prefix_k,
+            prefix_v,
+            cu_branch=self.cu_branch,
+            cu_group=self.cu_group,
+            prefix_start=self.prefix_start,
+            prefix_len=self.prefix_len,
+            max_branch_len=self.max_branch_len,
+            max_prefix_len=self.max_prefix_len,
+            block_table=self.block_table,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            return_lse=True,
+        )
+        return out, lse
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -150,29 +185,8 @@ def _fb_branch(
         )
     q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
     layer: int = module.layer_idx  # type: ignore[assignment]
-    layout = fb_layout
-    layout.windows.append(sliding_window)
-    if layout.capture:
-        layout.captured[layer] = (k.detach(), v.detach())
-    prefix_k, prefix_v = (k.detach(), v.detach()) if layout.prefix is None else layout.prefix.layers[layer]
-    out, lse = branch_attention(
-        q,
-        k,
-        v,
-        prefix_k,
-        prefix_v,
-        cu_branch=layout.cu_branch,
-        cu_group=layout.cu_group,
-        prefix_start=layout.prefix_start,
-        prefix_len=layout.prefix_len,
-        max_branch_len=layout.max_branch_len,
-        max_prefix_len=layout.max_prefix_len,
-        block_table=layout.block_table,
-        window=sliding_window,
-        scale=scaling,
-        softcap=softcap,
-        return_lse=True,
-    )
+    fb_layout.windows.append(sliding_window)
+    out, lse = fb_layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
     if s_aux is not None:  # attention sinks take part in the softmax only
         out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
     return out[None], None
@@ -198,20 +212,39 @@ def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation = before
 
 
-def packed_forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-    """Hidden states [T, D] (after the final norm) of packed rows, every decoder layer run once.
+def packed_forward(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None
+) -> Tensor:
+    """Hidden states (after the final norm) of packed rows, every decoder layer run once.
+
+    Without gradients and autocast a model of the Llama family runs in its native decoder, which packs its weights on
+    first sight (`fb_core.decoder`); everything else goes through the model's own modules.
 
     Args:
         model: a causal LM that `check_supported` lets pass.
         ids: [T] int64.
         positions: [T] int64, a row's position in its own sequence.
         layout: the rows' groups and their prefixes.
+        rows: [N] int64, which rows are returned; None for all.
+
+    Returns:
+        [T, D], or [N, D] with rows.
 
     Raises:
         ValueError: active dropout, or the model did not route every layer, with its window, through the attention
             interface.
     """
     check_no_dropout(model)
+    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type):
+        native = NativeDecoder.of(model)
+        if native is not None:
+            return native.forward(ids, positions, layout.attend, rows)
+    hidden = forward_through_modules(model, ids, positions, layout)
+    return hidden if rows is None else hidden[rows]
+
+
+def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
     layout.windows.clear()
     with _attention(model, ATTENTION):
         hidden = model.base_model(
@@ -259,10 +292,9 @@ def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[
     device = model.device
     lengths = [len(tokens) for tokens in sequences]
     layout = Layout.build([([length], 0, 0) for length in lengths], device, capture=True)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     with torch.no_grad():
-        packed_forward(
-            model, torch.cat(list(sequences)), torch.cat([torch.arange(n, device=device) for n in lengths]), layout
-        )
+        packed_forward(model, torch.cat(list(sequences)), positions, layout, rows=positions[:0])
     kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
     starts = layout.cu_branch.tolist()
     return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
@@ -475,6 +507,7 @@ def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequ
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module tree over the same storage: adapters put into it leave the given model as it is."""
+    NativeDecoder.of(model)  # weights that are packed later would be no longer those of the copy
     shared: dict[int, Any] = {}
     for parameter in model.parameters():
         plain = type(parameter) is nn.Parameter

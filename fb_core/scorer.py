@@ -34,7 +34,9 @@ class CompatibilityScorer:
 
     l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
     packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
-    and values as the prefix, no copied cache and no logits. The model is left as it was.
+    and values as the prefix, no copied cache and no logits. Llama, Mistral, Qwen2 and Qwen3 run in the native decoder
+    (`fb_core.decoder`), which lays weights that are multiplied together side by side in memory; nothing else about the
+    model changes.
 
     Args:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes
@@ -168,10 +170,10 @@ class CompatibilityScorer:
             return [[] for _ in trajectories]
         table = None if prefix is None else torch.zeros(len(layout), 1, dtype=torch.int32, device=device)
         packed = hf.Layout.build(layout, device, prefix=prefix, block_table=table)
-        hidden = hf.packed_forward(self.model, torch.cat(ids), torch.cat(positions), packed)
+        hidden = hf.packed_forward(self.model, torch.cat(ids), torch.cat(positions), packed, rows=torch.cat(scored))
         head = hf.lm_head(self.model)
         logprob = linear_logprob(
-            hidden[torch.cat(scored)],
+            hidden,
             head.weight,
             torch.cat(targets),
             head.bias,

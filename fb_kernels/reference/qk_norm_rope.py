@@ -27,8 +27,12 @@ def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute x cos + rotate_half(x) sin."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    (first, second), (sin_first, sin_second) = x.chunk(2, -1), sin.chunk(2, -1)
+    rotated = x * cos
+    to_first, to_second = rotated.chunk(2, -1)
+    to_first.addcmul_(second, sin_first, value=-1)
+    to_second.addcmul_(first, sin_second)
+    return rotated
 
 
 def _rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,7 +85,7 @@ def qk_norm_rope(
     for x, weight in ((q, q_weight), (k, k_weight)):
         heads = x.to(dtype)
         if weight is not None:
-            heads = normalize(heads, eps)[0] * weight.to(dtype)
+            heads = normalize(heads, eps)[0].mul_(weight.to(dtype))
         rotated.append(_rotate(heads, cosine, sine).to(qkv.dtype).contiguous())
     return rotated[0], rotated[1], v.clone(memory_format=torch.contiguous_format)
 

@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     dtype = accumulation_dtype(x.dtype)
     summed = x.new_empty(0) if residual is None else (x + residual).contiguous()
     unit, _ = normalize((x if residual is None else summed).to(dtype), eps)
-    return (unit * weight.to(dtype)).to(x.dtype).contiguous(), summed
+    return unit.mul_(weight.to(dtype)).to(x.dtype).contiguous(), summed
 
 
 def rms_norm_backward(

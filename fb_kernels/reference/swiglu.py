@@ -11,7 +11,7 @@ from fb_kernels.reference.linear_logprob import accumulation_dtype
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up of gate_up[..., 2F]."""
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, -1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype).contiguous()
+    return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype).contiguous()
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:

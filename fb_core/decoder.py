@@ -1,0 +1,301 @@
+"""The native decoder: one packed forward of the Llama family with fused neighbours, on a model's own weights.
+
+Nine operations a layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
+residual additions are part of the norms. The model is read anew for every forward, so whatever was done to it in the
+meantime counts: other values, dtype or device, new parameters. What is not exactly as the family's modules compute it
+(adapters, hooks, quantised layers) has no native decoder.
+
+The projections that are multiplied together lie one behind the other in one storage: on first sight the parameters'
+`data` are moved there, layer by layer, and stay what they were to every other user of the model. There is no second
+copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fb_kernels import qk_norm_rope, rms_norm, swiglu
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and how their classes begin
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+CPU_ROWS = 512  # of a block, for each thread: a megabyte at hidden 512
+ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # ahead of F.linear's BLAS in float32, as the compiler uses it
+INERT_HOOKS = "transformers.utils.output_capturing"  # stay in a model that was once asked for its hidden states
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, int | None, float], tuple[Tensor, Tensor]]
+"""(layer, q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], window, scale) -> (out[T, Hq, E], lse[Hq, T])."""
+
+
+class Linear(NamedTuple):
+    """A projection: weight [out, in], bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, out] of x[N, in]."""
+        if ONEDNN and x.is_cpu and x.dtype == torch.float32:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm: weight [n] and eps."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    input_norm: Norm
+    qkv: Linear  # [(Hq + 2 Hkv) E, D]
+    q_norm: Norm | None  # [E]
+    k_norm: Norm | None  # with q_norm's eps
+    o: Linear  # [D, Hq E]
+    mlp_norm: Norm
+    gate_up: Linear  # [2F, D]
+    down: Linear  # [D, F]
+    heads: int
+    kv_heads: int
+    window: int | None
+    scale: float
+
+    def before_attention(
+        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], residual[T, D]) of the layer's input, hidden + residual [T, D]."""
+        normed, residual = rms_norm(hidden, *self.input_norm, residual)
+        q, k, v = qk_norm_rope(
+            self.qkv(normed),
+            self.q_norm and self.q_norm.weight,
+            self.k_norm and self.k_norm.weight,
+            cos,
+            sin,
+            positions,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            eps=self.q_norm.eps if self.q_norm else 1e-6,
+        )
+        return q, k, v, residual
+
+    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""
+        normed, residual = rms_norm(self.o(attended.flatten(1)), *self.mlp_norm, residual)
+        return self.down(swiglu(self.gate_up(normed))), residual
+
+
+@dataclass(frozen=True)
+class NativeDecoder:
+    """The decoder of one model as it is now; make it with `of`."""
+
+    embedding: nn.Module
+    rotary: nn.Module
+    layers: Sequence[Layer]
+    norm: Norm
+
+    @classmethod
+    def of(cls, model: Any) -> NativeDecoder | None:
+        """Read a Hugging Face causal LM and pack its weights, where they are not packed yet.
+
+        Args:
+            model: a model whose decoder is `model.base_model`.
+
+        Returns:
+            the decoder, or None where not everything is as in an unchanged Llama, Mistral, Qwen2 or Qwen3.
+        """
+        try:
+            return _Reader(model.base_model).decoder()
+        except _UnfamiliarError:
+            return None
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own rotary table in float32, (cos, sin), a row [E] for each of the positions [T]."""
+        cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])
+        return cos[0], sin[0]
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm of packed rows; without gradients.
+
+        Args:
+            ids: [T] int64.
+            positions: [T] int64, a row's position in its own sequence.
+            attend: what computes attention, and keeps k and v if they are wanted.
+            rows: [N] int64, which rows are returned; None for all.
+
+        Returns:
+            [T, D], or [N, D] with rows.
+        """
+        table = self.rope(positions)
+        place = torch.arange(len(ids), device=ids.device)  # a row's own row of the table
+        q, k, v, residual = _by_rows(self.layers[0].before_attention, self.embedding(ids), None, place, constants=table)
+        attended = self._attended(attend, 0, q, k, v)
+        for index in range(1, len(self.layers)):
+            step = partial(self._between_attentions, index)
+            q, k, v, residual = _by_rows(step, attended, residual, place, constants=table)
+            attended = self._attended(attend, index, q, k, v)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        hidden, residual = _by_rows(self.layers[-1].after_attention, attended, residual)
+        return rms_norm(hidden, *self.norm, residual)[0]
+
+    def _attended(self, attend: Attend, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(index, q, k, v, self.layers[index].window, self.layers[index].scale)[0]
+
+    def _between_attentions(
+        self, index: int, attended: Tensor, residual: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From what attention gives in layer index - 1 to what it takes in layer index."""
+        hidden, residual = self.layers[index - 1].after_attention(attended, residual)
+        return self.layers[index].before_attention(hidden, residual, positions, cos, sin)
+
+
+def _by_rows(
+    step: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None, constants: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """step(first, *others, *constants), on a CPU for blocks of rows: what lies between products stays in its cache."""
+    size = CPU_ROWS * torch.get_num_threads()
+    if not first.is_cpu or len(first) <= size:
+        return step(first, *others, *constants)
+    blocks = [
+        step(*(x if x is None else x[start : start + size] for x in (first, *others)), *constants)
+        for start in range(0, len(first), size)
+    ]
+    return tuple(map(torch.cat, zip(*blocks, strict=True)))
+
+
+class _UnfamiliarError(Exception):
+    """Something in the model is not as the family's own modules have it."""
+
+
+def _expect(familiar: bool) -> None:
+    if not familiar:
+        raise _UnfamiliarError
+
+
+class _Reader:
+    """Reads a family's modules, and stops at what is unfamiliar."""
+
+    def __init__(self, base: Any) -> None:
+        self.family = str(base.config.model_type)
+        _expect(self.family in FAMILIES)
+        self.base = self._own(base, "Model")
+        weight = _plain(base.embed_tokens, nn.Embedding).weight
+        self.kind = (weight.dtype, weight.device)
+        self.packed: set[int] = set()  # ids of the parameters that were packed
+
+    def decoder(self) -> NativeDecoder:
+        base = self.base
+        rotary = self._own(base.rotary_emb, "RotaryEmbedding")
+        _expect(rotary.rope_type in FIXED_ROPE)
+        layers = [self._layer(layer) for layer in base.layers[: base.config.num_hidden_layers]]
+        _expect(len(layers) > 0)
+        return NativeDecoder(base.embed_tokens, rotary, layers, self._norm(base.norm))
+
+    def _layer(self, layer: Any) -> Layer:
+        self._own(layer, "DecoderLayer")
+        attention, mlp = self._own(layer.self_attn, "Attention"), self._own(layer.mlp, "MLP")
+        width = attention.head_dim
+        _expect(2 * len(self.base.rotary_emb.inv_freq) == width)
+        _expect(not (attention.training and attention.attention_dropout))
+        _expect(type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and not _hooked(mlp.act_fn))
+        q_norm, k_norm = None, None
+        if self.family == "qwen3":
+            q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+            _expect(q_norm.eps == k_norm.eps)
+        return Layer(
+            input_norm=self._norm(layer.input_layernorm),
+            qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=self._linear(attention.o_proj),
+            mlp_norm=self._norm(layer.post_attention_layernorm),
+            gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
+            down=self._linear(mlp.down_proj),
+            heads=len(attention.q_proj.weight) // width,
+            kv_heads=len(attention.k_proj.weight) // width,
+            window=getattr(attention.config if self.family == "mistral" else attention, "sliding_window", None),
+            scale=attention.scaling,
+        )
+
+    def _own(self, module: Any, kind: str) -> Any:
+        """A module of the family's own class."""
+        name = f"transformers.models.{self.family}.modeling_{self.family}.{FAMILIES[self.family]}{kind}"
+        _expect(f"{type(module).__module__}.{type(module).__qualname__}" == name and not _hooked(module))
+        return module
+
+    def _norm(self, module: Any) -> Norm:
+        weight = self._own(module, "RMSNorm").weight
+        self._check(weight)
+        return Norm(weight.detach(), module.variance_epsilon)
+
+    def _linear(self, *modules: Any) -> Linear:
+        """Projections of one input as one."""
+        for module in modules:
+            _plain(module, nn.Linear)
+        weight = self._rows([module.weight for module in modules])
+        biases = [module.bias for module in modules]
+        if all(bias is None for bias in biases):
+            return Linear(weight, None)
+        return Linear(weight, self._rows(biases))
+
+    def _rows(self, parts: list[nn.Parameter]) -> Tensor:
+        for part in parts:
+            self._check(part)
+        if len(parts) == 1:
+            return parts[0].detach()
+        _expect(self.packed.isdisjoint(map(id, parts)))  # layers with a common part cannot both have it in their row
+        self.packed.update(map(id, parts))
+        return _packed(parts)
+
+    def _check(self, parameter: Any) -> None:
+        """A plain parameter, of one dtype and on one device with all others."""
+        _expect(type(parameter) is nn.Parameter and type(parameter.data) is Tensor)
+        _expect((parameter.dtype, parameter.device) == self.kind and not parameter.is_inference())
+
+
+def _plain(module: nn.Module, kind: type[nn.Module]) -> Any:
+    _expect(type(module) is kind and not _hooked(module))
+    return module
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more, or something else, than its class says."""
+    if module._forward_pre_hooks or "forward" in module.__dict__:
+        return True
+    return any(getattr(hook, "__module__", None) != INERT_HOOKS for hook in module._forward_hooks.values())
+
+
+_PACKING = threading.Lock()
+
+
+def _packed(parts: Sequence[nn.Parameter]) -> Tensor:
+    """The parts [n_i, ...] as one [sum n_i, ...]; moved into one storage first where they are not."""
+    if not _adjacent(parts):
+        with _PACKING, torch.inference_mode(False), torch.no_grad():
+            if not _adjacent(parts):  # another thread may have been here
+                _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes look at it
+                whole = torch.cat([part.detach() for part in parts])
+                for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                    part.data = rows
+    first = parts[0].detach()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether they lie one behind the other in one storage."""
+    end, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return False
+        end += part.nbytes
+    return True

@@ -1,0 +1,452 @@
+"""The native decoder against the model's own modules: what it computes, when it runs, and what packing leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, V, tiny
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
+
+from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, decoder, hf
+from fb_core.decoder import NativeDecoder
+from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
+
+NATIVE = ("qwen3", "qwen2", "llama", "mistral")
+GROUPS = [([9], 0, 0), ([3, 3], 0, 4), ([1, 2, 5], 0, 9), ([7], 0, 0), ([4], 26, 7), ([0, 2], 3, 0)]
+VARIANTS = [
+    *((family, {}) for family in NATIVE),
+    ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": False, "sliding_window": 4}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    ("mistral", {"sliding_window": 3}),
+    ("mistral", {"head_dim": 16, "hidden_act": "swish"}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "rope_theta": 1e4,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+]
+
+
+def packed(groups=GROUPS, seed=0, **options):
+    """(ids, positions, layout) of random rows; positions as the groups' prefixes say."""
+    lengths = [(length, prefix) for branches, _, prefix in groups for length in branches]
+    positions = torch.cat([torch.arange(prefix, prefix + length) for length, prefix in lengths])
+    ids = torch.randint(V, positions.shape, generator=torch.Generator().manual_seed(seed))
+    return ids, positions, hf.Layout.build(groups, torch.device("cpu"), **options)
+
+
+@torch.no_grad()
+def native(model, ids, positions, layout, rows=None):
+    found = NativeDecoder.of(model)
+    assert found is not None
+    return found.forward(ids, positions, layout.attend, rows)
+
+
+@torch.no_grad()
+def modules(model, ids, positions, layout):
+    return hf.forward_through_modules(model, ids, positions, layout)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_equals_the_modules(family, overrides):
+    model = tiny(family, **overrides)
+    expected = modules(model, *packed())
+    got = native(model, *packed())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
+    exact = native(copy.deepcopy(model).double(), *packed())  # the modules norm in float32 whatever the dtype
+    assert exact.dtype == torch.float64
+    assert_close_to_reference(got, exact, expected)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS[:5])
+def test_bfloat16_is_as_good_as_the_modules(family, overrides):
+    model = tiny(family, **overrides).bfloat16()
+    exact = modules(copy.deepcopy(model).double(), *packed())
+    assert_close_to_reference(native(model, *packed()), exact, modules(model, *packed()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_rows_change_nothing(monkeypatch, dtype):
+    model = tiny("qwen3", num_hidden_layers=3).to(dtype)
+    whole = native(model, *packed())
+    monkeypatch.setattr(decoder, "CPU_ROWS", 5)
+    blocks = native(model, *packed())
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(blocks, whole, rtol=tolerance, atol=tolerance * float(whole.abs().amax()))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_rows_are_those_of_all(family):
+    model = tiny(family)
+    rows = torch.tensor([5, 0, 14, 5])
+    with torch.no_grad():
+        whole = hf.packed_forward(model, *packed())
+        torch.testing.assert_close(hf.packed_forward(model, *packed(), rows), whole[rows], rtol=1e-5, atol=1e-5)
+        assert hf.packed_forward(model, *packed(), rows[:0]).shape == (0, 32)
+
+
+def test_captured_keys_and_values_are_the_modules_own():
+    model = tiny("qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    sequences = [torch.randint(V, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 1, 8)]
+    prefixes = hf.prefill_packed(model, sequences)
+    for keys, values in prefixes[0].kv.layers:
+        for kept in (keys, values):  # nothing else is kept alive with them
+            assert kept.untyped_storage().nbytes() == kept.nbytes == 14 * 2 * 8 * 4
+    for prefix, sequence in zip(prefixes, sequences, strict=True):
+        cache = hf.new_cache()
+        with torch.no_grad():
+            model(sequence[None], past_key_values=cache)
+        part = slice(prefix.start, prefix.start + prefix.length)
+        for (keys, values), layer in zip(prefix.kv.layers, cache.layers, strict=True):
+            torch.testing.assert_close(keys[part], layer.keys[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(values[part], layer.values[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+# --- when it runs -----------------------------------------------------------------------------------------------------
+
+
+def ways(monkeypatch):
+    """A list that gets "modules" for every packed forward through the model's modules."""
+    seen = []
+    plain = hf.forward_through_modules
+    monkeypatch.setattr(hf, "forward_through_modules", lambda *a: seen.append("modules") or plain(*a))
+    return seen
+
+
+def replaced_forward(model):
+    model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
+
+
+def own_class(model):
+    class Own(Qwen3Model):
+        pass
+
+    model.model.__class__ = Own
+
+
+def own_linear(model):
+    class Own(nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Own
+
+
+def common_parameter(model):
+    model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
+
+
+def missing_bias(model):
+    model.model.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.ones(32))
+
+
+def other_parameter(model):
+    class Own(nn.Parameter):
+        pass
+
+    weight = model.model.layers[0].mlp.down_proj.weight
+    model.model.layers[0].mlp.down_proj.weight = Own(weight.data)
+
+
+CHANGES = {
+    "a hook": lambda model: model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None),
+    "a pre-hook": lambda model: model.model.norm.register_forward_pre_hook(lambda *_: None),
+    "another forward": replaced_forward,
+    "another decoder class": own_class,
+    "another linear layer": own_linear,
+    "another parameter class": other_parameter,
+    "another activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.GELU()),
+    "layers with one parameter": common_parameter,
+    "a bias on q alone": missing_bias,
+    "two epsilons": lambda model: setattr(model.model.layers[0].self_attn.k_norm, "variance_epsilon", 1e-3),
+    "a decoder that other processes see": lambda model: model.model.layers[0].self_attn.share_memory(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_exactly_the_family_goes_through_its_modules(change, monkeypatch):
+    model = tiny("qwen3")
+    CHANGES[change](model)
+    before = {name: value.data_ptr() for name, value in model.model.layers[0].self_attn.named_parameters()}
+    assert NativeDecoder.of(model) is None
+    seen = ways(monkeypatch)
+    with torch.no_grad():
+        got = hf.packed_forward(model, *packed())
+    assert seen == ["modules"]
+    assert torch.equal(got, modules(model, *packed()))
+    if change.startswith("a decoder"):
+        assert before == {name: value.data_ptr() for name, value in model.model.layers[0].self_attn.named_parameters()}
+
+
+@pytest.mark.parametrize("family", set(FAMILIES) - set(NATIVE))
+def test_other_families_have_none(family):
+    assert NativeDecoder.of(tiny(family)) is None
+
+
+def test_a_norm_in_another_dtype_goes_through_the_modules():
+    model = tiny("llama").bfloat16()
+    model.model.norm.float()
+    assert NativeDecoder.of(model) is None
+
+
+def test_rope_that_depends_on_the_length_has_none():
+    assert (
+        NativeDecoder.of(tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
+        is None
+    )
+
+
+def test_active_attention_dropout_is_refused_and_inactive_is_not():
+    model = tiny("qwen3", attention_dropout=0.5)
+    expected = native(model, *packed())
+    model.train()
+    with torch.no_grad(), pytest.raises(ValueError, match="attention dropout"):
+        hf.packed_forward(model, *packed())
+    assert torch.equal(native(model.eval(), *packed()), expected)
+
+
+def test_gradients_and_autocast_go_through_the_modules(monkeypatch):
+    model = tiny("qwen3")
+    seen = ways(monkeypatch)
+    with torch.no_grad():
+        hf.packed_forward(model, *packed())
+        assert seen == []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hf.packed_forward(model, *packed())
+        assert len(seen) == 1
+    hf.packed_forward(model, *packed()).sum().backward()
+    assert len(seen) == 2
+    assert all(parameter.grad is not None for parameter in model.model.parameters())
+
+
+def test_hooks_that_transformers_leaves_behind_do_not_count():
+    model = tiny("qwen3")
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    expected = modules(model, *packed())
+    torch.testing.assert_close(native(model, *packed()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scorer_prefill_and_its_reranker_run_natively(monkeypatch):
+    model = tiny("qwen3")
+    seen = ways(monkeypatch)
+    scorer = CompatibilityScorer(model)
+    scorer.score_trajectory([1, 2, 3], [BranchGroup(2, torch.tensor([4, 5]), torch.tensor([6, 7]))])
+    reranker = TokenReranker.from_base(model)
+    hf.prefill_packed(model, [torch.tensor([1, 2, 3])])
+    assert seen == []
+    reranker.scores([1, 2, 3], [4, 5])
+    assert seen == ["modules"]  # the adapted candidates, not their prefix
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def storages(*models):
+    """Bytes of every storage that the models' parameters lie in."""
+    found = {}
+    for model in models:
+        for parameter in model.parameters():
+            storage = parameter.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def addresses(model):
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_packing_makes_no_second_copy_and_changes_no_value(family):
+    model = tiny(family)
+    ids = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    size, logits = sum(storages(model).values()), model(ids).logits
+    with largest_tensor() as largest:
+        NativeDecoder.of(model)
+    assert sum(storages(model).values()) == size
+    assert largest.numel == 2 * 48 * 32  # gate and up of one layer
+    assert len(storages(model)) < len(parameters)
+    assert parameters == {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(model(ids).logits, logits)
+    after = addresses(model)
+    with count_launches() as launches:
+        NativeDecoder.of(model)
+    assert launches.total == 0
+    CompatibilityScorer(model)
+    assert addresses(model) == after
+
+
+def test_packed_weights_are_saved_and_copied_as_before(tmp_path):
+    model = tiny("qwen2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = native(model, *packed())
+    model.save_pretrained(tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert torch.equal(native(loaded, *packed()), expected)
+    del before["lm_head.weight"]  # tied
+    save_file({name: model.state_dict()[name] for name in before}, tmp_path / "plain.safetensors")
+    read = load_file(tmp_path / "plain.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in before.items())
+    twin = copy.deepcopy(model)
+    assert sum(storages(model, twin).values()) == 2 * sum(storages(model).values())
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(native(model, *packed()), expected)
+
+
+def test_weight_sharing_copies_share_packed_weights():
+    model = tiny("qwen3")
+    size = sum(storages(model).values())
+    early = hf.share_weights(model)  # before any forward
+    expected = native(model, *packed())
+    late = hf.share_weights(model)
+    assert sum(storages(model, early, late).values()) == size
+    for twin in (early, late):
+        assert torch.equal(native(twin, *packed()), expected)
+    assert sum(storages(model, early, late).values()) == size
+    reranker = TokenReranker.from_base(model)
+    base = [parameter for name, parameter in reranker.adapted.named_parameters() if "lora_" not in name]
+    assert {parameter.untyped_storage().data_ptr() for parameter in base} <= storages(model).keys()
+    assert NativeDecoder.of(hf.causal_lm(reranker.adapted)) is None
+    assert torch.equal(native(model, *packed()), expected)
+
+
+def test_what_is_done_to_the_model_counts_at_once():
+    model = tiny("qwen3")
+    scorer = CompatibilityScorer(model)
+
+    def check(tolerance=1e-5):
+        torch.testing.assert_close(
+            native(model, *packed()), modules(model, *packed()), rtol=tolerance, atol=tolerance * 8
+        )
+        return native(model, *packed())
+
+    first = check()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(2)  # in place
+    second = check()
+    assert not torch.allclose(first, second, atol=1e-3)
+    other = {name: value.clone() for name, value in tiny("qwen3", seed=5).state_dict().items()}
+    model.load_state_dict(other)
+    third = check()
+    assert not torch.allclose(second, third, atol=1e-3)
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.randn(48, 32) / 4)
+    assert not torch.allclose(third, check(), atol=1e-3)
+    model.load_state_dict(other, assign=True)
+    torch.testing.assert_close(check(), third, rtol=1e-5, atol=1e-5)
+    size = sum(storages(model).values())
+    model.to(torch.float64)  # tears the packed storage apart
+    assert native(model, *packed()).dtype == torch.float64
+    assert sum(storages(model).values()) == 2 * size
+    check()
+    model.bfloat16()
+    check(0.1)
+    assert sum(storages(model).values()) == size // 2
+    scorer.score([1, 2, 3], [4, 5], [6])
+
+
+def test_packed_in_inference_mode_it_still_trains():
+    model = tiny("llama")
+    with torch.inference_mode():
+        CompatibilityScorer(model).score([1, 2, 3], [4, 5], [6])
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = native(model, *packed())
+    optimizer.step()
+    assert not torch.equal(native(model, *packed()), before)
+
+
+def test_a_model_made_in_inference_mode_goes_through_its_modules():
+    with torch.inference_mode():
+        model = tiny("llama")
+        CompatibilityScorer(model).score([1, 2, 3], [4, 5], [6])
+    assert NativeDecoder.of(model) is None
+
+
+def test_threads_pack_once_and_see_one_model():
+    for seed in range(3):
+        model = tiny("qwen3", seed=seed, num_hidden_layers=4)
+        size, expected = sum(storages(model).values()), modules(model, *packed())
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _, model=model: native(model, *packed()), range(16)))
+        assert all(torch.equal(states, found[0]) for states in found)
+        torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+        assert sum(storages(model).values()) == size
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def launches_a_layer(run, family="qwen3", **overrides):
+    """What one more layer adds."""
+    totals = []
+    for layers in (2, 3):
+        model = tiny(family, num_hidden_layers=layers, **overrides)
+        run(model, *packed())
+        arguments = packed()
+        with count_launches() as launches:
+            run(model, *arguments)
+        totals.append(launches.by_op)
+    return totals[1] - totals[0]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_nine_operations_a_layer(family):
+    ours = launches_a_layer(native, family)
+    fused = {"fb::rms_norm": 2, "fb::qk_norm_rope": 1, "fb::branch_attention": 1, "fb::swiglu": 1}
+    assert {name: count for name, count in ours.items() if name.startswith("fb::")} == fused
+    assert ours.total() == 9
+    assert launches_a_layer(modules, family).total() >= 3 * 9
+
+
+def test_scoring_runs_each_layer_once_and_builds_no_logits():
+    model = tiny("qwen3", vocab_size=9001)
+    scorer = CompatibilityScorer(model)
+    groups = [BranchGroup(p, torch.arange(p, p + 5), torch.arange(30, 50)) for p in (20, 40, 60)]
+    with largest_tensor() as largest, count_launches() as launches:
+        scorer.score_trajectory(torch.arange(60), groups)
+    assert launches.by_op["fb::branch_attention"] == launches.by_op["fb::swiglu"] == 2
+    assert largest.numel < 3 * 5 * 20 * 9001
+
+
+def test_no_syncs():
+    model = tiny("qwen3")
+    arguments = packed()
+    native(model, *arguments)
+    with count_syncs() as syncs:
+        native(model, *arguments, torch.tensor([1, 5]))
+    assert syncs.total == 0, syncs.by_op
+
+
+def test_a_wrapper_class_keeps_the_native_decoder():
+    class Own(Qwen3ForCausalLM):
+        pass
+
+    model = tiny("qwen3")
+    model.__class__ = Own
+    assert NativeDecoder.of(model) is not None
