@@ -37,6 +37,25 @@ figures: $(STAMP)
 aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
 
+# On a machine with a GPU, under that machine's own Python: `make gpu-test GPU_PYTHON=python3`.
+GPU_PYTHON ?= $(BIN)/python
+
+# One process an op: an illegal access poisons the process that made it.
+gpu-test:
+	status=0; for file in tests/gpu/test_*_gpu.py; do \
+		TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest $$file || status=1; \
+	done; exit $$status
+
+gpu-sanitize:
+	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \
+		TRITON_INTERPRET=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
+	done; done; exit $$status
+
+# Searches launch configurations on a GPU and writes fb_kernels/tuned/<device>.json.
+tune:
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.tune
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,10 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
 @cache
 def _why_no_triton(device: str) -> str:
     """Why Triton kernels cannot be launched on tensors of a device; empty where they can."""
-    if not find_spec("triton"):
-        return "triton is not installed"
+    try:
+        import_module("fb_kernels.triton")
+    except Exception as problem:
+        return f"triton cannot be imported: {type(problem).__name__}"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton runs CPU tensors only under TRITON_INTERPRET=1"
     return ""
