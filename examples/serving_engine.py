@@ -1,0 +1,101 @@
+"""How a serving engine with a page table calls `branch_attention`: candidates of several requests in one launch.
+
+The engine keeps keys and values in pages of one pool and a table of page numbers for every request, as vLLM and SGLang
+do; a request's length need not fill its last page, and nothing is copied or gathered. Each request has some candidate
+branches, and all of them attend in one call, to the request's pages and to themselves. The check lays every prefix out
+in one piece and calls again. Run it with `python examples/serving_engine.py`, on a CPU or a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_kernels import branch_attention
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 2, 32, 16
+
+
+@dataclass
+class PagedCache:
+    """A pool of pages for one layer, handed out to requests as they grow."""
+
+    keys: Tensor  # [pages, page, Hkv, E]
+    values: Tensor
+    free: list[int]
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, pages: int, device: str) -> PagedCache:
+        pool = [torch.full((pages, PAGE, KV_HEADS, HEAD_DIM), torch.nan, device=device) for _ in range(2)]
+        return cls(pool[0], pool[1], torch.randperm(pages).tolist())
+
+    def append(self, request: str, k: Tensor, v: Tensor) -> None:
+        """Write k, v [n, Hkv, E] behind what the request holds."""
+        own, start = self.pages.setdefault(request, []), self.lengths.get(request, 0)
+        stop = start + len(k)
+        while len(own) * PAGE < stop:
+            own.append(self.free.pop())
+        slots = torch.tensor([own[i // PAGE] * PAGE + i % PAGE for i in range(start, stop)], device=k.device)
+        self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots] = k, v
+        self.lengths[request] = stop
+
+    def table(self, requests: list[str]) -> Tensor:
+        """int32 [G, n]: the pages of each request, padded with -1."""
+        width = max(len(self.pages[request]) for request in requests)
+        rows = [self.pages[request] + [-1] * (width - len(self.pages[request])) for request in requests]
+        return torch.tensor(rows, dtype=torch.int32, device=self.keys.device)
+
+
+def offsets(sizes: list[int], device: str) -> Tensor:
+    """The running sum of sizes, beginning with 0."""
+    return torch.tensor([0, *sizes], device=device).cumsum(0, dtype=torch.int32)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Fill the cache, call once, and compare."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cache = PagedCache.make(64, device)
+    prefixes = {"first": 100, "second": 37, "third": 256}
+    requests = list(prefixes)
+    kept = {}
+    for request, length in prefixes.items():
+        kept[request] = [torch.randn(length, KV_HEADS, HEAD_DIM, device=device) for _ in range(2)]
+        for start in range(0, length, 29):  # chunks of a prefill, of no page's size
+            cache.append(request, *(x[start : start + 29] for x in kept[request]))
+
+    candidates = [13, 4, 8]  # of each request: branches of one token, as in a rerank event
+    rows = sum(candidates)
+    q = torch.randn(rows, HEADS, HEAD_DIM, device=device)
+    k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM, device=device) for _ in range(2))
+    layout: dict[str, Any] = {
+        "cu_branch": torch.arange(rows + 1, dtype=torch.int32, device=device),
+        "cu_group": offsets(candidates, device),
+        "prefix_len": torch.tensor([cache.lengths[request] for request in requests], dtype=torch.int32, device=device),
+    }
+    out, lse = branch_attention(
+        *(q, k, v, cache.keys, cache.values),
+        **layout,
+        prefix_start=torch.zeros(len(requests), dtype=torch.int32, device=device),
+        block_table=cache.table(requests),
+        return_lse=True,
+    )
+    whole = [torch.cat([kept[request][i] for request in requests]) for i in range(2)]
+    starts = offsets(list(prefixes.values()), device)[:-1].contiguous()
+    want, want_lse = branch_attention(q, k, v, *whole, **layout, prefix_start=starts, return_lse=True)
+    worst = max(float((out - want).abs().max()), float((lse - want_lse).abs().max()))
+    used = sum(map(len, cache.pages.values()))
+    print(f"{len(requests)} requests in {used} pages of {PAGE}, {rows} candidates, one call")
+    print(f"largest difference from contiguous prefixes: {worst:.1e}")
+    if not worst <= 1e-5:
+        raise SystemExit("the paged call does not agree with its contiguous twin")
+
+
+if __name__ == "__main__":
+    main()
