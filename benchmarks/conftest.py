@@ -6,7 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import harness
-from benchmarks.harness import Goal, Implementation, Result
+from benchmarks.harness import Cost, Goal, Implementation, Result, Timing
 
 RESULTS = pytest.StashKey[dict[str, list[Result]]]()
 
@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     about = harness.machine()
+    if harness.DEVICE == "cuda":
+        reached = harness.ceilings()  # before anything else runs
+        about["device"] += f" (copy {reached.copy_tbps:.2f} TB/s, bf16 product {reached.bf16_tflops:.0f} TFLOP/s)"
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"benchmarks on {about['device']}{load}; torch {about['torch']}, commit {about['commit']}"
 
@@ -42,6 +45,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if directory is not None:
         for path in harness.write_results(directory, config.stash[RESULTS]):
             terminalreporter.write_line(f"wrote {path}")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Every case compiles its peers anew: torch.compile stops after a few recompilations of one function."""
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -58,10 +68,26 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
         goals: Sequence[Goal] = (),
         peaks: Mapping[str, int] = MappingProxyType({}),
         notes: Sequence[str] = (),
+        timing: Timing = Timing.COLD,
+        cost: Cost | None = None,
+        dtype: torch.dtype | None = None,
+        skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Result]:
+        reasons = dict(skipped)
         results = harness.compare(
-            benchmark, op, shape, implementations, rounds=rounds, tolerance=tolerance, peaks=peaks
+            benchmark,
+            op,
+            shape,
+            implementations,
+            rounds=rounds,
+            tolerance=tolerance,
+            peaks=peaks,
+            timing=timing,
+            cost=cost,
+            dtype=dtype,
+            skipped=reasons,
         )
+        notes = [*(f"{name}: not run: {reason}" for name, reason in reasons.items()), *notes]
         request.config.stash[RESULTS].setdefault(request.path.stem.removeprefix("bench_"), []).extend(results)
         capture = request.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else nullcontext():

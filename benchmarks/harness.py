@@ -1,4 +1,8 @@
-"""Times an implementation and its peers in one process, interleaved, and only those whose results are right."""
+"""Times an implementation and its peers in one process, interleaved, and only those whose results are right.
+
+On a GPU times come from CUDA events, and what was reached is set against two ceilings measured first: a copy and a bf16
+matrix product.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cache, partial
+from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
@@ -22,17 +29,57 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-OURS = "fb"
+OURS, FLOOR = "fb", "floor"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GRAPH_CALLS = 20  # in one replay, where a graph is timed with a warm cache
 ROOT = Path(__file__).resolve().parent.parent
 PROC = Path("/proc/self")
 
 
+class Timing(Enum):
+    """How a call is timed on a GPU; on the CPU all are the same."""
+
+    COLD = "cold L2"  # the call is queued behind a write of more than the cache holds
+    EAGER = "eager, warm L2"  # on an idle GPU, the host's launches included
+    GRAPH_COLD = "graph, cold L2"  # one call a replay, queued behind a write of more than the cache holds
+    GRAPH_WARM = "graph, warm L2"  # a replay of many calls, divided by their number
+
+
+LATENCY = (Timing.EAGER, Timing.GRAPH_COLD, Timing.GRAPH_WARM)  # for calls of microseconds
+Output = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a case has to do at least: floating-point operations, and bytes read and written once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches: a copy (read + write) and a bf16 matrix product."""
+
+    copy_tbps: float
+    bf16_tflops: float
+
+    def floor_us(self, cost: Cost) -> float:
+        """The time in which no implementation can do this."""
+        return max(cost.flops / self.bf16_tflops, cost.bytes / self.copy_tbps) * 1e-6
+
+
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute a case's result, and the truth that its leading rows are checked against."""
+    """One way to compute a case's result, and the truth that it is checked against.
 
-    run: Callable[[], Tensor]
-    expected: Tensor
+    The truth may have fewer tensors or fewer leading rows than the result; with `rows` it has those rows.
+    """
+
+    run: Callable[[], Output]
+    expected: Output
+    rows: Tensor | None = None
+    tolerance: float | None = None  # in place of the case's
 
 
 @dataclass(frozen=True)
@@ -49,6 +96,9 @@ class Result:
     max_error: float
     ok: bool
     peak_bytes: int | None = None
+    tflops: float | None = None
+    tbps: float | None = None
+    fraction_of_ceiling: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +123,10 @@ def compare(
     rounds: int,
     tolerance: float,
     peaks: Mapping[str, int] = MappingProxyType({}),
+    timing: Timing = Timing.COLD,
+    cost: Cost | None = None,
+    dtype: torch.dtype | None = None,
+    skipped: dict[str, str] | None = None,
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
@@ -85,24 +139,46 @@ def compare(
         implementations: by name, ours as "fb".
         rounds: how many times each is timed.
         tolerance: largest absolute error that counts as right.
-        peaks: bytes of memory by name, to be reported beside the times.
+        peaks: bytes of memory by name, to be reported beside the times; on a GPU they are measured here.
+        timing: how a call is timed on a GPU, named in the shape there.
+        cost: what the case has to do at least; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
+        dtype: of the inputs, to be reported; the result's own by default.
+        skipped: takes peers that raised, by name, with the reason; without it they raise here.
 
     Returns:
-        one result an implementation, in the given order.
+        one result an implementation that ran, in the given order.
     """
+    device = _device_of(implementations[OURS])
+    ceiling = ceilings() if device == "cuda" else None
+    if device == "cuda":
+        shape = f"{shape} ({timing.value})"
     errors: dict[str, float] = {}
     dtypes: dict[str, str] = {}
+    bounds: dict[str, float] = {}
+    calls: dict[str, Callable[[], float]] = {}
+    measured = dict(peaks)
     for name, implementation in implementations.items():
-        got = implementation.run()
-        errors[name] = max_error(got, implementation.expected)
-        dtypes[name] = str(got.dtype).removeprefix("torch.")
-    right = [name for name, error in errors.items() if error <= tolerance]
-    times: dict[str, list[float]] = {name: [] for name in implementations}
+        try:
+            got = implementation.run()
+            error = max_error(got, implementation.expected, implementation.rows)
+            result_dtype = dtype or _tensors(got)[0].dtype
+            del got
+            bound = tolerance if implementation.tolerance is None else implementation.tolerance
+            if device == "cuda" and error <= bound:
+                measured.setdefault(name, _peak_on_device(implementation.run))
+                calls[name] = timer(implementation.run, timing)
+        except Exception as reason:
+            if name == OURS or skipped is None:
+                raise
+            skipped[name] = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0][:160]}"
+            continue
+        errors[name], bounds[name], dtypes[name] = error, bound, str(result_dtype).removeprefix("torch.")
+        calls.setdefault(name, partial(_on_host, implementation.run))
+    right = [name for name, error in errors.items() if error <= bounds[name]]
+    times: dict[str, list[float]] = {name: [] for name in errors}
 
     def timed(name: str) -> None:
-        start = time.perf_counter()
-        implementations[name].run()
-        times[name].append(time.perf_counter() - start)
+        times[name].append(calls[name]())
 
     def time_peers() -> None:
         for name in right:
@@ -113,11 +189,15 @@ def compare(
         gc.collect()
         benchmark.pedantic(timed, args=(OURS,), setup=time_peers, rounds=rounds)
     results = []
-    for name in implementations:
+    cold = timing in (Timing.COLD, Timing.GRAPH_COLD)
+    for name in errors:
         median, low, high = quantiles_us(times[name])
-        results.append(
-            Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, peaks.get(name))
-        )
+        row = Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, measured.get(name))
+        results.append(_rated(row, cost, ceiling, cold))
+    if cost and ceiling and cold:
+        floor = ceiling.floor_us(cost)
+        row = Result(op, shape, FLOOR, dtypes[OURS], floor, None, None, 0.0, True)
+        results.append(_rated(row, cost, ceiling, cold))
     benchmark.extra_info.update(
         shape=shape, max_error=errors, peers={row.impl: row.median_us for row in results if row.impl != OURS}
     )
@@ -125,13 +205,113 @@ def compare(
     return results
 
 
-def max_error(got: Tensor, expected: Tensor) -> float:
-    """The largest absolute error in the leading rows that `expected` has; infinite for another shape or for NaN."""
-    got = got[: len(expected)]
-    if got.shape != expected.shape:
-        return math.inf
-    error = float((got.double() - expected.double()).abs().max())
-    return math.inf if math.isnan(error) else error
+def _device_of(implementation: Implementation) -> str:
+    return _tensors(implementation.expected)[0].device.type
+
+
+def _on_host(run: Callable[[], Output]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
+    """A function that times one call in seconds, on a GPU between CUDA events; a graph is captured here."""
+    if DEVICE == "cpu":
+        return partial(_on_host, run)
+    calls = GRAPH_CALLS if timing is Timing.GRAPH_WARM else 1
+    work: Callable[[], object] = run
+    if timing in (Timing.GRAPH_COLD, Timing.GRAPH_WARM):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        graph.replay()
+        work = graph.replay
+    cold = timing in (Timing.COLD, Timing.GRAPH_COLD)
+
+    def seconds() -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if cold:
+            _flusher().zero_()
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3 / calls
+
+    return seconds
+
+
+@cache
+def _flusher() -> Tensor:
+    """A buffer of many times the L2 cache: writing it empties the cache, and takes longer than the host's launches."""
+    return torch.empty(1 << 30, dtype=torch.int8, device=DEVICE)
+
+
+def _peak_on_device(run: Callable[[], Output]) -> int:
+    """Bytes that a call allocates at its peak, its result included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = run()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+@cache
+def ceilings() -> Ceilings:
+    """Measured once a process, on random data, medians of 20."""
+    source, size = torch.empty(1 << 30, dtype=torch.int8, device=DEVICE).random_(), 8192
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    out = torch.empty_like(a)
+    medians = []
+    for run in (lambda: target.copy_(source), lambda: torch.mm(a, b, out=out)):
+        for _ in range(3):
+            run()
+        timed = timer(run, Timing.EAGER)
+        medians.append(torch.tensor([timed() for _ in range(20)], dtype=torch.float64).median().item())
+    copied, multiplied = medians
+    return Ceilings(2 * source.nbytes / copied * 1e-12, 2 * size**3 / multiplied * 1e-12)
+
+
+def _rated(row: Result, cost: Cost | None, ceiling: Ceilings | None, cold: bool) -> Result:
+    """The row with rates and, from a cold cache, its fraction of the ceiling that bounds it."""
+    if cost is None or ceiling is None or row.median_us is None:
+        return row
+    tflops, tbps = (amount / row.median_us * 1e-6 for amount in (cost.flops, cost.bytes))
+    fraction = ceiling.floor_us(cost) / row.median_us if cold else None
+    return replace(row, tflops=tflops, tbps=tbps, fraction_of_ceiling=fraction)
+
+
+def _tensors(output: Output) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def max_error(got: Output, expected: Output, rows: Tensor | None = None) -> float:
+    """The largest absolute error in the rows that `expected` has; infinite for another shape or for NaN."""
+    worst = 0.0
+    for actual, truth in zip(_tensors(got), _tensors(expected), strict=False):
+        actual = actual[: len(truth)] if rows is None else actual[rows]
+        if actual.shape != truth.shape:
+            return math.inf
+        if truth.numel():
+            error = float((actual.double() - truth.double()).abs().max())
+            worst = math.inf if math.isnan(error) else max(worst, error)
+    return worst if len(_tensors(got)) >= len(_tensors(expected)) else math.inf
+
+
+def allowed_error(plain: Output, expected: Output, ulps: float = 4.0) -> float:
+    """Twice the error of plain PyTorch in the case's dtype and a few ulps of the largest value: the house rule."""
+    allowance = max(
+        ulps * torch.finfo(value.dtype).eps * float(truth.abs().max())
+        for value, truth in zip(_tensors(plain), _tensors(expected), strict=True)
+    )
+    return 2 * max_error(plain, expected) + allowance
 
 
 def quantiles_us(seconds: Sequence[float]) -> tuple[float | None, float | None, float | None]:
@@ -155,16 +335,22 @@ def table(results: Sequence[Result], goals: Sequence[Goal] = ()) -> str:
     first = results[0]
     wide = max(len(row.impl) for row in results)
     head = f"{'':{wide}} {'median':>11} {'p10':>11} {'p90':>11} {'vs fb':>8} {'max error':>10}"
+    if first.fraction_of_ceiling is not None:
+        head += f" {'of ceiling':>10}"
     lines = [f"{first.op}: {first.shape}", head + (f" {'memory':>10}" if first.peak_bytes is not None else "")]
     wanted = {goal.peer: goal.ratio for goal in goals}
     for row in results:
         line = f"{row.impl:{wide}}"
-        if row.median_us is None or row.p10_us is None or row.p90_us is None:
+        if row.median_us is None:
             line += f" {'not timed: ' + ('fb failed' if row.ok else 'FAILED the check'):>44}"
         else:
-            times = (f"{value / 1e3:,.2f} ms" for value in (row.median_us, row.p10_us, row.p90_us))
-            line += "".join(f" {value:>11}" for value in times) + f" {ratio(results, row.impl):>7.2f}x"
+            times = (_shown(value) for value in (row.median_us, row.p10_us, row.p90_us))
+            compared = ratio(results, row.impl)
+            line += "".join(f" {value:>11}" for value in times)
+            line += f" {'' if compared is None else f'{compared:.2f}x':>8}"
         line += f" {row.max_error:>10.1e}"
+        if row.fraction_of_ceiling is not None:
+            line += f" {row.fraction_of_ceiling:>10.1%}"
         if row.peak_bytes is not None:
             line += f" {row.peak_bytes / 2**20:>6,.0f} MiB"
         if row.impl in wanted:
@@ -173,6 +359,12 @@ def table(results: Sequence[Result], goals: Sequence[Goal] = ()) -> str:
             line += f"  goal {wanted[row.impl]:g}x: {verdict}"
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+def _shown(microseconds: float | None) -> str:
+    if microseconds is None:
+        return ""
+    return f"{microseconds:,.2f} us" if microseconds < 1000 else f"{microseconds / 1e3:,.2f} ms"
 
 
 def peak_memory(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int | None:
@@ -208,12 +400,33 @@ def _status(name: str) -> int:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
+    about: dict[str, Any] = {"device": f"{_processor()}, {torch.get_num_threads()} threads"}
+    if DEVICE == "cuda":
+        about = {"device": torch.cuda.get_device_name(), "driver": _driver(), "cuda": torch.version.cuda}
     return {
-        "device": f"{_processor()}, {torch.get_num_threads()} threads",
+        **about,
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, by its own tool."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None
 
 
 def _processor() -> str:
@@ -242,6 +455,7 @@ def write_results(directory: Path, results: dict[str, list[Result]]) -> list[Pat
     for bench, rows in results.items():
         path = directory / f"{bench}.json"
         cases = [asdict(row) for row in rows]
-        path.write_text(json.dumps({**machine(), "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})
+        path.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         paths.append(path)
     return paths

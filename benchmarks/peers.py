@@ -1,13 +1,23 @@
-"""What a user would write with transformers, peft and torch alone."""
+"""What a user would write with transformers, peft, torch and the fastest kernels that are installed."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, PreTrainedModel
+
+from benchmarks.shapes import Branches
+from fb_kernels import merge_attention_states
 
 
 @torch.no_grad()
@@ -115,6 +125,242 @@ def logsumexp_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """[N]: logits, the target's less their log-sum-exp."""
     logits = hidden @ weight.T
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+@torch.no_grad()
+def cross_entropy_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """[N]: logits in the inputs' dtype, torch's cross-entropy on them in float32."""
+    return -F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="none")
+
+
+@torch.no_grad()
+def low_precision_cross_entropy_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """[N]: torch's cross-entropy on logits in the inputs' dtype."""
+    return -F.cross_entropy(F.linear(hidden, weight), target, reduction="none").float()
+
+
+def torch_linear_cross_entropy() -> Callable[..., Tensor]:
+    """torch.nn.functional.linear_cross_entropy (torch 2.13)."""
+    function = F.linear_cross_entropy
+    return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
+
+
+def cut_cross_entropy() -> Callable[..., Tensor]:
+    """apple/ml-cross-entropy."""
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
+
+
+def liger_cross_entropy() -> Callable[..., Tensor]:
+    """Liger-Kernel's fused linear cross-entropy."""
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
+
+
+def trl_chunked_logprob() -> Callable[..., Tensor]:
+    """TRL's log-probs over chunks of the vocabulary, whose arguments differ from version to version."""
+    function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
+    names = list(inspect.signature(function.forward).parameters)[1:]
+    known = {"temperature": 1.0, "chunk_size": 8192, "bias": None, "logit_scale": 1.0}
+    given = {"last_hidden": 0, "hidden": 0, "weight": 1, "targets": 2, "target": 2}
+    unknown = [name for name in names if name not in known and name not in given and "softcap" not in name]
+    if unknown:
+        raise TypeError(f"this version of trl wants {', '.join(unknown)}")
+
+    def run(*tensors: Tensor) -> Tensor:
+        return function.apply(*(tensors[given[name]] if name in given else known.get(name) for name in names))[0]
+
+    return torch.no_grad()(run)
+
+
+def shared_prefix_attention(case: Branches, dtype: torch.dtype) -> Tensor:
+    """[T, Hq, E]: plain matrix products of each group with its prefix and of each branch with itself."""
+    k, length = case.candidates, case.length
+    causal = torch.ones(length, length, dtype=torch.bool, device=case.q.device).tril()
+    out = []
+    for group in range(case.groups):
+        rows, keys = (slice(group * n, (group + 1) * n) for n in (k * length, case.prefix))
+        own_k, own_v = (x[rows].to(dtype).unflatten(0, (k, length)) for x in (case.k, case.v))  # [K, L, Hkv, E]
+        shared_k, shared_v = (x[keys].to(dtype) for x in (case.prefix_k, case.prefix_v))  # [P, Hkv, E]
+        q = (
+            case.q[rows].to(dtype).unflatten(0, (k, length)).unflatten(2, (shared_k.shape[1], -1))
+            * case.q.shape[2] ** -0.5
+        )
+        behind = torch.einsum("klhre,phe->hrklp", q, shared_k)
+        among = torch.einsum("klhre,kmhe->hrklm", q, own_k).masked_fill(~causal, -torch.inf)
+        weights = torch.cat([behind, among], -1).softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        seen = torch.einsum("hrklp,phe->klhre", weights[..., : case.prefix], shared_v)
+        seen = seen + torch.einsum("hrklm,kmhe->klhre", weights[..., case.prefix :], own_v)
+        out.append(seen.flatten(2, 3).flatten(0, 1))
+    return torch.cat(out)
+
+
+Attend = Callable[[], Tensor]
+
+
+def _matmuls(case: Branches) -> Attend:
+    return lambda: shared_prefix_attention(case, case.q.dtype)
+
+
+def _sdpa(case: Branches, backend: SDPBackend, mask: Any) -> Attend:
+    """Scaled dot product attention of one backend over copies of the prefix, which every call makes."""
+
+    def run() -> Tensor:
+        q, k, v = case.repeated()
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def _sdpa_flash(case: Branches) -> Attend:
+    mask: Any = None if case.length == 1 else causal_lower_right(case.length, case.prefix + case.length)
+    if mask is not None and case.q.device.type == "cpu":
+        mask = _lower_right(case)
+    return _sdpa(case, SDPBackend.FLASH_ATTENTION, mask)
+
+
+def _sdpa_cudnn(case: Branches) -> Attend:
+    _require_cuda(case, "cuDNN")
+    return _sdpa(case, SDPBackend.CUDNN_ATTENTION, None if case.length == 1 else _lower_right(case))
+
+
+def _lower_right(case: Branches) -> Tensor:
+    """[L, P + L]: the prefix whole, the branch causally."""
+    whole = torch.ones(case.length, case.prefix + case.length, dtype=torch.bool, device=case.q.device)
+    return whole.tril(case.prefix)
+
+
+def _two_flash_calls(case: Branches) -> Attend:
+    """One call a group over its prefix, one causal call a branch over itself, merged by their log-sum-exp."""
+    k, kv_heads = case.candidates, case.prefix_k.shape[1]
+    on_gpu = case.q.device.type == "cuda"
+    flash = torch.ops.aten._scaled_dot_product_flash_attention if on_gpu else _cpu_flash(case.q.shape[1] // kv_heads)
+    batch = lambda x, n: x.unflatten(0, (n, -1)).transpose(1, 2)  # noqa: E731  [n, heads, rows, E]
+
+    def run() -> Tensor:
+        parts = []
+        for n, keys, values, causal in (
+            (case.groups, case.prefix_k, case.prefix_v, False),
+            (case.groups * k, case.k, case.v, True),
+        ):
+            out, lse, *_ = flash(batch(case.q, n), batch(keys, n), batch(values, n), 0.0, causal)
+            parts += [out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)]
+        return merge_attention_states(*parts)[0]
+
+    return run
+
+
+def _cpu_flash(repeat: int) -> Callable[..., Any]:
+    def flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *rest)
+
+    return flash
+
+
+def _two_varlen_calls(case: Branches, call: Callable[..., tuple[Tensor, Tensor]]) -> Attend:
+    """As `_two_flash_calls`, packed: `call(q, k, v, cu_q, cu_k, max_q, max_k, causal)` gives (out, lse[Hq, T])."""
+    rows = case.candidates * case.length
+    over_prefix = (case.offsets(case.groups, rows), case.offsets(case.groups, case.prefix), rows, case.prefix, False)
+    own = case.offsets(case.branches, case.length)
+    over_own = (own, own, case.length, case.length, True)
+
+    def run() -> Tensor:
+        prefix = call(case.q, case.prefix_k, case.prefix_v, *over_prefix)
+        return merge_attention_states(*prefix, *call(case.q, case.k, case.v, *over_own))[0]
+
+    return run
+
+
+def _torch_varlen(case: Branches) -> Attend:
+    module = importlib.import_module("torch.nn.attention.varlen")
+    _require_cuda(case, "torch's varlen attention")
+    names = inspect.signature(module.varlen_attn).parameters
+    aux = module.AuxRequest(lse=True)
+
+    def call(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, causal = arguments
+        options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in names else {}
+        if "window_size" in names:  # torch 2.11 and later
+            options["window_size"] = (-1, 0) if causal else (-1, -1)
+        else:
+            options["is_causal"] = causal
+        out, lse = module.varlen_attn(*tensors, return_aux=aux, **options)
+        return out, lse
+
+    return _two_varlen_calls(case, call)
+
+
+def _flash_attn_varlen(case: Branches) -> Attend:
+    function = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def call(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, causal = arguments
+        out, lse, _ = function(*tensors, causal=causal, return_attn_probs=True)
+        return out, lse
+
+    return _two_varlen_calls(case, call)
+
+
+def _flash_attn_kvcache(case: Branches) -> Attend:
+    """Pages of the prefix shared by a group's branches, then pages of each branch's own, which every call fills."""
+    function = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    page = 256
+    if case.prefix % page:
+        raise ValueError(f"expected a prefix of whole pages of {page}, got {case.prefix}")
+    shared, own = case.prefix // page, -(-case.length // page)
+    pages = case.groups * shared
+    device = case.q.device
+    prefix = torch.arange(pages, dtype=torch.int32, device=device).view(case.groups, shared)
+    behind = torch.arange(pages, pages + case.branches * own, dtype=torch.int32, device=device).view(case.branches, own)
+    table = torch.cat([prefix.repeat_interleave(case.candidates, 0), behind], 1)
+    cache = []
+    for x in (case.prefix_k, case.prefix_v):
+        cache.append(torch.cat([x.unflatten(0, (pages, page)), x.new_zeros(case.branches * own, page, *x.shape[1:])]))
+    filled = torch.full((case.branches,), case.prefix, dtype=torch.int32, device=device)
+    q, k, v = (x.unflatten(0, (case.branches, case.length)) for x in (case.q, case.k, case.v))
+    return lambda: function(q, *cache, k=k, v=v, cache_seqlens=filled, block_table=table, causal=True).flatten(0, 1)
+
+
+def _flex(case: Branches) -> Attend:
+    """Flex attention with a block mask over the prefixes and all branches, laid side by side beforehand."""
+    _require_cuda(case, "compiled flex attention")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    rows, prefix, k, length = len(case.q), case.prefix, case.candidates, case.length
+    shared = case.groups * prefix
+
+    def visible(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_prefix = (key < shared) & (key // prefix == query // (k * length))
+        own = key - shared
+        return in_prefix | ((own >= 0) & (own // length == query // length) & (own <= query))
+
+    mask = create_block_mask(visible, None, None, rows, shared + rows, device=case.q.device)
+    keys, values = (
+        torch.cat(x).transpose(0, 1)[None].contiguous() for x in ((case.prefix_k, case.k), (case.prefix_v, case.v))
+    )
+    q = case.q.transpose(0, 1)[None]
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, keys, values, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _require_cuda(case: Branches, what: str) -> None:
+    if case.q.device.type != "cuda":
+        raise NotImplementedError(f"{what} runs on CUDA only")
+
+
+ATTENTION: dict[str, Callable[[Branches], Attend]] = {
+    "matmuls over the shared prefix": _matmuls,
+    "SDPA flash, repeated prefix": _sdpa_flash,
+    "SDPA cuDNN, repeated prefix": _sdpa_cudnn,
+    "two flash calls, merged": _two_flash_calls,
+    "torch varlen twice, merged": _torch_varlen,
+    "flash-attn varlen twice, merged": _flash_attn_varlen,
+    "flash-attn with kvcache, shared pages": _flash_attn_kvcache,
+    "flex attention, block mask": _flex,
+}
 
 
 def _branches(candidates: Tensor, future: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""The small ops around the matrix products against plain torch, eager and compiled: launches and traffic decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import harness, shapes
+from benchmarks.harness import DEVICE, LATENCY, OURS, Cost, Implementation, Output, Timing
+from benchmarks.shapes import CANDIDATES, DTYPE, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROWS, VOCABULARY, WIDTH
+from fb_kernels import candidate_head, merge_attention_states, qk_norm_rope, rms_norm, swiglu, topk_entropy
+
+EPS, TOP = 1e-6, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, the same in plain torch, and inputs of one size."""
+
+    shape: str
+    ours: Callable[..., Output]
+    plain: Callable[..., Output]
+    floats: tuple[Tensor, ...]
+    others: tuple[Tensor, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        assert all(x.is_floating_point() for x in self.floats)
+
+
+def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """What is added up in float32, and in float64 for the truth."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm_case(rows: int) -> Case:
+    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> Output:
+        summed = x + residual
+        return F.rms_norm(summed, (x.shape[-1],), weight, EPS), summed
+
+    tensors = (randn(rows, HIDDEN), randn(rows, HIDDEN), 1 + randn(HIDDEN) / 8)
+    return Case(f"N={rows} D={HIDDEN}", lambda x, r, w: rms_norm(x, w, EPS, r), plain, tensors)
+
+
+def qk_norm_rope_case(rows: int) -> Case:
+    angle = torch.outer(torch.arange(4096.0), 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
+    cos, sin = angle.cos().to(DEVICE, DTYPE), angle.sin().to(DEVICE, DTYPE)
+    positions = torch.arange(rows, device=DEVICE) % 4096
+
+    def plain(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Output:
+        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
+        out = []
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            normed = F.rms_norm(x, (HEAD_DIM,), weight, EPS)
+            first, second = normed.chunk(2, -1)
+            out.append(normed * cos + torch.cat([-second, first], -1) * sin)
+        return out[0], out[1], v.contiguous()
+
+    def ours(*tensors: Tensor) -> Output:
+        return qk_norm_rope(*tensors, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS)
+
+    floats = (randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM), 1 + randn(HEAD_DIM) / 8, 1 + randn(HEAD_DIM) / 8)
+    return Case(f"T={rows} Hq={HEADS} Hkv={KV_HEADS} E={HEAD_DIM}", ours, plain, (*floats, cos, sin), (positions,))
+
+
+def swiglu_case(rows: int) -> Case:
+    def plain(gate_up: Tensor) -> Output:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    return Case(f"N={rows} F={WIDTH}", swiglu, plain, (randn(rows, 2 * WIDTH),))
+
+
+def merge_attention_states_case(rows: int) -> Case:
+    def plain(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Output:
+        lse = torch.logaddexp(lse_a, lse_b)
+        parts = [out * (own - lse).exp().T[..., None] for out, own in ((out_a, lse_a), (out_b, lse_b))]
+        return (parts[0] + parts[1]).to(out_a.dtype), lse
+
+    lse = torch.float32
+    tensors = (
+        *(randn(rows, HEADS, HEAD_DIM), 2 + randn(HEADS, rows, dtype=lse)),
+        *(randn(rows, HEADS, HEAD_DIM), randn(HEADS, rows, dtype=lse)),
+    )
+    return Case(f"T={rows} Hq={HEADS} E={HEAD_DIM}", merge_attention_states, plain, tensors)
+
+
+def candidate_head_case(rows: int) -> Case:
+    groups = -(-rows // CANDIDATES)
+    offsets = torch.arange(groups + 1, dtype=torch.int32, device=DEVICE) * CANDIDATES
+
+    def plain(hidden: Tensor, norm: Tensor, head: Tensor, _: Tensor) -> Output:
+        score = F.linear(widened(F.rms_norm(hidden, (hidden.shape[-1],), norm, EPS)), widened(head)[None])
+        score = score.view(groups, CANDIDATES)
+        return score.flatten(), score.softmax(-1).flatten(), score.argmax(-1)
+
+    def ours(hidden: Tensor, norm: Tensor, head: Tensor, offsets: Tensor) -> Output:
+        return candidate_head(hidden, norm, head, offsets, eps=EPS)
+
+    floats = (randn(groups * CANDIDATES, HIDDEN), 1 + randn(HIDDEN) / 8, randn(HIDDEN) / HIDDEN**0.5)
+    return Case(f"G={groups} K={CANDIDATES} D={HIDDEN}", ours, plain, floats, (offsets,))
+
+
+def topk_entropy_case(rows: int) -> Case:
+    def plain(logits: Tensor) -> Output:
+        values = widened(logits.topk(TOP).values)
+        logprob = values.log_softmax(-1)
+        return -(logprob.exp() * logprob).sum(-1), values  # among equal values torch.topk picks any: no indices
+
+    return Case(
+        f"N={rows} V={VOCABULARY} k={TOP}", lambda x: topk_entropy(x, TOP), plain, (3 * randn(rows, VOCABULARY),)
+    )
+
+
+CASES = {
+    "rms_norm": rms_norm_case,
+    "qk_norm_rope": qk_norm_rope_case,
+    "swiglu": swiglu_case,
+    "merge_attention_states": merge_attention_states_case,
+    "candidate_head": candidate_head_case,
+    "topk_entropy": topk_entropy_case,
+}
+
+
+@pytest.mark.parametrize("timing", LATENCY if shapes.ON_GPU else (Timing.COLD,))
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("op", CASES)
+@torch.no_grad()
+def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> None:
+    case = CASES[op](1 if op == "topk_entropy" and rows == min(ROWS) else rows)
+    inputs = (*case.floats, *case.others)
+    expected = tuple_of(case.plain(*(x.double() for x in case.floats), *case.others))
+    expected = tuple(x for x in expected if x.is_floating_point())  # near ties fall either way in low precision
+    plain = tuple_of(case.plain(*inputs))[: len(expected)]
+    compiled = torch.compile(case.plain, dynamic=False, fullgraph=True)
+    runs = {
+        OURS: lambda: case.ours(*inputs),
+        "torch eager": lambda: case.plain(*inputs),
+        "torch.compile": lambda: compiled(*inputs),
+    }
+    traffic = float(sum(x.nbytes for x in (*inputs, *plain)))
+    compare(
+        op,
+        case.shape,
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=100 if shapes.ON_GPU else 20,
+        tolerance=harness.allowed_error(plain, expected),
+        timing=timing,
+        cost=Cost(0.0, traffic),
+        dtype=case.floats[0].dtype,
+    )
+
+
+def tuple_of(output: Output) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

@@ -1,0 +1,102 @@
+"""The sizes that benchmarks run at: Qwen3-1.7B on a GPU, small ones on a CPU; and inputs of these sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import DEVICE, Cost
+
+ON_GPU = DEVICE == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+CANDIDATES = 13
+HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192)
+HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)
+ROWS = (16, 4096) if ON_GPU else (4, 64)  # of a decode step and of a packed forward
+
+# (groups, branch length, prefix length)
+BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
+ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 512)]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The inputs of `branch_attention`: G groups of K branches of L rows, each group behind P keys of its own."""
+
+    groups: int
+    candidates: int
+    length: int
+    prefix: int
+    q: Tensor  # [T, Hq, E]
+    k: Tensor  # [T, Hkv, E]
+    v: Tensor
+    prefix_k: Tensor  # [G P, Hkv, E]
+    prefix_v: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        groups: int,
+        length: int,
+        prefix: int,
+        *,
+        candidates: int = CANDIDATES,
+        heads: tuple[int, int] = (HEADS, KV_HEADS),
+        head_dim: int = HEAD_DIM,
+        dtype: torch.dtype = DTYPE,
+        device: str = DEVICE,
+    ) -> Branches:
+        """Scores of standard deviation 2, so that a row's largest weights are far from equal."""
+        generator = torch.Generator(device).manual_seed(0)
+        rows = groups * candidates * length
+
+        def randn(n: int, h: int) -> Tensor:
+            return torch.randn(n, h, head_dim, generator=generator, device=device)
+
+        q = (2 * randn(rows, heads[0])).to(dtype)
+        own = (randn(rows, heads[1]).to(dtype) for _ in range(2))
+        shared = (randn(groups * prefix, heads[1]).to(dtype) for _ in range(2))
+        return cls(groups, candidates, length, prefix, q, *own, *shared)
+
+    @property
+    def branches(self) -> int:
+        return self.groups * self.candidates
+
+    def offsets(self, count: int, step: int) -> Tensor:
+        """int32 [count + 1]: 0, step, 2 step, ..."""
+        return torch.arange(count + 1, dtype=torch.int32, device=self.q.device) * step
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The index arguments of `branch_attention`."""
+        return {
+            "cu_branch": self.offsets(self.branches, self.length),
+            "cu_group": self.offsets(self.groups, self.candidates),
+            "prefix_start": self.offsets(self.groups, self.prefix)[:-1].contiguous(),
+            "prefix_len": torch.full((self.groups,), self.prefix, dtype=torch.int32, device=self.q.device),
+            "max_branch_len": self.length,
+            "max_prefix_len": self.prefix,
+        }
+
+    def repeated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(q[B, Hq, L, E], k[B, Hkv, P + L, E], v) with the prefix copied for every branch."""
+        q, *own = (x.unflatten(0, (self.branches, self.length)).transpose(1, 2) for x in (self.q, self.k, self.v))
+        keys = []
+        for shared, branch in zip((self.prefix_k, self.prefix_v), own, strict=True):
+            group = shared.unflatten(0, (self.groups, self.prefix)).transpose(1, 2)  # [G, Hkv, P, E]
+            copies = group[:, None].expand(-1, self.candidates, -1, -1, -1).flatten(0, 1)
+            keys.append(torch.cat([copies, branch], 2))
+        return q, keys[0], keys[1]
+
+    @property
+    def cost(self) -> Cost:
+        rows, heads, width = self.q.shape
+        pairs = self.branches * (self.length * self.prefix + self.length * (self.length + 1) // 2)
+        once = (self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # q and a result like it
+        return Cost(4.0 * heads * width * pairs, float(sum(x.nbytes for x in once) + 4 * heads * rows))
+
+    def __str__(self) -> str:
+        return f"G={self.groups} K={self.candidates} L={self.length} P={self.prefix}"

@@ -1,0 +1,269 @@
+"""Search launch configurations on this GPU: `python -m benchmarks.tune [OP ...] [--seconds N]`.
+
+Public ops are called at the sizes of `benchmarks.shapes` while the table behind `fb_kernels.tuning` is replaced: it
+notes which entries a call looks up, and answers with the candidate under test. Each entry is searched one parameter at
+a time from its default, over all calls that look it up; a candidate counts only if every result stays right. What beats
+the default goes to `fb_kernels/tuned/<device>.json`. Each op is searched in a process of its own, which a bad candidate
+may ruin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
+from benchmarks.harness import Output, Timing
+from fb_kernels import backend, branch_attention, linear_logprob, tuning
+from fb_kernels.tuning import Launch
+
+FOLDER = Path(tuning.__file__).parent / "tuned"
+REPEATS = 15
+GAIN = 0.98  # of the time so far: less is noise
+LIMITS = {"num_warps": (1, 16), "num_stages": (1, 6)}  # of block sizes: 1 to 16,384
+
+
+@dataclass
+class Table:
+    """Stands in for the measured launches: remembers the defaults it was asked for, answers with what is chosen."""
+
+    chosen: dict[str, Launch] = field(default_factory=dict)
+    defaults: dict[str, Launch] = field(default_factory=dict)
+
+    def get(self, key: str, default: Launch) -> Launch:
+        self.defaults.setdefault(key, dict(default))
+        return self.chosen.get(key, default)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with mock.patch.object(tuning, "_measured", return_value=self):
+            yield
+
+
+@dataclass
+class Call:
+    """An op at one size, its truth, and how far from it a right result may be."""
+
+    run: Callable[[], Output]
+    expected: Output
+    tolerance: float
+
+    def right(self) -> bool:
+        return harness.max_error(self.run(), self.expected) <= self.tolerance
+
+    def seconds(self) -> float:
+        """The median of some calls from a cold cache."""
+        timed = harness.timer(self.run, Timing.COLD)
+        return torch.tensor([timed() for _ in range(REPEATS)], dtype=torch.float64).median().item()
+
+
+Function = Callable[..., Output]
+
+
+def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
+    for rows in shapes.ROWS:
+        case = bench_neighbours.CASES[op](rows)
+        others, ours, trained = case.others, case.ours, len(case.floats) if op in TRAINED else 0
+        if op == "qk_norm_rope":
+            trained -= 2  # cos and sin are constants
+        yield lambda *floats, ours=ours, others=others: ours(*floats, *others), case.floats, trained
+
+
+def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
+    for rows in (13, 128, 1664, 8192) if shapes.ON_GPU else (4,):
+        hidden, weight, target = bench_linear_logprob.inputs(rows)
+        yield lambda hidden, weight, target=target: linear_logprob(hidden, weight, target), (hidden, weight), 1
+
+
+def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
+    for groups, length, prefix in shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES:
+        case = shapes.Branches.random(groups, length, prefix)
+        floats, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
+        yield lambda *floats, layout=layout: branch_attention(*floats, **layout), floats, 3
+
+
+TRAINED = ("rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head")
+OPS: dict[str, Callable[[str], Iterator[tuple[Function, tuple[Tensor, ...], int]]]] = {
+    **dict.fromkeys(bench_neighbours.CASES, neighbour),
+    "linear_logprob": head,
+    "branch_attention": attention,
+}
+
+
+def calls(op: str) -> Iterator[Call]:
+    """The op's forward and, where it has one, backward at every size, with their truth from the float64 reference."""
+    for function, floats, trained in OPS[op](op):
+        for run in (forward, backward) if trained else (forward,):
+            prepared = run(function, floats, trained)
+            with backend.override("reference"):
+                expected = run(function, tuple(x.double() for x in floats), trained)()
+                plain = run(function, floats, trained)()
+            yield Call(prepared, expected, harness.allowed_error(plain, expected))
+
+
+def forward(function: Function, floats: tuple[Tensor, ...], _: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Its floating-point results."""
+
+    @torch.no_grad()
+    def run() -> tuple[Tensor, ...]:
+        return carriers(function(*floats))
+
+    return run
+
+
+def backward(function: Function, floats: tuple[Tensor, ...], trained: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Gradients of the leading floats; the forward is done here."""
+    leaves = [x.detach().requires_grad_(index < trained) for index, x in enumerate(floats)]
+    outputs = [x for x in carriers(function(*leaves)) if x.requires_grad]
+    upstream = [torch.cos(torch.arange(x.numel(), device=x.device) % 97).view(x.shape).to(x.dtype) for x in outputs]
+    return lambda: torch.autograd.grad(outputs, leaves[:trained], upstream, retain_graph=True)
+
+
+def carriers(outputs: Output) -> tuple[Tensor, ...]:
+    return tuple(x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.is_floating_point())
+
+
+def candidates(name: str, value: int) -> list[int]:
+    """Values beside the present one."""
+    if name == "fused":
+        return [1 - value]
+    near = [value - 1, value + 1] if name == "num_stages" else [value // 2, value * 2]
+    low, high = LIMITS.get(name, (1, 1 << 14))
+    return [other for other in near if low <= other <= high]
+
+
+def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[str]]:
+    """Search one op's entries for so long, not counting the truth that is computed first.
+
+    Returns:
+        (launches that beat their default, all keys that were looked up, lines to be printed).
+    """
+    table, lines = Table(), []
+    users: dict[str, list[Call]] = {}
+    with table.used():
+        for call in calls(op):
+            table.defaults, seen = {}, table.defaults
+            if not call.right():
+                lines.append(f"{op}: wrong with its default launch at one size, which is left out")
+                table.defaults = seen
+                continue
+            for key in table.defaults:
+                users.setdefault(key, []).append(call)
+            table.defaults = seen | table.defaults
+        if not users:
+            lines.append(f"{op}: looks up no launch here (no kernel, or another backend)")
+        stop = time.monotonic() + seconds
+        for place, key in enumerate(users):
+            share = (stop - time.monotonic()) / (len(users) - place)
+            lines.append(improve(table, key, users[key], time.monotonic() + share))
+            if ruined():
+                lines.append(f"{op}: a candidate ruined the process; what was found before it is kept")
+                break
+    better = {key: launch for key, launch in table.chosen.items() if launch != table.defaults[key]}
+    return better, set(table.defaults), lines
+
+
+def improve(table: Table, key: str, used_by: list[Call], stop: float) -> str:
+    """Search one entry, a parameter at a time, until nothing helps or time is up; leaves the best in the table."""
+    best = dict(table.defaults[key])
+    table.chosen[key] = best
+    before = [call.seconds() for call in used_by]
+    ratio, tried, moved = 1.0, {tuple(best.items())}, True
+    while moved:
+        moved = False
+        for name in best:
+            for value in candidates(name, best[name]):
+                launch = best | {name: value}
+                if tuple(launch.items()) in tried or time.monotonic() > stop:
+                    continue
+                tried.add(tuple(launch.items()))
+                table.chosen[key] = launch
+                reached = measure(used_by, before)
+                if reached < GAIN * ratio:
+                    best, ratio, moved = launch, reached, True
+                table.chosen[key] = best
+                if ruined():
+                    return f"{key}: {best}, {ratio:.2f} of the default's time"
+    return f"{key}: {best}, {ratio:.2f} of the default's time, {len(tried)} tried"
+
+
+def measure(used_by: list[Call], before: list[float]) -> float:
+    """Geometric mean of the calls' times by those of the default; infinite for a candidate that does not work."""
+    try:
+        if not all(call.right() for call in used_by):
+            return math.inf
+        return math.exp(
+            sum(math.log(call.seconds() / base) for call, base in zip(used_by, before, strict=True)) / len(used_by)
+        )
+    except Exception:  # it does not compile or does not fit
+        return math.inf
+
+
+def ruined() -> bool:
+    """Whether an illegal access has ended this process's use of the GPU."""
+    try:
+        if harness.DEVICE == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def file_name(device: str) -> str:
+    """The part of a device's name that tells it: "nvidia h200" is in h200.json."""
+    return next((word for word in device.split() if any(map(str.isdigit, word))), device or harness.DEVICE) + ".json"
+
+
+def write(folder: Path, found: Mapping[str, Launch], looked_up: set[str]) -> Path:
+    """Put the launches that were found into the device's file; keys that were searched in vain leave it."""
+    path = folder / file_name(tuning._device())
+    launches = json.loads(path.read_text(encoding="utf-8"))["launches"] if path.exists() else {}
+    launches = {key: launch for key, launch in launches.items() if key not in looked_up} | dict(found)
+    about = {
+        name: value for name, value in harness.machine().items() if name in ("device", "torch", "triton", "commit")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({**about, "launches": dict(sorted(launches.items()))}, indent=1) + "\n", encoding="utf-8"
+    )
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="search launch configurations on this GPU")
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each op (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of <device>.json (default: the package's)")
+    options = parser.parse_args()
+    unknown = set(options.ops) - set(OPS)
+    if unknown:
+        parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    if harness.DEVICE != "cuda" and options.output == FOLDER:
+        parser.error(
+            "expected a CUDA device, got none; times of interpreted kernels say nothing, give --output for them"
+        )
+    for op in options.ops or OPS:
+        try:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                found, looked_up, lines = process.submit(search, op, options.seconds).result()
+        except (BrokenProcessPool, RuntimeError) as reason:
+            print(f"{op}: given up: {type(reason).__name__}: {reason}", flush=True)
+            continue
+        print(*lines, f"{op}: wrote {write(options.output, found, looked_up)}", sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

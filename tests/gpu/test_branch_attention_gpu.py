@@ -1,0 +1,319 @@
+"""`branch_attention` and `branch_attention_out` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from gpu_checks import (
+    DEVICE,
+    DTYPES,
+    PROMISES,
+    Case,
+    filled,
+    large,
+    matches_the_reference,
+    randn,
+    second_device,
+    shifted,
+)
+from torch import Tensor
+
+from fb_kernels import backend, branch_attention, branch_attention_out
+from fb_kernels.testing import poison_
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Branch lengths of every group, its slice (start, length) of the prefix, and how both are stored."""
+
+    groups: list[list[int]]
+    slices: list[tuple[int, int]]
+    heads: tuple[int, int] = (16, 8)
+    width: int = 128
+    page: int | None = None  # slots of a page, None for one flat buffer
+    packed: bool = False  # the prefix is the packed rows themselves
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "small": Layout([[5, 1, 0, 3], [20], [], [1] * 4], [(0, 17), (3, 0), (1, 2), (2, 40)], (4, 2), 64),
+    "small-paged": Layout([[5, 1], [3]], [(1, 17), (2, 20)], (4, 1), 64, page=3),
+    "small-window": Layout([[9, 1], [30]], [(0, 17), (0, 0)], (2, 2), 64, options={"window": 6, "softcap": 5.0}),
+    "small-packed": Layout([[40], [5] * 4, [1] * 3], [(0, 0), (0, 33), (0, 40)], (4, 2), 64, packed=True),
+    "scoring": Layout([[128] * 13] * 2, [(0, 1024), (1024, 1999)]),
+    "trajectory": Layout([[2048], [128] * 13, [64] * 5], [(0, 0), (0, 1024), (0, 2000)], packed=True),
+    "decode": Layout([[1] * 13], [(7, 4096)]),
+    "decode-many": Layout([[1] * 13] * 5, [(0, 1000), (500, 1), (0, 0), (3, 4096), (9, 127)]),
+    "paged": Layout([[128] * 4, [1] * 13], [(0, 1000), (5, 777)], page=16),
+    "page-of-one": Layout([[1] * 13, [9] * 3], [(0, 300), (2, 100)], page=1),
+    "window": Layout([[700], [128] * 3, [1] * 13], [(0, 0), (0, 900), (9, 1000)], options={"window": 256}),
+    "softcap": Layout([[128] * 3, [1] * 13], [(0, 900), (9, 1000)], options={"softcap": 20.0, "scale": 0.1}),
+    **{
+        f"head-{width}": Layout([[65] * 3, [1] * 7], [(0, 300), (11, 513)], heads, width)
+        for width, heads in {64: (8, 8), 80: (8, 2), 96: (6, 2), 256: (16, 1)}.items()
+    },
+}
+
+
+def make(layout: Layout, dtype: torch.dtype, device: str = DEVICE, *, index: torch.dtype = torch.int32) -> Case:
+    lengths = [length for group in layout.groups for length in group]
+    rows, (heads, kv_heads) = sum(lengths), layout.heads
+    q, k, v = (
+        randn(rows, n, layout.width, dtype=dtype, device=device, seed=seed)
+        for seed, n in enumerate((heads, kv_heads, kv_heads))
+    )
+    prefix, table, slots = stored_prefix(layout, dtype, device)
+    indices = {
+        "cu_branch": offsets(lengths, index, device),
+        "cu_group": offsets([len(group) for group in layout.groups], index, device),
+        "prefix_start": torch.tensor([start for start, _ in layout.slices], dtype=index, device=device),
+        "prefix_len": torch.tensor([length for _, length in layout.slices], dtype=index, device=device),
+        "block_table": None if table is None else table.to(index),
+    }
+    hints = {"max_branch_len": max(lengths), "max_prefix_len": max(length for _, length in layout.slices)}
+
+    def op(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = prefix or (k.detach(), v.detach())
+        return branch_attention(q, k, v, *prefix, **indices, **hints, **layout.options, return_lse=True)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = prefix or (k.detach(), v.detach())
+        flat = [x if x.ndim == 3 else x.flatten(0, 1) for x in prefix]
+        return dense(q, k, v, flat[0], flat[1], layout.groups, slots, **layout.options)
+
+    shorter = indices["prefix_len"] // 2  # a shorter slice lies within the longer one
+    return Case(op, plain, (q, k, v, *prefix), 3, 1, changes=[(indices["prefix_len"], shorter)])
+
+
+def stored_prefix(
+    layout: Layout, dtype: torch.dtype, device: str
+) -> tuple[tuple[Tensor, ...], Tensor | None, list[Tensor]]:
+    """(the two buffers, block table, rows of the flattened buffers that each group sees); unused slots are NaN."""
+    if layout.packed:
+        return (), None, [torch.arange(start, start + n, device=device) for start, n in layout.slices]
+    reach = [start + n for start, n in layout.slices]
+    if layout.page is None:
+        slots = [torch.arange(start, start + n) for start, n in layout.slices]
+        shape, table = (max(reach) + 2,), None
+    else:
+        counts = [-(-n // layout.page) for n in reach]
+        order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0))
+        pages = list(order[: sum(counts)].split(counts))
+        slots = []
+        for own, (start, n) in zip(pages, layout.slices, strict=True):
+            at = torch.arange(start, start + n)
+            slots.append(own[at // layout.page] * layout.page + at % layout.page)
+        shape = (len(order), layout.page)
+        table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True, padding_value=-1).to(device)
+    buffers = []
+    used = torch.cat(slots).unique()
+    for seed in (3, 4):
+        buffer = poison_(torch.empty(*shape, layout.heads[1], layout.width))
+        flat = buffer if layout.page is None else buffer.flatten(0, 1)
+        flat[used] = randn(len(used), *flat.shape[1:], device="cpu", seed=seed)
+        buffers.append(buffer.to(device, dtype))
+    return tuple(buffers), table, [x.to(device) for x in slots]
+
+
+def offsets(sizes: list[int], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(device, dtype)
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    groups: list[list[int]],
+    slots: list[Tensor],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in q's dtype, a branch at a time with a softmax over all its keys."""
+    repeat, row = q.shape[1] // prefix_k.shape[1], 0
+    outs, lses = [q[:0]], [q.new_zeros(q.shape[1], 0, dtype=torch.float32)]
+    for lengths, seen in zip(groups, slots, strict=True):
+        for length in lengths:
+            rows = slice(row, row + length)
+            row += length
+            keys, values = (
+                torch.cat([shared[seen], own[rows]]).repeat_interleave(repeat, 1).transpose(0, 1)
+                for shared, own in ((prefix_k, k), (prefix_v, v))
+            )  # [Hq, n, E]
+            scores = q[rows].transpose(0, 1) @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            apart = torch.arange(length, device=q.device)[:, None] + len(seen)
+            apart = apart - torch.arange(len(seen) + length, device=q.device)
+            hidden = (apart < 0) if window is None else (apart < 0) | (apart >= window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            outs.append((scores.softmax(-1) @ values).transpose(0, 1))
+            lses.append(scores.float().logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def writes_every_element(layout: Layout, dtype: torch.dtype, device: str = DEVICE) -> None:
+    """`branch_attention_out` into poisoned tensors gives what `branch_attention` gives, with the same bits."""
+    case = make(layout, dtype, device)
+    want = case.call()
+    out, lse = (poison_(torch.empty_like(x)) for x in want)
+    lengths = [length for group in layout.groups for length in group]
+    q, k, v, *prefix = case.floats
+    _, table, _ = stored_prefix(layout, dtype, device)
+    branch_attention_out(
+        *(out, lse, q, k, v, *(prefix or (k, v))),
+        cu_branch=offsets(lengths, torch.int32, device),
+        cu_group=offsets([len(group) for group in layout.groups], torch.int32, device),
+        prefix_start=torch.tensor([start for start, _ in layout.slices], dtype=torch.int32, device=device),
+        prefix_len=torch.tensor([n for _, n in layout.slices], dtype=torch.int32, device=device),
+        max_branch_len=max(lengths),
+        max_prefix_len=max(n for _, n in layout.slices),
+        block_table=None if table is None else table.int(),
+        **layout.options,
+    )
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matches_the_reference(layout: str, dtype: torch.dtype) -> None:
+    matches_the_reference(make(LAYOUTS[layout], dtype))
+
+
+@pytest.mark.parametrize("layout", ["small", "small-paged", "decode", "trajectory"])
+def test_writes_every_element(layout: str) -> None:
+    writes_every_element(LAYOUTS[layout], torch.bfloat16)
+
+
+def test_small_unaligned_tensors_and_long_indices() -> None:
+    case = make(LAYOUTS["small"], torch.bfloat16, index=torch.int64)
+    case.floats = tuple(shifted(x) for x in case.floats)
+    matches_the_reference(case)
+
+
+def test_wrong_hints_cost_time_only() -> None:
+    layout = LAYOUTS["decode-many"]
+    q, k, v, *prefix = make(layout, torch.bfloat16).floats
+    lengths = [length for group in layout.groups for length in group]
+    indices = {
+        "cu_branch": offsets(lengths, torch.int32, DEVICE),
+        "cu_group": offsets([len(group) for group in layout.groups], torch.int32, DEVICE),
+        "prefix_start": torch.tensor([start for start, _ in layout.slices], device=DEVICE),
+        "prefix_len": torch.tensor([n for _, n in layout.slices], device=DEVICE),
+    }
+    with backend.override("reference"):
+        want = branch_attention(q.double(), k.double(), v.double(), *(x.double() for x in prefix), **indices)
+    for branch_hint in (None, 0, 1, 900):
+        for prefix_hint in (None, 0, 100, 1 << 20):
+            got = branch_attention(
+                *(q, k, v, *prefix), **indices, max_branch_len=branch_hint, max_prefix_len=prefix_hint
+            )
+            torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+
+
+def test_small_bad_layouts_give_nan_and_no_stray_access() -> None:
+    q, k, v = (randn(6, n, 64, dtype=torch.bfloat16, seed=n) for n in (4, 2, 2))
+    pages = randn(5, 4, 2, 64, dtype=torch.bfloat16, seed=9)
+    good = {
+        "cu_branch": [0, 2, 4, 6],
+        "cu_group": [0, 2, 3],
+        "prefix_start": [0, 0],
+        "prefix_len": [5, 4],
+        "block_table": [[0, 1], [2, 3]],
+    }
+    for name, bad in {
+        "prefix_len": [5, 1 << 30],
+        "prefix_start": [-7, 0],
+        "block_table": [[0, 99], [2, -1]],
+        "cu_branch": [0, 2, 1 << 20, 6],
+        "cu_group": [0, 9, 3],
+    }.items():
+        given = {key: torch.tensor(value, device=DEVICE) for key, value in (good | {name: bad}).items()}
+        got = branch_attention(q, k, v, pages, pages, **given)
+        torch.cuda.synchronize()  # where a stray access shows
+        with backend.override("reference"):
+            want = branch_attention(q, k, v, pages, pages, **given)
+        assert torch.equal(got.isnan(), want.isnan()), name
+
+
+@pytest.mark.parametrize("layout", ["decode", "scoring", "paged"])
+@pytest.mark.parametrize("promise", PROMISES[1:])
+def test_promises(promise: Callable[[Case], None], layout: str) -> None:
+    promise(make(LAYOUTS[layout], torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["decode", "head-256"])
+def test_repeats_are_bit_equal(layout: str) -> None:
+    PROMISES[0](make(LAYOUTS[layout], torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", ["decode-many", "scoring"])
+def test_a_group_alone_has_the_same_bits(layout: str) -> None:
+    whole = LAYOUTS[layout]
+    out, lse = make(whole, torch.bfloat16).call()
+    q, k, v, *prefix = make(whole, torch.bfloat16).floats
+    first = 0
+    for lengths, (start, n) in zip(whole.groups, whole.slices, strict=True):
+        rows = slice(first, first + sum(lengths))
+        first = rows.stop
+        got, got_lse = branch_attention(
+            *(q[rows], k[rows], v[rows], *prefix),
+            cu_branch=offsets(lengths, torch.int32, DEVICE),
+            cu_group=offsets([len(lengths)], torch.int32, DEVICE),
+            prefix_start=torch.tensor([start], device=DEVICE),
+            prefix_len=torch.tensor([n], device=DEVICE),
+            max_branch_len=max(lengths),
+            max_prefix_len=n,
+            return_lse=True,
+        )
+        assert torch.equal(got, out[rows])
+        assert torch.equal(got_lse, lse[:, rows])
+
+
+def test_another_device() -> None:
+    matches_the_reference(make(LAYOUTS["small"], torch.bfloat16, second_device()))
+
+
+def test_prefix_of_more_than_2_31_elements() -> None:
+    keys, n = 2_200_000, 1000
+    with large(24):
+        prefix_k, prefix_v = filled(keys, 8, 128), filled(keys, 8, 128, seed=1)
+        q, k, v = (filled(13, heads, 128, seed=2 + i) for i, heads in enumerate((16, 8, 8)))
+        indices = {
+            "cu_branch": torch.arange(14, device=DEVICE),
+            "cu_group": torch.tensor([0, 13], device=DEVICE),
+            "prefix_len": torch.tensor([n], device=DEVICE),
+        }
+        far = torch.tensor([keys - n], device=DEVICE)
+        got = branch_attention(q, k, v, prefix_k, prefix_v, **indices, prefix_start=far)
+        ends = prefix_k[-n:].clone(), prefix_v[-n:].clone()
+        assert torch.equal(got, branch_attention(q, k, v, *ends, **indices, prefix_start=torch.zeros_like(far)))
+
+
+def test_rows_of_more_than_2_31_elements() -> None:
+    rows = 1_100_000
+    with large(48):
+        q, k, v = (filled(rows, heads, 128, seed=i) for i, heads in enumerate((16, 8, 8)))
+        groups = torch.tensor([0, rows - 13, rows], device=DEVICE)
+        zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        branches = torch.arange(rows + 1, device=DEVICE)
+        got = branch_attention(
+            q, k, v, k[:64], v[:64], cu_branch=branches, cu_group=groups, prefix_start=zeros, prefix_len=zeros + 64
+        )
+        want = branch_attention(
+            *(q[-13:].clone(), k[-13:].clone(), v[-13:].clone(), k[:64], v[:64]),
+            cu_branch=branches[:14],
+            cu_group=torch.tensor([0, 13], device=DEVICE),
+            prefix_start=zeros[:1],
+            prefix_len=zeros[:1] + 64,
+        )
+        assert torch.equal(got[-13:], want)

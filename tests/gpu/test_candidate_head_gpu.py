@@ -1,0 +1,76 @@
+"""`candidate_head` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from torch import Tensor
+
+from fb_kernels import candidate_head
+
+pytestmark = pytest.mark.gpu
+SIZES = {
+    "small": ([3, 0, 1, 5], 40),
+    "event": ([13], 2048),
+    "real": ([13] * 300, 2048),
+    "ragged": ([1, 16, 0, 200, 7], 5120),
+}
+EPS = 1e-6
+
+
+def make(size: tuple[list[int], int], dtype: torch.dtype, device: str = DEVICE, *, norm: bool = True) -> Case:
+    lengths, width = size
+    rows = sum(lengths) + 2  # the last two are of no group
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    shorter = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).sub(1).clamp(min=0).to(device)
+
+    def op(hidden: Tensor, head: Tensor, bias: Tensor, *norm: Tensor) -> tuple[Tensor, ...]:
+        weight = norm[0] if norm else None
+        return candidate_head(hidden, weight, head, offsets, eps=EPS, head_bias=bias)
+
+    hidden = randn(rows, width, dtype=dtype, device=device)
+    head = randn(width, dtype=dtype, device=device, seed=1) / width**0.5
+    bias = randn(1, dtype=dtype, device=device, seed=2)
+    weights = (1 + randn(width, dtype=dtype, device=device, seed=3) / 8,) if norm else ()
+    floats = (hidden, head, bias, *weights)
+    return Case(op, None, floats, len(floats), 1, changes=[(offsets, shorter)], exact=(2,))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_matches_the_reference(size: str, dtype: torch.dtype, norm: bool) -> None:
+    matches_the_reference(make(SIZES[size], dtype, norm=norm))
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promises(promise: Callable[[Case], None]) -> None:
+    promise(make(SIZES["event"], torch.bfloat16))
+
+
+def test_bad_offsets_give_nan_and_no_choice() -> None:
+    hidden, head = randn(6, 32), randn(32, seed=1)
+    for bad in ([0, 4, 2], [0, 3, 99], [-1, 3, 6]):
+        _, prob, best = candidate_head(hidden, None, head, torch.tensor(bad, device=DEVICE), eps=EPS)
+        assert prob.isnan().all()
+        assert (best == -1).all()
+
+
+def test_another_device() -> None:
+    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
+
+
+def test_more_than_2_31_elements() -> None:
+    rows = 1_100_008
+    with large(24):
+        hidden, head = filled(rows, 2048), filled(2048, seed=1)
+        offsets = torch.tensor([0, rows - 16, rows], device=DEVICE)
+        score, _, best = candidate_head(hidden, None, head, offsets, eps=EPS)
+        end, _, end_best = candidate_head(
+            hidden[-16:].clone(), None, head, torch.tensor([0, 16], device=DEVICE), eps=EPS
+        )
+        assert torch.equal(score[-16:], end)
+        assert best[1] == end_best[0]

@@ -1,0 +1,76 @@
+"""`topk_entropy` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
+from torch import Tensor
+
+from fb_kernels import backend, topk_entropy
+
+pytestmark = pytest.mark.gpu
+SIZES = {"small": (3, 200, 7), "gate": (1, 151_936, 64), "logging": (1024, 151_936, 64), "odd": (5, 12_345, 100)}
+
+
+def make(size: tuple[int, int, int], dtype: torch.dtype, device: str = DEVICE) -> Case:
+    rows, width, k = size
+
+    def op(logits: Tensor) -> tuple[Tensor, ...]:
+        return topk_entropy(logits, k)
+
+    return Case(op, None, (3 * randn(rows, width, dtype=dtype, device=device),), exact=(2,))
+
+
+def hostile(width: int, device: str = DEVICE) -> Tensor:
+    """Rows of ties, of zeros of both signs, of NaN, of infinities, and with all of the largest in one place."""
+    x = randn(8, width, device=device)
+    x[0] = 1.0
+    x[1] = torch.where(torch.arange(width, device=device) % 2 == 0, 0.0, -0.0)
+    x[2, width // 2] = torch.nan
+    x[3] = -torch.inf
+    x[4, 3:9] = torch.inf
+    x[5, : width // 2] = -torch.inf
+    x[6, -70:] += 50
+    x[7] = torch.linspace(-1, 1, width, device=device)
+    return x
+
+
+def orders_exactly(logits: Tensor, k: int) -> None:
+    """Values, order and entropy as the reference has them."""
+    got = topk_entropy(logits, k)
+    with backend.override("reference"):
+        want = topk_entropy(logits, k)
+    assert torch.equal(got[2], want[2])
+    torch.testing.assert_close(got[1], want[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
+    matches_the_reference(make(SIZES[size], dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "k"), [(100, 64), (151_936, 64), (151_936, 1)], ids=["small", "real", "best"])
+def test_orders_exactly(width: int, k: int, dtype: torch.dtype) -> None:
+    orders_exactly(hostile(width).to(dtype), k)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promises(promise: Callable[[Case], None]) -> None:
+    promise(make(SIZES["gate"], torch.bfloat16))
+
+
+def test_another_device() -> None:
+    matches_the_reference(make(SIZES["small"], torch.bfloat16, second_device()))
+
+
+def test_more_than_2_31_elements() -> None:
+    with large(16):
+        logits = filled(14_500, 151_936)
+        whole, end = topk_entropy(logits), topk_entropy(logits[-3:].clone())
+        assert all(torch.equal(a[-3:], b) for a, b in zip(whole, end, strict=True))

@@ -1,0 +1,258 @@
+"""The GPU tests' own code, run on CPU tensors at toy sizes, so that their mistakes are found where there is no GPU."""
+
+# ruff: noqa: E402 (the GPU tests lie in folders of their own)
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import harness
+from benchmarks.shapes import Branches
+from fb_kernels import backend
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER / "gpu"), str(FOLDER / "kernels")]
+
+import gpu_checks
+import test_branch_attention_gpu as branch_attention
+import test_candidate_head_gpu as candidate_head
+import test_linear_logprob_gpu as linear_logprob
+import test_merge_attention_states_gpu as merge_attention_states
+import test_qk_norm_rope_gpu as qk_norm_rope
+import test_rms_norm_gpu as rms_norm
+import test_scorer_gpu as scorer
+import test_swiglu_gpu as swiglu
+import test_topk_entropy_gpu as topk_entropy
+
+if os.environ["TRITON_INTERPRET"] == "1":
+    import interpreter
+
+    interpreter.mend()
+
+MODULES = (swiglu, rms_norm, qk_norm_rope, merge_attention_states, candidate_head, topk_entropy, linear_logprob)
+DTYPES = (torch.float32, torch.bfloat16)
+SMALL = [name for name in branch_attention.LAYOUTS if name.startswith("small")]
+
+
+@pytest.fixture(autouse=True, params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On CPU tensors: the definitions, then the kernels, interpreted."""
+    if request.param == "triton" and os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("kernels run on a GPU here: see tests/gpu")
+    with backend.override(request.param):
+        yield
+
+
+def small(module: Any, dtype: torch.dtype, **options: Any) -> gpu_checks.Case:
+    return module.make(module.SIZES["small"], dtype, "cpu", **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("module", MODULES)
+def test_small_sizes_match(module: Any, dtype: torch.dtype) -> None:
+    gpu_checks.matches_the_reference(small(module, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", SMALL)
+def test_small_layouts_match(layout: str, dtype: torch.dtype) -> None:
+    gpu_checks.matches_the_reference(branch_attention.make(branch_attention.LAYOUTS[layout], dtype, "cpu"))
+
+
+@pytest.mark.parametrize("options", linear_logprob.OPTIONS)
+def test_options_of_the_head(options: str) -> None:
+    case = small(linear_logprob, torch.float32, bias=True, **linear_logprob.OPTIONS[options])
+    gpu_checks.matches_the_reference(case)
+
+
+def test_other_arguments() -> None:
+    gpu_checks.matches_the_reference(small(rms_norm, torch.float32, residual=False))
+    gpu_checks.matches_the_reference(small(qk_norm_rope, torch.float32, norm=False))
+    gpu_checks.matches_the_reference(small(candidate_head, torch.float32, norm=False))
+    case = small(linear_logprob, torch.bfloat16)
+    case.floats = tuple(gpu_checks.shifted(x) for x in case.floats)
+    gpu_checks.matches_the_reference(case)
+
+
+def test_what_has_no_case() -> None:
+    qk_norm_rope.writes_its_slots(qk_norm_rope.SIZES["small"], torch.bfloat16, "cpu")
+    topk_entropy.orders_exactly(topk_entropy.hostile(100, "cpu"), 64)
+    linear_logprob.partials_combine(linear_logprob.SIZES["small"], torch.float32, "cpu")
+    for layout in SMALL:
+        branch_attention.writes_every_element(branch_attention.LAYOUTS[layout], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("promise", gpu_checks.PROMISES)
+@pytest.mark.parametrize("module", [*MODULES, branch_attention])
+def test_promises(module: Any, promise: Callable[..., None]) -> None:
+    case = (
+        module.make(module.LAYOUTS["small-paged"], torch.float32, "cpu")
+        if module is branch_attention
+        else small(module, torch.float32)
+    )
+    promise(case, *([10] if promise is gpu_checks.repeats_are_bit_equal else []))
+
+
+def test_scorer() -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = scorer.qwen3(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    model = scorer.random_model(config, torch.float32, "cpu")
+    wide = scorer.copy.deepcopy(model).double()
+    with backend.override("reference"):  # the kernels have had their turn above
+        scorer.matches_full_forwards(model, wide, (20, 3, 5), "cpu")
+        scorer.trajectory_matches_groups(model, 30, "cpu")
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x * 1.2, lambda x: x.roll(1, 0), lambda x: x * torch.nan])
+def test_a_wrong_result_is_seen(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    case = small(swiglu, torch.bfloat16)
+    op = case.op
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return op(x) if x.dtype == torch.float64 else wrong(op(x))
+
+    case.op = broken
+    with pytest.raises(AssertionError):
+        gpu_checks.matches_the_reference(case)
+
+
+def test_a_result_that_varies_is_seen() -> None:
+    case = small(swiglu, torch.float32)
+    op, calls = case.op, []
+
+    def varying(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return op(x) + len(calls)
+
+    case.op = varying
+    with pytest.raises(AssertionError):
+        gpu_checks.repeats_are_bit_equal(case, 2)
+
+
+def test_a_sync_is_seen() -> None:
+    case = small(swiglu, torch.float32)
+    op = case.op
+    case.op = lambda x: op(x) * float(x[0, 0].item())
+    with pytest.raises(AssertionError):
+        gpu_checks.never_syncs_when_warm(case)
+
+
+def test_a_stale_result_is_seen() -> None:
+    case = small(swiglu, torch.float32)
+    kept = case.call()
+    case.op = lambda _: kept
+    with pytest.raises(AssertionError):
+        gpu_checks.runs_on_a_side_stream(case)
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, _: Event) -> float:
+        return 2.0  # ms
+
+
+class Graph:
+    def replay(self) -> None: ...
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmark harness asks of CUDA, without any."""
+    for name, stand_in in {
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": lambda _: nullcontext(),
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 100,
+        "max_memory_allocated": lambda: 300,
+        "get_device_name": lambda: "NVIDIA Pretended 1",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(harness, "DEVICE", "cuda")
+    monkeypatch.setattr(harness, "_device_of", lambda _: "cuda")
+    monkeypatch.setattr(harness, "_flusher", lambda: torch.empty(4))
+    monkeypatch.setattr(harness, "ceilings", lambda: harness.Ceilings(copy_tbps=4.0, bf16_tflops=800.0))
+
+
+class Pedantic:
+    """pytest-benchmark's fixture in its smallest form."""
+
+    def __init__(self) -> None:
+        self.extra_info: dict[str, Any] = {}
+
+    def pedantic(self, run: Callable[..., None], args: tuple, setup: Callable[[], None], rounds: int) -> None:
+        for _ in range(rounds):
+            setup()
+            run(*args)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("timing", harness.Timing)
+def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> None:
+    truth = torch.arange(6.0)
+
+    def absent() -> torch.Tensor:
+        raise ImportError("no such package\nand more")
+
+    runs = {
+        "fb": lambda: truth + 0,
+        "peer": lambda: (truth + 1e-6, truth),
+        "wrong": lambda: truth + 1,
+        "absent": absent,
+    }
+    skipped: dict[str, str] = {}
+    rows = harness.compare(
+        Pedantic(),
+        "op",
+        "N=6",
+        {name: harness.Implementation(run, truth) for name, run in runs.items()},
+        rounds=3,
+        tolerance=1e-3,
+        timing=timing,
+        cost=harness.Cost(flops=8e8, bytes=2e9),
+        dtype=torch.bfloat16,
+        skipped=skipped,
+    )
+    found = {row.impl: row for row in rows}
+    assert skipped == {"absent": "ImportError: no such package"}
+    calls = harness.GRAPH_CALLS if timing is harness.Timing.GRAPH_WARM else 1
+    assert found["fb"].median_us == pytest.approx(2000 / calls)
+    assert found["fb"].shape == f"N=6 ({timing.value})"
+    assert (found["fb"].dtype, found["fb"].peak_bytes) == ("bfloat16", 200)
+    assert found["fb"].tbps == pytest.approx(1.0 * calls)
+    assert found["peer"].ok
+    assert not found["wrong"].ok
+    assert found["wrong"].median_us is None
+    cold = timing in (harness.Timing.COLD, harness.Timing.GRAPH_COLD)
+    assert ("floor" in found) == cold
+    if cold:
+        assert found["floor"].median_us == pytest.approx(500.0)  # 2 GB at 4 TB/s, above 1 us of product
+        assert found["fb"].fraction_of_ceiling == pytest.approx(0.25)
+    assert "FAILED" in harness.table(rows)
+    (path,) = harness.write_results(tmp_path, {"op": rows})
+    written = json.loads(path.read_text())
+    assert written["ceilings"] == {"copy_tbps": 4.0, "bf16_tflops": 800.0}
+    assert {"device", "driver", "torch", "triton", "cuda", "commit", "date", "cases"} < written.keys()
+
+
+def test_floor_of_the_anchors() -> None:
+    ceilings = harness.Ceilings(copy_tbps=4.3, bf16_tflops=790.0)
+    assert ceilings.floor_us(harness.Cost(2.0 * 1664 * 2048 * 151_936, 0.0)) == pytest.approx(1310, rel=0.01)
+    assert ceilings.floor_us(harness.Cost(0.0, 2.0 * 2048 * 151_936)) == pytest.approx(145, rel=0.01)
+    sizes = [(1664, 16), (1664, 8), (1664, 8), (1024, 8), (1024, 8)]
+    branches = Branches(1, 13, 128, 1024, *(torch.empty(*size, 128, device="meta") for size in sizes))
+    assert ceilings.floor_us(branches.cost) == pytest.approx(18.8, rel=0.01)

@@ -1,0 +1,172 @@
+"""The search for launch configurations: what it writes is what `fb_kernels.tuning` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import harness, shapes, tune
+from fb_kernels import backend, tuning
+
+ROOT = Path(__file__).resolve().parent.parent
+TOY = "toy gpu t9"
+
+
+@pytest.fixture
+def toy_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of tuned launches, and a device of our own."""
+    monkeypatch.setattr(tuning, "_device", lambda: TOY)
+    monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
+    tuning._measured.cache_clear()
+    yield tmp_path
+    tuning._measured.cache_clear()
+
+
+@pytest.fixture
+def toy_swiglu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreted kernel at one toy size."""
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("for machines without a GPU")
+    monkeypatch.setattr(shapes, "ROWS", (3,))
+    monkeypatch.setattr(tune.bench_neighbours, "WIDTH", 64)
+    monkeypatch.setattr(tune, "REPEATS", 1)
+    with backend.override("triton"):
+        yield
+
+
+def cheap(favourite: tuple[str, int]) -> type[tune.Call]:
+    """Calls whose time is made up: one launch parameter at one value is twice as fast as any other."""
+
+    class Cheap(tune.Call):
+        def seconds(self) -> float:
+            name, value = favourite
+            self.run()
+            return 0.5 if tuning.swiglu(torch.float32, 64)[name] == value else 1.0
+
+    return Cheap
+
+
+@pytest.mark.usefixtures("toy_swiglu")
+def test_a_better_launch_is_written_and_read(toy_device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = tuning.swiglu(torch.float32, 64)
+    assert default["BLOCK"] == 64
+    monkeypatch.setattr(tune, "Call", cheap(("BLOCK", 32)))
+    found, looked_up, lines = tune.search("swiglu", 60.0)
+    assert list(found.values()) == [default | {"BLOCK": 32}]
+    assert looked_up == found.keys()
+    assert "0.50 of the default" in lines[0]
+    path = tune.write(toy_device, found, looked_up)
+    assert path.name == "t9.json"
+    assert set(json.loads(path.read_text())) == {"device", "torch", "triton", "commit", "launches"}
+    tuning._measured.cache_clear()
+    assert tuning.swiglu(torch.float32, 64)["BLOCK"] == 32
+    assert tuning.swiglu(torch.float32, 1000)["BLOCK"] == 1024  # another bucket
+    x = torch.randn(3, 128)
+    with backend.override("reference"):
+        want = tune.bench_neighbours.swiglu(x)
+    torch.testing.assert_close(tune.bench_neighbours.swiglu(x), want)
+
+
+@pytest.mark.usefixtures("toy_swiglu")
+def test_the_default_stays_where_nothing_helps(toy_device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "Call", cheap(("BLOCK", 64)))
+    found, looked_up, _ = tune.search("swiglu", 60.0)
+    assert not found
+    key = next(iter(looked_up))
+    tune.write(toy_device, {key: {"BLOCK": 1, "num_warps": 1}, "other/float32/8": {"BLOCK": 8}}, set())
+    launches = json.loads(tune.write(toy_device, found, looked_up).read_text())["launches"]
+    assert launches == {"other/float32/8": {"BLOCK": 8}}
+
+
+@pytest.mark.usefixtures("toy_swiglu", "toy_device")
+def test_wrong_and_failing_launches_never_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(tune.neighbour("swiglu"))
+
+    def spoiled(*floats: torch.Tensor) -> torch.Tensor:
+        out = case[0](*floats)
+        block = tuning.swiglu(torch.float32, 64)["BLOCK"]
+        if block == 128:
+            raise RuntimeError("out of resource")
+        return out + 1 if block == 32 else out
+
+    monkeypatch.setitem(tune.OPS, "swiglu", lambda _: iter([(spoiled, case[1], 0)]))
+    monkeypatch.setattr(tune, "Call", cheap(("BLOCK", 32)))
+    assert tune.search("swiglu", 60.0)[0] == {}
+    monkeypatch.setattr(tune, "Call", cheap(("BLOCK", 128)))
+    assert tune.search("swiglu", 60.0)[0] == {}
+
+
+@pytest.mark.usefixtures("toy_swiglu", "toy_device")
+def test_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "Call", cheap(("BLOCK", 32)))
+    found, _, lines = tune.search("swiglu", 0.0)
+    assert not found
+    assert ", 1 tried" in lines[0]
+
+
+def test_an_op_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "ROWS", (3,))
+    with backend.override("reference"):
+        found, looked_up, lines = tune.search("swiglu", 1.0)
+    assert not found
+    assert not looked_up
+    assert "looks up no launch" in lines[0]
+
+
+@pytest.mark.parametrize("op", tune.OPS)
+def test_every_op_has_calls_that_agree_with_themselves(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "ROWS", (3,))
+    monkeypatch.setattr(shapes, "BRANCHES", [(2, 4, 8)])
+    monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
+    monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 300)
+    monkeypatch.setattr(tune.bench_neighbours, "VOCABULARY", 300)
+    with backend.override("reference"):
+        made = list(tune.calls(op))
+        assert made
+        assert all(call.right() for call in made)
+        assert not any(
+            tune.Call(lambda call=call: tuple(x + 1 for x in call.run()), call.expected, call.tolerance).right()
+            for call in made
+        )
+
+
+def test_candidates_are_beside_the_value() -> None:
+    assert tune.candidates("num_warps", 16) == [8]
+    assert tune.candidates("num_stages", 3) == [2, 4]
+    assert tune.candidates("BLOCK_M", 64) == [32, 128]
+    assert tune.candidates("ROWS", 1) == [2]
+    assert tune.candidates("fused", 1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("nvidia h200", "h200"), ("nvidia a100-sxm4-80gb", "a100-sxm4-80gb"), ("geforce rtx 4090", "4090")],
+)
+def test_the_files_name_is_part_of_the_devices(device: str, name: str) -> None:
+    assert tune.file_name(device) == f"{name}.json"
+    assert name in device
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.tune", "swiglu", "--seconds", "1"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "FB_KERNELS_BACKEND": "triton"}
+    options = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--output", str(tmp_path)], **options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "cpu.json").read_text())["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(harness.DEVICE == "cuda", reason="for machines without a GPU")
+@pytest.mark.parametrize("arguments", [["swiglu"], ["softmax"]])
+def test_the_command_refuses(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
