@@ -164,10 +164,10 @@ def _project_back(
         grad.scatter_add_(
             1, local.clamp(0, logits.shape[1] - 1)[:, None], torch.where(inside, on_target[rows], 0.0)[:, None]
         )
-        grad.masked_fill_(unused[rows], 0.0)
         grad /= temperature
         if slope is not None:
             grad *= slope
+        grad.masked_fill_(unused[rows], 0.0)
         if need_bias:
             d_bias[columns] += grad.sum(0)
         grad *= logit_scale

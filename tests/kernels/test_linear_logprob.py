@@ -222,14 +222,15 @@ def test_minus_infinity_means_probability_zero(banned: slice) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_ignored_rows_give_zero_and_no_gradient_whatever_they_hold() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_ignored_rows_give_zero_and_no_gradient_whatever_they_hold(softcap: float | None) -> None:
     values = inputs((5,), 6, 11, torch.float64)
     kept = torch.tensor([0, 2, 4])
     hidden, target = values.hidden.clone(), values.target.clone()
     hidden[1], hidden[3], target[[1, 3]] = math.nan, math.inf, IGNORE
     mine = leaves(values._replace(hidden=hidden, target=target))
     few = leaves(values._replace(hidden=values.hidden[kept], target=values.target[kept]))
-    results = linear_logprob(*mine, **ALL), linear_logprob(*few, **ALL)
+    results = linear_logprob(*mine, softcap=softcap, **ALL), linear_logprob(*few, softcap=softcap, **ALL)
     for output, expected in zip(*results, strict=True):
         assert torch.equal(output[[1, 3]], torch.zeros(2, dtype=torch.float64))
         torch.testing.assert_close(output[kept], expected)
