@@ -220,6 +220,7 @@ _linear_logprob = define(
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_HEAD}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    triton=True,
 )
 _linear_logprob_backward = define(
     "linear_logprob_backward",
@@ -227,6 +228,7 @@ _linear_logprob_backward = define(
     f"{_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_backward,
     fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    triton=True,
 )
 _partials = define(
     "linear_logprob_partials",
@@ -234,6 +236,7 @@ _partials = define(
     f"{_HEAD}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    triton=True,
 )
 _partials_backward = define(
     "linear_logprob_partials_backward",
@@ -241,12 +244,14 @@ _partials_backward = define(
     f"Tensor max, SymInt vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials_backward,
     fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    triton=True,
 )
 _combine = define(
     "combine_logprob_partials",
     "(Tensor max, Tensor sumexp, Tensor target_logit) -> (Tensor, Tensor)",
     reference=reference.combine_logprob_partials,
     fake=lambda top, *_: (top.new_empty(top.shape[1:]), top.new_empty(top.shape[1:])),
+    triton=True,
 )
 
 

@@ -62,6 +62,6 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [N, columns] with columns next to each other, without a copy where its strides allow one stride a row."""
+    """All rows as [N, columns] with columns next to each other, without a copy where its strides allow one stride a row."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,79 @@
+"""Shapes of `linear_logprob`: the head of Qwen3-1.7B over one row a candidate and over packed branches, both forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.aot.compiler import Case, Cost
+from fb_kernels import tuning
+from fb_kernels.triton import linear_logprob as kernels
+
+VOCABULARY, WIDTH = 151_936, 2048
+
+
+def cases() -> Iterator[Case]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for rows in (13, 32, 64, 128, 1664, 8192):
+        yield _case(rows, VOCABULARY, WIDTH, bf16, "fused")
+    for rows in (13, 128, 1664, 8192):
+        yield _case(rows, VOCABULARY, WIDTH, bf16, "chunked")
+    for form in ("fused", "chunked"):
+        yield _case(1664, VOCABULARY, WIDTH, fp32, form)
+        yield _case(1664, VOCABULARY, WIDTH, fp16, form, softcap=30.0, bias=True)
+    yield _case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width off the block
+    yield _case(1664, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)
+    partials = torch.empty(3, 8, 1664, device="meta")
+    yield Case(
+        "linear_logprob",
+        "S=8 N=1664",
+        lambda: kernels.combine_logprob_partials(*partials),
+        {"_combine_logprob_partials_kernel": Cost(4 * (4 * 8 + 2) * 1664)},  # the maxima are read twice
+    )
+
+
+def _case(
+    rows: int, vocab: int, width: int, dtype: torch.dtype, form: str, softcap: float | None = None, bias: bool = False
+) -> Case:
+    """Forward and, in the chunked case, backward."""
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    arguments = (meta(rows, width), meta(vocab, width), meta(rows, dtype=torch.int64))
+    offset = meta(vocab) if bias else None
+    columns = tuning.linear_logprob_columns(dtype, rows)
+    valid = None if form == "fused" else columns  # one chunk: the others launch the same code
+    options = (1.0, softcap, 1.0, -100, valid)
+    statistic = meta(rows, dtype=torch.float32)
+
+    def call() -> None:
+        with mock.patch.object(tuning, "linear_logprob_form", return_value=form):
+            kernels.linear_logprob(*arguments, offset, *options)
+            if form == "chunked":
+                kernels.linear_logprob_backward(
+                    statistic, statistic, *arguments, offset, statistic, *options, [True, True, bias]
+                )
+
+    size = dtype.itemsize
+    tile = tuning.linear_logprob(dtype, rows, vocab, width) if form == "fused" else tuning.linear_logprob_chunk(dtype)
+    statistics = 3 * 4 * rows * -(-(valid or vocab) // tile["BLOCK_V"])
+    fused = ("_linear_logprob_fwd_kernel",) if form == "fused" else ()
+    name = str(dtype).removeprefix("torch.")
+    extras = (" softcap" if softcap else "") + (" bias" if bias else "")
+    return Case(
+        "linear_logprob",
+        f"N={rows} V={vocab} D={width} {name} {form}{extras}",
+        call,
+        {
+            "_linear_logprob_fwd_kernel": Cost(size * (vocab + rows) * width + statistics, 2 * rows * vocab * width),
+            "_chunk_statistics_kernel": Cost(4 * rows * columns),
+            "_merge_statistics_kernel": Cost(statistics),
+            "_dlogits_kernel": Cost((4 + size) * rows * columns),
+        },
+        matmul=fused if dtype != torch.float32 else (),
+        exact=fused,
+    )

@@ -1,0 +1,543 @@
+"""Triton kernels of `linear_logprob`: statistics of vocabulary tiles, merged in a fixed order.
+
+Two forms of the forward pass write the same statistics: "fused" keeps each tile of logits in registers, "chunked" lets
+cuBLAS write one chunk of them that stays in the L2 cache and reads it once. `tuning.linear_logprob_form` chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fb_kernels import tuning
+
+FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+LARGEST_ID = torch.iinfo(torch.int64).max
+
+
+@triton.jit
+def _tanh(x):
+    """To 2 ulps: a Taylor polynomial where 1 - exp(-2x) would cancel."""
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925))))))
+    fallen = tl.exp(-2 * tl.abs(x))
+    far = (1 - fallen) / (1 + fallen)
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _logits(products, bias, inside, logit_scale, softcap, temperature, SOFTCAP: tl.constexpr):
+    """(logits[M, V] from products and the bias of these columns, the soft-cap's argument or nothing of use)."""
+    x = products * logit_scale
+    if bias is not None:
+        x += tl.load(bias + tl.arange(0, inside.shape[0]), mask=inside, other=0.0).to(tl.float32)[None, :]
+    ratio = x
+    if SOFTCAP:
+        ratio = x * (1 / softcap)
+        x = _tanh(ratio) * softcap
+    return x * (1 / temperature), ratio
+
+
+@triton.jit
+def _left(end, first, most: tl.constexpr):
+    """How many places from `first` to `end`, in 32 bits."""
+    return tl.minimum(end - first, most).to(tl.int32)
+
+
+@triton.jit
+def _shift(top):
+    """What is taken off the logits before exp: their maximum where it is finite, so that only a NaN makes a NaN."""
+    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+
+
+@triton.jit
+def _store_statistics(
+    products, bias, target, statistics, picked, row, first, tile, rows, valid, vocab_start, tiles,
+    logit_scale, softcap, temperature, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write one tile's maximum, sum of exp, sum of (l - max) exp and, where the target is in it, the target's logit.
+
+    Args:
+        products: [M, TILE] of rows `row` and columns from `first` on.
+        bias: [V] or None.
+        target: [rows].
+        statistics: [3, tiles, rows], written at `tile`.
+        picked: [rows].
+        row: [M] int64.
+        first: int64, a multiple of TILE.
+        tile: first / TILE.
+        rows: their number.
+        valid: number of columns that count.
+        vocab_start: id of the first column.
+        tiles: their number.
+        logit_scale: as in `linear_logprob`.
+        softcap: as in `linear_logprob`.
+        temperature: as in `linear_logprob`.
+        SOFTCAP: whether there is one.
+        TILE: columns of a tile.
+    """
+    in_row, inside = row < rows, tl.arange(0, TILE) < _left(valid, first, TILE)
+    bias = bias if bias is None else bias + first
+    x, _ = _logits(products, bias, inside, logit_scale, softcap, temperature, SOFTCAP)
+    local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start - first
+    found = in_row & (local >= 0) & (local < TILE)
+    if tl.max(found.to(tl.int32), 0):  # few tiles hold a target
+        column = tl.where(found, local, -1).to(tl.int32)
+        target_logit = tl.sum(tl.where(column[:, None] == tl.arange(0, TILE)[None, :], x, 0.0), 1)
+        tl.store(picked + row, target_logit, mask=found)
+    x = tl.where(inside[None, :], x, -float("inf"))
+    top = tl.max(x, 1)
+    fallen = x - _shift(top)[:, None]
+    exponentials = tl.exp(fallen)
+    total = tl.sum(exponentials, 1)
+    weighted = tl.sum(tl.maximum(fallen, FAR_BELOW) * exponentials, 1)
+    top = tl.where(total == total, top, float("nan"))
+    place = tl.cast(tile, tl.int64) * rows + row
+    plane = tl.cast(tiles, tl.int64) * rows
+    tl.store(statistics + place, top, mask=in_row)
+    tl.store(statistics + plane + place, total, mask=in_row)
+    tl.store(statistics + 2 * plane + place, weighted, mask=in_row)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "valid", "vocab_start", "tiles", "row_vectors", "hidden_vectors", "weight_vectors"]
+)
+def _linear_logprob_fwd_kernel(
+    hidden, weight, bias, target, statistics, picked, rows, valid, vocab_start, tiles,
+    row_vectors, hidden_vectors, weight_vectors, logit_scale, softcap, temperature,
+    SOFTCAP: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows fastest in the grid, so that the weight streams from memory once.
+
+    A row holds row_vectors of 16 bytes, and the next one starts hidden_vectors or weight_vectors of them later.
+    """
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0) // row_blocks
+    first_row = tl.cast(tl.program_id(0) % row_blocks, tl.int64) * BLOCK_M
+    first_column = tl.cast(tile, tl.int64) * BLOCK_V
+    row = first_row + tl.arange(0, BLOCK_M)
+    width, hidden_stride, weight_stride = row_vectors * VECTOR, hidden_vectors * VECTOR, weight_vectors * VECTOR
+    x_pointer = tl.multiple_of(hidden + first_row * hidden_stride, 16)
+    w_pointer = tl.multiple_of(weight + first_column * weight_stride, 16)
+    k = tl.arange(0, BLOCK_K)
+    x_row = tl.minimum(tl.arange(0, BLOCK_M), _left(rows, first_row, BLOCK_M) - 1)  # past the end, the last one again
+    w_row = tl.minimum(tl.arange(0, BLOCK_V), _left(valid, first_column, BLOCK_V) - 1)
+    x_offsets, w_offsets = x_row[:, None] * hidden_stride + k[None, :], w_row[:, None] * weight_stride + k[None, :]
+    SWAP: tl.constexpr = BLOCK_M < 128  # the tensor cores' longer side belongs to the vocabulary
+    products = tl.zeros((BLOCK_V, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_V), tl.float32)
+    for start in range(0, width, BLOCK_K):
+        if EVEN:
+            x, w = tl.load(x_pointer + x_offsets), tl.load(w_pointer + w_offsets)
+        else:
+            left = k[None, :] < width - start
+            x = tl.load(x_pointer + x_offsets, mask=left, other=0.0)
+            w = tl.load(w_pointer + w_offsets, mask=left, other=0.0)
+        if SWAP:
+            products = tl.dot(w, tl.trans(x), products, input_precision="ieee")
+        else:
+            products = tl.dot(x, tl.trans(w), products, input_precision="ieee")
+        x_pointer += BLOCK_K
+        w_pointer += BLOCK_K
+    if SWAP:
+        products = tl.trans(products)
+    if BLOCK_V <= TILE:
+        _store_statistics(
+            products, bias, target, statistics, picked, row, first_column, tile, rows, valid, vocab_start, tiles,
+            logit_scale, softcap, temperature, SOFTCAP, TILE,
+        )  # fmt: skip
+    else:  # one half after the other, for fewer registers
+        left, right = tl.split(tl.permute(tl.reshape(products, (BLOCK_M, 2, TILE)), (0, 2, 1)))
+        _store_statistics(
+            left, bias, target, statistics, picked, row, first_column, 2 * tile, rows, valid, vocab_start, tiles,
+            logit_scale, softcap, temperature, SOFTCAP, TILE,
+        )  # fmt: skip
+        _store_statistics(
+            right, bias, target, statistics, picked, row, first_column + TILE, 2 * tile + 1, rows, valid, vocab_start,
+            tiles, logit_scale, softcap, temperature, SOFTCAP, TILE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "tiles", "first"])
+def _chunk_statistics_kernel(
+    products, bias, target, statistics, picked, rows, valid, vocab_start, tiles, first, stride,
+    logit_scale, softcap, temperature, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The statistics of products[rows, stride], whose first column is the vocabulary's column `first`."""
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    row = ((tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    start = (tl.program_id(0) // row_blocks) * BLOCK_V
+    here, first = start + tl.arange(0, BLOCK_V), tl.cast(first, tl.int64) + start
+    mask = (row < rows)[:, None] & (tl.arange(0, BLOCK_V) < _left(valid, first, BLOCK_V))[None, :]
+    x = tl.load(products + row[:, None] * stride + here[None, :], mask=mask, other=0.0)
+    _store_statistics(
+        x, bias, target, statistics, picked, row, first, first // BLOCK_V, rows, valid, vocab_start, tiles,
+        logit_scale, softcap, temperature, SOFTCAP, BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "tiles", "last", "ignore_index"])
+def _merge_statistics_kernel(
+    statistics, picked, target, first_out, second_out, third_out, rows, valid, vocab_start, tiles, last, ignore_index,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The tiles' statistics in their order, as (log-prob, lse, entropy) or a shard's partials; ids end with `last`."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    in_row = row < rows
+    plane = tl.cast(tiles, tl.int64) * rows
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total, weighted = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        place = statistics + tile.to(tl.int64)[:, None] * rows + row[None, :]  # [T, M]
+        mask = (tile < tiles)[:, None] & in_row[None, :]
+        tops = tl.load(place, mask=mask, other=-float("inf"))
+        totals = tl.load(place + plane, mask=mask, other=0.0)
+        weights = tl.load(place + 2 * plane, mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        fall = tl.where(tops == -float("inf"), 0.0, tl.maximum(_shift(tops) - _shift(higher)[None, :], FAR_BELOW))
+        fallen = tl.where(top == -float("inf"), 0.0, tl.maximum(_shift(top) - _shift(higher), FAR_BELOW))
+        share, kept = tl.exp(fall), tl.exp(fallen)
+        weighted = (weighted + total * fallen) * kept + tl.sum((weights + totals * fall) * share, 0)
+        total = total * kept + tl.sum(totals * share, 0)
+        top = higher
+    top = tl.where(total == total, top, float("nan"))
+    total = tl.where(top == float("inf"), float("nan"), total)
+    ids = tl.load(target + row, mask=in_row, other=0).to(tl.int64)
+    local = ids - vocab_start
+    here = in_row & (local >= 0) & (local < valid)
+    target_logit = tl.load(picked + row, mask=here, other=-float("inf"))
+    bad, ignored = (ids < 0) | (ids > last), ids == ignore_index
+    if WHOLE:
+        lse = top + tl.log(total)
+        one = tl.where(ignored, 0.0, tl.where(bad, float("nan"), target_logit - lse))
+        two = tl.where(ignored, 0.0, lse)
+        three = tl.where(ignored, 0.0, tl.log(total) - weighted / total)
+    else:
+        one = tl.where(ignored, -float("inf"), top)
+        two = tl.where(ignored, 0.0, total)
+        three = tl.where(ignored, -float("inf"), tl.where(bad, float("nan"), target_logit))
+    tl.store(first_out + row, one, mask=in_row)
+    tl.store(second_out + row, two, mask=in_row)
+    tl.store(third_out + row, three, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "first"])
+def _dlogits_kernel(
+    products, d_products, d_bias, bias, target, on_target, on_exponential, shift,
+    rows, valid, vocab_start, first, stride, logit_scale, softcap, temperature,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Gradients to products[rows, stride], and their sums over each block of rows as d_bias[blocks, stride]."""
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    row_block = tl.program_id(0) % row_blocks
+    row = (row_block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    start = (tl.program_id(0) // row_blocks) * BLOCK_V
+    here, first_column = start + tl.arange(0, BLOCK_V), tl.cast(first, tl.int64) + start
+    in_row, inside = row < rows, tl.arange(0, BLOCK_V) < _left(valid, first_column, BLOCK_V)
+    mask = in_row[:, None] & inside[None, :]
+    bias = bias if bias is None else bias + first_column
+    place = row[:, None] * stride + here[None, :]
+    x = tl.load(products + place, mask=mask, other=0.0)
+    logits, ratio = _logits(x, bias, inside, logit_scale, softcap, temperature, SOFTCAP)
+    local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start
+    picks = tl.load(on_target + row, mask=in_row, other=0.0)
+    scale = tl.load(on_exponential + row, mask=in_row, other=0.0)
+    grad = tl.exp(logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]) * scale[:, None]
+    grad += tl.where(here[None, :] == (local - first)[:, None], picks[:, None], 0.0)
+    grad *= 1 / temperature
+    if SOFTCAP:
+        fallen = tl.exp(-2 * tl.abs(ratio))
+        grad *= 4 * fallen / ((1 + fallen) * (1 + fallen))  # 1 - tanh^2, without its cancellation
+    used = (picks != 0) | (scale != 0)  # the logits of other rows may be inf or NaN
+    grad = tl.where(used[:, None] & inside[None, :], grad, 0.0)
+    if d_bias is not None:
+        tl.store(d_bias + tl.cast(row_block, tl.int64) * stride + here, tl.sum(grad, 0), mask=inside)
+    tl.store(d_products + place, grad * logit_scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["shards", "rows"])
+def _combine_logprob_partials_kernel(
+    top, sumexp, target_logit, logprob_out, lse_out, shards, rows, top_stride, sumexp_stride, target_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Log-prob and lse of partials[shards, rows]."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    in_row = row < rows
+    highest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    picked = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for shard in range(shards):
+        each = tl.cast(shard, tl.int64)
+        tops = tl.load(top + each * top_stride + row, mask=in_row, other=0.0)
+        picks = tl.load(target_logit + each * target_stride + row, mask=in_row, other=0.0)
+        highest = tl.maximum(highest, tops, propagate_nan=tl.PropagateNan.ALL)
+        picked = tl.maximum(picked, picks, propagate_nan=tl.PropagateNan.ALL)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for shard in range(shards):
+        each = tl.cast(shard, tl.int64)
+        tops = tl.load(top + each * top_stride + row, mask=in_row, other=0.0)
+        total += tl.load(sumexp + each * sumexp_stride + row, mask=in_row, other=0.0) * tl.exp(tops - shift)
+    lse = shift + tl.log(total)
+    empty = (highest == -float("inf")) & (total == 0)
+    tl.store(logprob_out + row, tl.where(empty, 0.0, picked - lse), mask=in_row)
+    tl.store(lse_out + row, tl.where(empty, 0.0, lse), mask=in_row)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+    valid_vocab: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob, lse, entropy), each of target's shape."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    valid = _valid_rows(weight, valid_vocab, 0)
+    return _forward(
+        hidden, weight, target, 0, bias, logit_scale, softcap, temperature, ignore_index, valid, valid - 1, whole=True
+    )
+
+
+def linear_logprob_partials(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+    valid_vocab: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(max, sumexp, target logit) of one shard."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
+    last = LARGEST_ID if valid_vocab is None else valid_vocab - 1
+    return _forward(
+        hidden, weight_shard, target, vocab_start, bias, logit_scale, softcap, temperature, ignore_index, valid, last,
+        whole=False,
+    )  # fmt: skip
+
+
+def combine_logprob_partials(top: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-prob[N], lse[N]) of partials[S, N]."""
+    if top.dtype == torch.float64:
+        return NotImplemented
+    shards, rows = top.shape
+    parts = [part if part.stride(1) == 1 else part.contiguous() for part in (top, sumexp, target_logit)]
+    logprob, lse = top.new_empty(rows), top.new_empty(rows)
+    launch = tuning.combine_logprob_partials()
+    if rows:
+        _combine_logprob_partials_kernel[(triton.cdiv(rows, launch["BLOCK"]),)](
+            *parts, logprob, lse, shards, rows, *(part.stride(0) for part in parts), **launch
+        )
+    return logprob, lse
+
+
+def linear_logprob_backward(
+    grad_logprob: Tensor,
+    grad_lse: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    lse: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+    valid_vocab: int | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight and bias; what `needs` leaves out comes back empty."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    counted = target != ignore_index
+    on_logprob = torch.where(counted, grad_logprob, 0.0)
+    on_exponential = torch.where(counted, grad_lse, 0.0) - on_logprob
+    valid = _valid_rows(weight, valid_vocab, 0)
+    return _project_back(
+        hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, logit_scale, softcap, temperature, valid,
+        needs,
+    )  # fmt: skip
+
+
+def linear_logprob_partials_backward(
+    grad_sumexp: Tensor,
+    grad_target_logit: Tensor,
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    top: Tensor,
+    vocab_start: int,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+    valid_vocab: int | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to hidden, weight_shard and bias; the maximum is a constant shift."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    counted = target != ignore_index
+    on_target, on_exponential = (torch.where(counted, grad, 0.0) for grad in (grad_target_logit, grad_sumexp))
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
+    return _project_back(
+        hidden, weight_shard, target, vocab_start, bias, on_target, on_exponential, shift,
+        logit_scale, softcap, temperature, valid, needs,
+    )  # fmt: skip
+
+
+def _valid_rows(weight: Tensor, valid_vocab: int | None, vocab_start: int) -> int:
+    if valid_vocab is None:
+        return weight.shape[0]
+    return max(0, min(valid_vocab - vocab_start, weight.shape[0]))
+
+
+def _rows(hidden: Tensor, rows: int) -> Tensor:
+    """[rows, D] with columns next to each other, without a copy where the strides allow one stride a row."""
+    x = hidden.reshape(rows, hidden.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _vectors(*operands: Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time, at offsets of 32 bits inside a tile."""
+    vector = 16 // operands[0].dtype.itemsize
+    return all(
+        x.stride(1) == 1 and x.stride(0) < 1 << 22 and not (x.shape[1] % vector or x.stride(0) % vector)
+        and x.data_ptr() % 16 == 0
+        for x in operands
+    )  # fmt: skip
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write a @ b to out, or add it there, accumulated and kept in float32."""
+    if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA widens results
+        out.addmm_(a.float(), b.float(), beta=float(add))
+    elif add:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+    valid: int,
+    last: int,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics of every tile, then their merge; ids above `last` are bad."""
+    rows, (_, width) = target.numel(), weight.shape
+    x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    one, two, three = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    if not rows:
+        return one, two, three
+    options = (logit_scale, 1.0 if softcap is None else softcap, temperature)
+    picked = x.new_empty(rows, dtype=torch.float32)
+    if _vectors(x, weight) and tuning.linear_logprob_form(x.dtype, rows, valid, width) == "fused":
+        launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
+        tile = launch["BLOCK_V"] // (2 if launch["BLOCK_M"] * launch["BLOCK_V"] > 1 << 14 else 1)
+        blocks = triton.cdiv(valid, launch["BLOCK_V"])
+        tiles = blocks * (launch["BLOCK_V"] // tile)
+        statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
+        if tiles:
+            _linear_logprob_fwd_kernel[(blocks * triton.cdiv(rows, launch["BLOCK_M"]),)](
+                x, weight, bias, ids, statistics, picked, rows, valid, vocab_start, tiles,
+                width // vector, x.stride(0) // vector, weight.stride(0) // vector, *options,
+                SOFTCAP=softcap is not None, EVEN=width % launch["BLOCK_K"] == 0, VECTOR=vector, TILE=tile, **launch,
+            )  # fmt: skip
+    else:
+        launch, columns = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_columns(x.dtype, rows)
+        tiles = triton.cdiv(valid, launch["BLOCK_V"])
+        statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
+        products = x.new_empty(rows, min(columns, valid), dtype=torch.float32)
+        for first in range(0, valid, columns):
+            count = min(columns, valid - first)
+            _product(x, weight[first : first + count].T, products[:, :count])
+            _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(rows, launch["BLOCK_M"]),)](
+                products, bias, ids, statistics, picked, rows, valid, vocab_start, tiles, first, products.stride(0),
+                *options, SOFTCAP=softcap is not None, **launch,
+            )  # fmt: skip
+    launch = tuning.linear_logprob_merge()
+    _merge_statistics_kernel[(triton.cdiv(rows, launch["BLOCK_M"]),)](
+        statistics, picked, ids, one, two, three, rows, valid, vocab_start, tiles, last, ignore_index,
+        WHOLE=whole, **launch,
+    )  # fmt: skip
+    return one, two, three
+
+
+def _project_back(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    bias: Tensor | None,
+    on_target: Tensor,
+    on_exponential: Tensor,
+    shift: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    valid: int,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum_n on_target * l[target] + on_exponential * exp(l - shift), one chunk of logits after another."""
+    rows, (vocab, width) = target.numel(), weight.shape
+    x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    on_target, on_exponential, shift = (part.reshape(-1).contiguous() for part in (on_target, on_exponential, shift))
+    need_hidden, need_weight, need_bias = needs
+    d_hidden = x.new_zeros((rows if need_hidden else 0, width), dtype=torch.float32)
+    d_weight = weight.new_empty(weight.shape if need_weight else (0,))
+    d_bias = weight.new_empty(vocab if need_bias else 0)
+    d_weight[valid if rows else 0 :].zero_()
+    d_bias[valid if rows else 0 :].zero_()
+    launch, columns = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_columns(x.dtype, rows)
+    row_blocks = triton.cdiv(rows, launch["BLOCK_M"])
+    products = x.new_empty(rows, min(columns, valid), dtype=torch.float32)
+    d_products = torch.empty_like(products, dtype=x.dtype)
+    head = x.new_empty(min(columns, valid) if need_weight else 0, width, dtype=torch.float32)
+    sums = x.new_empty(row_blocks, min(columns, valid), dtype=torch.float32) if need_bias else None
+    unused = ((on_target == 0) & (on_exponential == 0))[:, None]
+    used = x.masked_fill(unused, 0.0) if need_weight else x
+    for first in range(0, valid if rows else 0, columns):
+        chunk = slice(first, min(first + columns, valid))
+        count = chunk.stop - first
+        _product(x, weight[chunk].T, products[:, :count])
+        _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * row_blocks,)](
+            products, d_products, sums, bias, ids, on_target, on_exponential, shift,
+            rows, valid, vocab_start, first, products.stride(0),
+            logit_scale, 1.0 if softcap is None else softcap, temperature, SOFTCAP=softcap is not None, **launch,
+        )  # fmt: skip
+        if need_hidden:
+            _product(d_products[:, :count], weight[chunk], d_hidden, add=True)
+        if need_weight:
+            _product(d_products[:, :count].T, used, head[:count])
+            d_weight[chunk] = head[:count]
+        if sums is not None:
+            d_bias[chunk] = sums[:, :count].sum(0)
+    d_hidden = d_hidden.view(hidden.shape) if need_hidden else d_hidden.view(0)
+    return d_hidden.to(hidden.dtype), d_weight, d_bias
