@@ -233,18 +233,21 @@ _branch_attention = define(
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     reference=reference.branch_attention,
     fake=_fake,
+    triton=True,
 )
 _branch_attention_out = define(
     "branch_attention_out",
     f"(Tensor(a!) out, Tensor(b!) lse, {_INPUTS}, {_OPTIONS}) -> ()",
     reference=reference.branch_attention_out,
     fake=lambda *_: None,
+    triton=True,
 )
 _branch_attention_backward = define(
     "branch_attention_backward",
     f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.branch_attention_backward,
     fake=_backward_fake,
+    triton=True,
 )
 
 

@@ -26,10 +26,158 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
     return _tuned("swiglu", dtype, (block,), {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8})
 
 
+def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
+    """Either "fused", for few rows that wait for the weight, or "chunked", at cuBLAS's rate (not measured yet)."""
+    default = {"fused": int(rows <= 128)}
+    fused = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)["fused"]
+    return "fused" if fused else "chunked"
+
+
+def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> Launch:
+    """The fused kernel; its tile covers all rows up to 128, so that the weight is read once."""
+    if dtype == torch.float32:
+        block = min(max(next_power_of_2(rows), 16), 64)
+        default = {"BLOCK_M": block, "BLOCK_V": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
+    elif rows <= 32:
+        block = 16 if rows <= 16 else 32
+        default = {"BLOCK_M": block, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
+    elif rows <= 128:
+        block = 64 if rows <= 64 else 128
+        default = {"BLOCK_M": block, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+    else:
+        default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+    return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
+
+
+def linear_logprob_columns(dtype: torch.dtype, rows: int) -> int:
+    """Vocabulary columns of a chunk: one wave of 128 x 256 tiles on 132 multiprocessors, 17 MB in float32."""
+    default = {"columns": 256 * max(132 // max(-(-rows // 128), 1), 1)}
+    return _tuned("linear_logprob_columns", dtype, (next_power_of_2(rows),), default)["columns"]
+
+
+def linear_logprob_chunk(dtype: torch.dtype) -> Launch:
+    """The passes over a chunk of logits; BLOCK_V divides the chunk's columns."""
+    return _tuned("linear_logprob_chunk", dtype, (), {"BLOCK_M": 8, "BLOCK_V": 256, "num_warps": 8})
+
+
+def linear_logprob_merge() -> Launch:
+    """The merge of all tiles' statistics: few rows a program, so that a few rows fill the chip."""
+    return _tuned("linear_logprob_merge", torch.float32, (), {"BLOCK_M": 4, "BLOCK_T": 256, "num_warps": 4})
+
+
+def combine_logprob_partials() -> Launch:
+    """For any number of rows."""
+    return _tuned("combine_logprob_partials", torch.float32, (), {"BLOCK": 256, "num_warps": 4})
+
+
+def _head_bucket(rows: int, vocab: int, hidden: int) -> tuple[int, int, int]:
+    return next_power_of_2(rows), next_power_of_2(vocab), next_power_of_2(hidden)
+
+
+def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
+    """For tiles of BLOCK_M rows, `repeat` query heads a key head being so many rows; never by the batch, for its bits.
+
+    `form` is "unaligned" where keys cannot be read 16 bytes at a time, else "window" or "plain".
+    """
+    width = max(16, next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    elif width > 128 or form == "unaligned":
+        default = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3}
+    else:
+        default = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
+    return _tuned("branch_attention", dtype, (width, repeat, form), default)
+
+
+def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
+    """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
+    width = max(16, next_power_of_2(head_dim))
+    tile = 32 if width > 128 and form == "unaligned" else 64
+    block = 16 if width > 128 else 32
+    default = {"BLOCK_M": tile, "BLOCK_N": block, "CHUNK": 128, "num_warps": 8, "num_stages": 3}
+    return _tuned("branch_attention_split", dtype, (width, repeat, form), default)
+
+
+def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, rows: int) -> Launch:
+    """For `rows` rows of a group: tiles of BLOCK_M rows times `repeat` heads and of KEYS keys, and what these meet."""
+    width = max(16, next_power_of_2(head_dim))
+    small = dtype == torch.float32 or width > 128
+    block_m = min(max(next_power_of_2(rows * repeat), 16), 32 if small else 64)
+    keys = min(max(next_power_of_2(rows), 16), 16 if small else 32)
+    default = {"BLOCK_M": block_m, "BLOCK_N": 16 if small else 32, "KEYS": keys, "KEY_ROWS": keys}
+    default |= {"num_warps": 8, "num_stages": 2}
+    return _tuned("branch_attention_backward", dtype, (width, block_m, keys), default)
+
+
+def rms_norm(dtype: torch.dtype, width: int) -> Launch:
+    """For rows of `width`; longer ones are several blocks."""
+    block = min(next_power_of_2(width), 8192)
+    return _tuned("rms_norm", dtype, (block,), {"BLOCK": block, "num_warps": _warps(block)})
+
+
+def rms_norm_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:
+    """ROWS rows a program, each of which writes a row of the weight's gradient."""
+    block, each = min(next_power_of_2(width), 4096), _rows_each(rows)
+    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block)}
+    return _tuned("rms_norm_backward", dtype, (each, block), default)
+
+
+def qk_norm_rope(dtype: torch.dtype, head_dim: int) -> Launch:
+    """HEADS heads of a row a program."""
+    half = next_power_of_2(head_dim // 2)
+    default = {"HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4}
+    return _tuned("qk_norm_rope", dtype, (half,), default)
+
+
+def qk_norm_rope_backward(dtype: torch.dtype, rows: int, head_dim: int) -> Launch:
+    """HEADS heads of ROWS rows a program, each of which writes a row of the weights' gradients."""
+    half, each = next_power_of_2(head_dim // 2), _rows_each(rows)
+    default = {"ROWS": each, "HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4}
+    return _tuned("qk_norm_rope_backward", dtype, (each, half), default)
+
+
+def candidate_head(dtype: torch.dtype, width: int) -> Launch:
+    """ROWS rows of a group at once: groups are about that large."""
+    block = min(next_power_of_2(width), 512)
+    default = {"ROWS": 16, "BLOCK": block, "OFFSETS": 1024, "num_warps": min(max(block // 64, 1), 8)}
+    return _tuned("candidate_head", dtype, (block,), default)
+
+
+def candidate_head_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:
+    """ROWS rows a program, each of which writes a row of the weights' gradients."""
+    block, each = min(next_power_of_2(width), 4096), _rows_each(rows)
+    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block)}
+    return _tuned("candidate_head_backward", dtype, (each, block), default)
+
+
+def topk_entropy(dtype: torch.dtype, width: int, k: int) -> Launch:
+    """BLOCK columns at once, GROUP neighbours of each a group: at least k groups, a power of two."""
+    block = max(min(next_power_of_2(width), 4096), 8 * k)
+    default = {"BLOCK": block, "GROUP": 8, "STEPS": 8, "num_warps": 16}
+    return _tuned("topk_entropy", dtype, (block, k), default)
+
+
+def _warps(block: int) -> int:
+    """One for 512 elements, up to sixteen."""
+    return min(max(block // 512, 1), 16)
+
+
+def _rows_each(rows: int) -> int:
+    """Rows a program where its results are added up: four programs a multiprocessor."""
+    return max(next_power_of_2(rows) // 512, 1)
+
+
 def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: Launch) -> Launch:
     """The measured configuration of a bucket on the current device, else the default."""
     name = f"{op}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, bucket))}"
     return _measured(_device()).get(name, default)
+
+
+@cache
+def _capability() -> int:
+    """Of the current GPU, 90 for Hopper and also where there is none."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return 10 * major + minor
 
 
 @cache

@@ -141,7 +141,11 @@ def compile_case(case: Case, arch: Architecture, variants: tuple[str, ...] = VAR
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         launches.append((self, args, grid, kwargs))
 
-    with patch.object(JITFunction, "run", record), patch.object(tuning, "_device", lambda: arch.gpu):
+    with (
+        patch.object(JITFunction, "run", record),
+        patch.object(tuning, "_device", lambda: arch.gpu),
+        patch.object(tuning, "_capability", lambda: arch.capability),
+    ):
         case.call()
     if not launches:
         raise ValueError(f"{case.op} {case.shape}: expected a kernel launch, got none")

@@ -1,0 +1,82 @@
+"""Shapes of `branch_attention`: scoring and reranking with Qwen3-1.7B, other head sizes, and every option once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.aot.compiler import Case, Cost
+from fb_kernels.triton import branch_attention
+
+TILE, SPLIT, COMBINE = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine"))
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def case(
+    groups: list[tuple[list[int], int]],
+    shape: str,
+    heads: tuple[int, int] = (16, 8),
+    width: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int | None = None,
+    pad: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Case:
+    """Groups as (branch lengths, prefix length); the layout's values do not matter, only the costs know them."""
+    lengths = [length for branches, _ in groups for length in branches]
+    rows, longest, prefix = sum(lengths), max(lengths), max(p for _, p in groups)
+    keys = sum(p for _, p in groups)
+
+    def empty(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=of, device="meta")
+
+    q, own = empty(rows, heads[0], width), empty(rows, heads[1], width)
+    cache = empty(*((keys,) if page is None else (keys // page, page)), heads[1], width + pad)[..., :width]
+    offsets = [empty(n, of=torch.int32) for n in (len(lengths) + 1, len(groups) + 1, len(groups), len(groups))]
+    table = None if page is None else empty(len(groups), prefix // page, of=torch.int32)
+    arguments = (q, own, own, cache, cache, *offsets, table, longest, prefix, window, width**-0.5, softcap)
+
+    on_prefix = sum(sum(branches) * p for branches, p in groups)
+    on_own = sum(length * (length + 1) // 2 for length in lengths)
+    size = dtype.itemsize
+    rows_bytes = (2 * q.numel() + 2 * own.numel()) * size
+    prefix_bytes, flops = 2 * keys * heads[1] * width * size, 4 * heads[0] * width
+    pieces = sum(sum(branches) * -(-p // 128) for branches, p in groups)  # pairs of a row and a piece of its prefix
+    partial_bytes = pieces * heads[0] * width * 4
+    costs = {
+        TILE: Cost(rows_bytes + prefix_bytes, flops * (on_prefix + on_own)),
+        SPLIT: Cost(q.numel() * size + prefix_bytes + partial_bytes, flops * on_prefix),
+        COMBINE: Cost(rows_bytes + partial_bytes, flops * on_own),
+    }
+    shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}"
+    products = () if dtype == torch.float32 or pad else (TILE, SPLIT)
+    exact = (TILE, SPLIT) if dtype == torch.float32 else ()
+    return Case(
+        "branch_attention", shape, lambda: branch_attention.branch_attention(*arguments), costs, products, exact
+    )
+
+
+def cases() -> Iterator[Case]:
+    for count in (1, 4):
+        for prefix in (1024, 2048, 4096):
+            yield case([([128] * 13, prefix)] * count, f"{count} x K=13 L=128 P={prefix}")
+    yield case([([2048], 0), *(([128] * 13, p) for p in (512, 1024, 1536, 2048))], "trajectory 2048 + 4 x K=13 L=128")
+    for prefix in (1024, 4096):
+        yield case([([1] * 13, prefix)], f"K=13 L=1 P={prefix}")
+    for length, branches in ((128, "L=128"), (1, "L=1")):
+        groups = [([length] * 13, 1024)]
+        for width in (64, 80, 96, 256):
+            yield case(groups, f"K=13 {branches} P=1024", width=width)
+        yield case(groups, f"K=13 {branches} P=1024 window softcap", window=512, softcap=50.0)
+        yield case(groups, f"K=13 {branches} P=1024 window", window=512)
+        yield case(groups, f"K=13 {branches} P=1024 window softcap", width=256, window=512, softcap=50.0)
+        yield case(groups, f"K=13 {branches} P=1024 pages of 16", page=16)
+        yield case(groups, f"K=13 {branches} P=1024 pages of 16", width=256, page=16, window=512)
+        yield case(groups, f"K=13 {branches} P=1024 unaligned", pad=1)
+        yield case(
+            groups, f"K=13 {branches} P=1024 unaligned window pages of 16", width=256, pad=1, window=512, page=16
+        )
+        yield case(groups, f"K=13 {branches} P=1024", (32, 2), dtype=torch.float16)
+        yield case(groups, f"K=13 {branches} P=1024", dtype=torch.float32)

@@ -1,0 +1,74 @@
+"""Shapes of `branch_attention`'s backward: reranker training over K candidates, and long branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.aot.compiler import Case, Cost
+from fb_kernels.triton.branch_attention_backward import branch_attention_backward
+
+CANDIDATES = 13
+KERNEL = "_branch_attention_bwd_kernel"
+
+
+def cases() -> Iterator[Case]:
+    for groups in (1, 16):
+        for prefix in (1024, 2048, 4096):
+            yield _case(groups, 1, prefix)
+    for groups in (1, 4):
+        yield _case(groups, 128, 2048)
+    for width in (64, 80, 96, 256):
+        yield _case(1, 1, 1024, width=width)
+        yield _case(1, 128, 1024, width=width)
+    for length in (1, 128):
+        yield _case(1, length, 1024, dtype=torch.float16)
+        yield _case(1, length, 1024, window=512, softcap=50.0, page=16)
+        yield _case(1, length, 1024, window=512, softcap=50.0, width=256)
+        yield _case(1, length, 1024, dtype=torch.float32)
+
+
+def _case(
+    groups: int,
+    length: int,
+    prefix: int,
+    *,
+    width: int = 128,
+    heads: int = 16,
+    kv_heads: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+    softcap: float | None = None,
+    page: int | None = None,
+) -> Case:
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    branches = groups * CANDIDATES
+    rows = branches * length
+    q, k = meta(rows, heads, width), meta(rows, kv_heads, width)
+    pages = (groups * prefix,) if page is None else (groups * prefix // page, page)
+    keys = meta(*pages, kv_heads, width)
+    table = None if page is None else meta(groups, prefix // page, dtype=torch.int32)
+    cu_branch, cu_group, start, count = (meta(n, dtype=torch.int32) for n in (branches + 1, groups + 1, groups, groups))
+    lse = meta(heads, rows, dtype=torch.float32)
+    seen = prefix if window is None else min(window, prefix)
+    size = 2 * width * dtype.itemsize
+    cost = Cost(
+        bytes=groups * seen * kv_heads * size + rows * (2 * heads + 2 * kv_heads) * size,
+        flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # three products; eight over half of its own
+    )
+    name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
+    name += f" w={window} cap" * (window is not None) + " paged" * (page is not None)
+    return Case(
+        "branch_attention_backward",
+        name,
+        lambda: branch_attention_backward(
+            *(q, q, k, k, keys, keys, q, lse, cu_branch, cu_group, start, count, table),
+            *(length, prefix, window, width**-0.5, softcap),
+        ),
+        {KERNEL: cost},
+        matmul=(KERNEL,) if length > 1 and width <= 128 and dtype != torch.float32 else (),  # tiles of 64 rows
+        exact=(KERNEL, "_branch_attention_bwd_add_kernel") if dtype == torch.float32 else (),
+    )
