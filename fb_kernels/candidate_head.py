@@ -111,6 +111,7 @@ _candidate_head = define(
     "-> (Tensor, Tensor, Tensor)",
     reference=reference.candidate_head,
     fake=_fake,
+    triton=True,
 )
 _candidate_head_backward = define(
     "candidate_head_backward",
@@ -118,6 +119,7 @@ _candidate_head_backward = define(
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.candidate_head_backward,
     fake=_backward_fake,
+    triton=True,
 )
 
 

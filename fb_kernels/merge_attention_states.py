@@ -54,6 +54,7 @@ _merge = define(
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     reference=reference.merge_attention_states,
     fake=lambda out_a, lse_a, *_: (out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)),
+    triton=True,
 )
 
 

@@ -117,12 +117,14 @@ _qk_norm_rope = define(
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.qk_norm_rope,
     fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
+    triton=True,
 )
 _qk_norm_rope_out = define(
     "qk_norm_rope_out",
     f"({_INPUTS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.qk_norm_rope_out,
     fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
+    triton=True,
 )
 _qk_norm_rope_backward = define(
     "qk_norm_rope_backward",
@@ -132,6 +134,7 @@ _qk_norm_rope_backward = define(
         qkv.new_empty(0 if value is None or not need else value.shape)
         for value, need in zip((qkv, q_weight, k_weight), rest[-1], strict=True)
     ),
+    triton=True,
 )
 
 

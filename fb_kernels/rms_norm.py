@@ -50,6 +50,7 @@ _rms_norm = define(
     "(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
     reference=reference.rms_norm,
     fake=lambda x, weight, eps, residual: (x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)),
+    triton=True,
 )
 _rms_norm_backward = define(
     "rms_norm_backward",
@@ -59,6 +60,7 @@ _rms_norm_backward = define(
         summed.new_empty(summed.shape if needs[0] else (0,)),
         weight.new_empty(weight.shape if needs[1] else (0,)),
     ),
+    triton=True,
 )
 
 

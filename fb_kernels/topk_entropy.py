@@ -50,4 +50,5 @@ _topk_entropy = define(
     "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
     reference=reference.topk_entropy,
     fake=_fake,
+    triton=True,
 )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fb_kernels import tuning
+from fb_kernels.triton.rows import as_rows
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """[..., F] from [..., 2F]."""
     if gate_up.dtype == torch.float64:
         return NotImplemented
-    rows, width = _rows(gate_up), gate_up.shape[-1] // 2
+    rows, width = as_rows(gate_up), gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     launch = tuning.swiglu(gate_up.dtype, width)
     grid = (len(rows) * triton.cdiv(width, launch["BLOCK"]),)
@@ -52,16 +53,10 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """[..., 2F] from the gradient [..., F]."""
     if gate_up.dtype == torch.float64:
         return NotImplemented
-    rows, upstream, width = _rows(gate_up), _rows(grad), grad.shape[-1]
+    rows, upstream, width = as_rows(gate_up), as_rows(grad), grad.shape[-1]
     out = gate_up.new_empty(gate_up.shape)
     launch = tuning.swiglu(gate_up.dtype, width)
     grid = (len(rows) * triton.cdiv(width, launch["BLOCK"]),)
     if out.numel():
         _swiglu_bwd_kernel[grid](upstream, rows, out, upstream.stride(0), rows.stride(0), width, **launch)
     return out
-
-
-def _rows(x: Tensor) -> Tensor:
-    """All rows as [N, columns] with columns next to each other, without a copy where its strides allow one stride a row."""
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,11 @@
+"""How launchers see a tensor of any leading dimensions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """All rows as [N, columns] with columns next to each other, without a copy where one stride can say where rows are."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
