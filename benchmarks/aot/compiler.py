@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -215,6 +216,7 @@ def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, regis
     return max(cost.bytes / arch.tbps / 1e6, cost.flops / arch.tflops / 1e6) / efficiency
 
 
+@cache  # shapes share machine code
 def _dump(cubin: bytes) -> tuple[str, str]:
     """(resource usage, machine code) as cuobjdump prints them."""
     tool = triton.knobs.nvidia.cuobjdump.path
