@@ -1,31 +1,48 @@
-"""branch_attention against everything that attends from K branches to one prefix.
+"""branch_attention and its backward against everything that attends from K branches to one prefix.
 
 Peers get what they need for free where a user could keep it between calls (block masks, page tables, packed keys), and
-pay for what every call needs (copies of the prefix, merges).
+pay for what every call needs (copies of the prefix, merges). Of a backward the forward is done beforehand, copies of
+the prefix included; no prefix requires a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch._functorch import config
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import LATENCY, OURS, Implementation, Output, Timing
 from benchmarks.shapes import Branches
 from fb_kernels import branch_attention
 
-CASES = [(*sizes, Timing.COLD) for sizes in shapes.BRANCHES] + [
-    (*sizes, timing) for sizes in shapes.ONE_TOKEN_BRANCHES for timing in (LATENCY if shapes.ON_GPU else (Timing.COLD,))
+# (candidates, groups, branch length, prefix length, timing)
+CASES = [(shapes.CANDIDATES, *sizes, Timing.COLD) for sizes in shapes.BRANCHES]
+CASES += [(candidates, *shapes.BRANCHES[-1], Timing.COLD) for candidates in shapes.CANDIDATE_COUNTS]
+CASES += [
+    (shapes.CANDIDATES, *sizes, timing)
+    for sizes in shapes.ONE_TOKEN_BRANCHES
+    for timing in (LATENCY if shapes.ON_GPU else (Timing.COLD,))
 ]
+# Autograd runs a backward where its forward ran, so a graph of the backward alone cannot be captured.
+BACKWARD_CASES = [
+    (*sizes, timing)
+    for sizes in shapes.TRAINED_BRANCHES
+    for timing in ((Timing.COLD, Timing.EAGER) if shapes.ON_GPU else (Timing.COLD,))
+] + [(*sizes, Timing.COLD) for sizes in shapes.LONG_TRAINED_BRANCHES]
 
 
-@pytest.mark.parametrize(("groups", "length", "prefix", "timing"), CASES)
+@pytest.mark.parametrize(("candidates", "groups", "length", "prefix", "timing"), CASES)
 @torch.no_grad()
-def test_branch_attention(compare: Callable, groups: int, length: int, prefix: int, timing: Timing) -> None:
-    case = Branches.random(groups, length, prefix)
+def test_branch_attention(
+    compare: Callable, candidates: int, groups: int, length: int, prefix: int, timing: Timing
+) -> None:
+    case = Branches.random(groups, length, prefix, candidates=candidates)
     layout = case.layout
     tensors = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
     runs: dict[str, Callable[[], Output]] = {OURS: partial(branch_attention, *tensors, **layout)}
@@ -48,3 +65,56 @@ def test_branch_attention(compare: Callable, groups: int, length: int, prefix: i
         dtype=case.q.dtype,
         skipped=skipped,
     )
+
+
+@pytest.mark.parametrize(("groups", "length", "prefix", "timing"), BACKWARD_CASES)
+def test_branch_attention_backward(compare: Callable, groups: int, length: int, prefix: int, timing: Timing) -> None:
+    case = Branches.random(groups, length, prefix)
+    upstream = torch.randn(case.q.shape, generator=torch.Generator(case.q.device).manual_seed(1), device=case.q.device)
+    upstream = upstream.to(case.q.dtype)
+
+    def ours(case: Branches) -> Callable[[], Tensor]:
+        tensors, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
+        return lambda: branch_attention(*tensors, **layout)
+
+    def plain(case: Branches) -> Callable[[], Tensor]:
+        return lambda: peers.shared_prefix_attention(case, case.q.dtype)
+
+    runs, skipped = {OURS: backward(ours, case, upstream)}, {}
+    for name in peers.DIFFERENTIABLE:
+        try:
+            runs[name] = backward(peers.ATTENTION[name], case, upstream)
+        except Exception as reason:  # unsupported device, size or gradient
+            skipped[name] = f"{type(reason).__name__}: {reason}"
+    expected = backward(plain, widened(case), upstream.double())()
+    tolerances = map(harness.allowed_error, backward(plain, case, upstream)(), expected)  # their sizes differ
+    compare(
+        "branch_attention_backward",
+        str(case),
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=50 if shapes.ON_GPU else 10,
+        tolerance=tuple(tolerances),
+        timing=timing,
+        cost=case.backward_cost,
+        dtype=case.q.dtype,
+        skipped=skipped,
+    )
+
+
+def widened(case: Branches) -> Branches:
+    """The same values in float64."""
+    names = ("q", "k", "v", "prefix_k", "prefix_v")
+    return replace(case, **{name: getattr(case, name).double() for name in names})
+
+
+def backward(
+    prepare: Callable[[Branches], Callable[[], Tensor]], case: Branches, upstream: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """(dq, dk, dv) of the attention that `prepare` makes, whose forward is done here."""
+    leaves: Sequence[Tensor] = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    case = replace(case, q=leaves[0], k=leaves[1], v=leaves[2])
+    with config.patch(donated_buffer=False):  # else what was compiled runs backward once
+        out = prepare(case)()
+        run = partial(torch.autograd.grad, out, leaves, upstream, retain_graph=True)
+        run()
+    return run

@@ -1,32 +1,91 @@
-"""Write the README's tables from committed result files: `python -m benchmarks.figures`."""
+"""Write the README's tables, and plots of GPU results, from committed result files: `python -m benchmarks.figures`."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import roofline
+from benchmarks.harness import OURS
 from fb_core.demo import report
 
 ROOT = Path(__file__).parent.parent
+GPU = "h200"  # folder of its results, and of their plots in docs
 
 
-def render(readme: str) -> str:
-    """The README with its generated blocks made anew."""
-    demo = json.loads((ROOT / "docs" / "demo" / "results.json").read_text())
+def render(readme: str, root: Path = ROOT) -> str:
+    """The README with its generated blocks made anew; of a GPU only where there are results."""
+    demo = json.loads((root / "docs" / "demo" / "results.json").read_text())
     settings = demo["settings"]
     note = (
         f"*`futurebridge demo --seed {settings['seed']}`, top-{settings['pool_k']} pools, at most "
         f"{settings['max_events']} events, one reranker seed, {demo['seconds']:.0f} s on {demo['machine']}.*"
     )
     readme = _replace(readme, "demo table", [*report.summary(demo), "", note])
-    files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("*.json"))
-    results = {file.stem: json.loads(file.read_text()) for file in files}
-    readme = _replace(readme, "speed", [headline(results["scorer"], results["linear_logprob"])])
-    return _replace(readme, "bench table", [line for result in results.values() for line in ratios(result)])
+    cpu, gpu = load(root, "cpu"), load(root, GPU)
+    speed = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
+    readme = _replace(readme, "speed", [*speed, headline(cpu["scorer"], cpu["linear_logprob"], bool(speed))])
+    lines = [line for result in gpu.values() for line in against_the_best(result)]
+    lines += [f"![{name}](docs/{GPU}/{name}.svg)" for name in plot_names(root)]
+    if gpu:
+        lines.append("")
+    return _replace(readme, "bench table", [*lines, *(line for result in cpu.values() for line in ratios(result))])
 
 
-def headline(scorer: dict[str, Any], head: dict[str, Any]) -> str:
+def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
+    """{bench: its result file}; empty where the device has none."""
+    files = sorted((root / "benchmarks" / "results" / device).glob("*.json"))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def plot_names(root: Path) -> list[str]:
+    """Of the plots that are there."""
+    return sorted(file.stem for file in (root / "docs" / GPU).glob("*.svg"))
+
+
+def gpu_headline(scorer: dict[str, Any]) -> list[str]:
+    """One sentence of the largest pack of groups, by the group; none where ours was not timed."""
+    packs = [case for case in scorer["cases"] if case["op"] == "score_group" and _groups(case) and case["impl"] == OURS]
+    packs = [case for case in packs if case["median_us"]]
+    if not packs:
+        return []
+    case = max(packs, key=lambda case: (_groups(case), case["median_us"]))
+    best = roofline.best_peers(scorer["cases"]).get((case["op"], case["shape"]))
+    compared = f"; {best['impl']} takes **{best['median_us'] / case['median_us']:.1f}x** as long" if best else ""
+    each = case["median_us"] / _groups(case) / 1e3
+    return [f"Measured on {scorer['device']}: a group ({case['shape']}) is scored in **{each:.1f} ms**{compared}."]
+
+
+def _groups(case: dict[str, Any]) -> int:
+    """How many groups are packed in a case; 0 where that is not said."""
+    found = re.search(r"\bG=(\d+)", case["shape"])
+    return int(found.group(1)) if found else 0
+
+
+def against_the_best(result: dict[str, Any]) -> list[str]:
+    """Ours with its share of the ceiling and the best peer, a line a case."""
+    reached = result["ceilings"]
+    lines = [
+        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
+        f"{result['date']}; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s*",
+        "",
+        "| op | shape | ours, us | of the ceiling | best peer | its time / ours |",
+        "|---|---|---|---|---|---|",
+    ]
+    best = roofline.best_peers(result["cases"])
+    for case in result["cases"]:
+        if case["impl"] != OURS or not case["median_us"]:
+            continue
+        peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
+        theirs = f"{peer['impl']} | {peer['median_us'] / case['median_us']:.2f}x" if peer else "none ran | "
+        ceiling = "" if share is None else f"{share:.0%}"
+        lines.append(f"| `{case['op']}` | {case['shape']} | {case['median_us']:,.1f} | {ceiling} | {theirs} |")
+    return [*lines, ""]
+
+
+def headline(scorer: dict[str, Any], head: dict[str, Any], gpu: bool) -> str:
     """One sentence of what was measured of the scorer and of the LM head's memory."""
     shape = "K=13 H=64 P=512"
     group = {case["impl"]: case["median_us"] for case in scorer["cases"] if case["shape"] == shape}
@@ -34,8 +93,8 @@ def headline(scorer: dict[str, Any], head: dict[str, Any]) -> str:
     full, repeated = (group[peer] / group["fb"] for peer in ("K full forwards, needed logits", "repeated cache"))
     saved = peaks["logits, log_softmax"] / peaks["fb"]
     return (
-        f"Measured on {scorer['device']}, no GPU yet: a group ({shape}, hidden 512 x 8 layers) is scored "
-        f"**{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; "
+        f"Measured on {scorer['device']}{'' if gpu else ', no GPU yet'}: a group ({shape}, hidden 512 x 8 layers) is "
+        f"scored **{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; "
         f"log-probs ({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits."
     )
 
@@ -59,6 +118,14 @@ def _replace(text: str, name: str, lines: list[str]) -> str:
     return f"{text[:start]}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
 
 
+def main(root: Path = ROOT) -> None:
+    """Write the README's blocks and, where there are GPU results, their plots."""
+    gpu = load(root, GPU)
+    if gpu:
+        roofline.plots(list(gpu.values()), root / "docs" / GPU)
+    readme = root / "README.md"
+    readme.write_text(render(readme.read_text(), root))
+
+
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(render(path.read_text()))
+    main()

@@ -121,7 +121,7 @@ def compare(
     implementations: Mapping[str, Implementation],
     *,
     rounds: int,
-    tolerance: float,
+    tolerance: float | tuple[float, ...],
     peaks: Mapping[str, int] = MappingProxyType({}),
     timing: Timing = Timing.COLD,
     cost: Cost | None = None,
@@ -138,7 +138,7 @@ def compare(
         shape: sizes by name, such as "K=13 H=64 P=512".
         implementations: by name, ours as "fb".
         rounds: how many times each is timed.
-        tolerance: largest absolute error that counts as right.
+        tolerance: largest absolute error that counts as right, of all tensors or of each.
         peaks: bytes of memory by name, to be reported beside the times; on a GPU they are measured here.
         timing: how a call is timed on a GPU, named in the shape there.
         cost: what the case has to do at least; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
@@ -154,7 +154,7 @@ def compare(
         shape = f"{shape} ({timing.value})"
     errors: dict[str, float] = {}
     dtypes: dict[str, str] = {}
-    bounds: dict[str, float] = {}
+    right: list[str] = []
     calls: dict[str, Callable[[], float]] = {}
     measured = dict(peaks)
     for name, implementation in implementations.items():
@@ -162,9 +162,10 @@ def compare(
             got = implementation.run()
             error = max_error(got, implementation.expected, implementation.rows)
             result_dtype = dtype or _tensors(got)[0].dtype
-            del got
             bound = tolerance if implementation.tolerance is None else implementation.tolerance
-            if device == "cuda" and error <= bound:
+            fine = within(got, implementation.expected, implementation.rows, bound)
+            del got
+            if device == "cuda" and fine:
                 measured.setdefault(name, _peak_on_device(implementation.run))
                 calls[name] = timer(implementation.run, timing)
         except Exception as reason:
@@ -172,9 +173,9 @@ def compare(
                 raise
             skipped[name] = f"{type(reason).__name__}: {str(reason).strip().partition(chr(10))[0][:160]}"
             continue
-        errors[name], bounds[name], dtypes[name] = error, bound, str(result_dtype).removeprefix("torch.")
+        errors[name], dtypes[name] = error, str(result_dtype).removeprefix("torch.")
+        right += [name] * fine
         calls.setdefault(name, partial(_on_host, implementation.run))
-    right = [name for name, error in errors.items() if error <= bounds[name]]
     times: dict[str, list[float]] = {name: [] for name in errors}
 
     def timed(name: str) -> None:
@@ -303,6 +304,14 @@ def max_error(got: Output, expected: Output, rows: Tensor | None = None) -> floa
             error = float((actual.double() - truth.double()).abs().max())
             worst = math.inf if math.isnan(error) else max(worst, error)
     return worst if len(_tensors(got)) >= len(_tensors(expected)) else math.inf
+
+
+def within(got: Output, expected: Output, rows: Tensor | None, tolerance: float | tuple[float, ...]) -> bool:
+    """Whether the error of all tensors, or of each its own, is at most the tolerance."""
+    if not isinstance(tolerance, tuple):
+        return max_error(got, expected, rows) <= tolerance
+    parts = zip(_tensors(got), _tensors(expected), tolerance, strict=True)
+    return all(max_error(actual, truth, rows) <= bound for actual, truth, bound in parts)
 
 
 def allowed_error(plain: Output, expected: Output, ulps: float = 4.0) -> float:

@@ -54,6 +54,18 @@ def repeated_cache(
 
 
 @torch.no_grad()
+def repeated_caches(model: PreTrainedModel, prefixes: Tensor, candidates: Tensor, futures: Tensor) -> Tensor:
+    """[G, K, H]: `repeated_cache` of G groups at once, whose prefixes [G, P] have one length."""
+    cache, k = DynamicCache(), candidates.shape[1]
+    model.base_model(input_ids=prefixes, past_key_values=cache)
+    cache.batch_repeat_interleave(k)
+    ids = torch.cat([_branches(*group) for group in zip(candidates, futures, strict=True)])
+    logits = model(input_ids=ids, past_key_values=cache).logits  # [G K, H, V]
+    scores = [_gather(*group) for group in zip(logits.split(k), futures, strict=True)]
+    return torch.stack(scores)
+
+
+@torch.no_grad()
 def expanded_cache(
     model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor, cache: DynamicCache
 ) -> Tensor:
@@ -76,7 +88,7 @@ def rerank_full_forwards(adapted: PeftModel, head: Tensor, prefix: Tensor, candi
     """[K]: one forward of prefix + candidate a candidate, adapters on all of it."""
     decoder = adapted.get_base_model().base_model
     rows = [torch.cat([prefix, candidate[None]])[None] for candidate in candidates]
-    return torch.cat([decoder(input_ids=ids, use_cache=False).last_hidden_state[:, -1] @ head for ids in rows])
+    return torch.cat([_score(decoder(input_ids=ids, use_cache=False), head) for ids in rows])
 
 
 @torch.no_grad()
@@ -88,7 +100,7 @@ def rerank_cached_forwards(
     cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     scores = []
     for candidate in candidates:
-        scores.append(decoder(input_ids=candidate[None, None], past_key_values=cache).last_hidden_state[:, -1] @ head)
+        scores.append(_score(decoder(input_ids=candidate[None, None], past_key_values=cache), head))
         cache.crop(-1)
     return torch.cat(scores)
 
@@ -101,7 +113,7 @@ def rerank_repeated_cache(
     cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     cache.batch_repeat_interleave(len(candidates))
     decoder = adapted.get_base_model().base_model
-    return decoder(input_ids=candidates[:, None], past_key_values=cache).last_hidden_state[:, -1] @ head
+    return _score(decoder(input_ids=candidates[:, None], past_key_values=cache), head)
 
 
 @torch.no_grad()
@@ -111,7 +123,7 @@ def rerank_expanded_cache(
     """[K]: as `rerank_repeated_cache` with the repeats as views."""
     decoder = adapted.get_base_model().base_model
     cache = _expanded(cache, len(candidates))
-    return decoder(input_ids=candidates[:, None], past_key_values=cache).last_hidden_state[:, -1] @ head
+    return _score(decoder(input_ids=candidates[:, None], past_key_values=cache), head)
 
 
 @torch.no_grad()
@@ -363,12 +375,27 @@ ATTENTION: dict[str, Callable[[Branches], Attend]] = {
 }
 
 
+DIFFERENTIABLE = (
+    "matmuls over the shared prefix",
+    "SDPA flash, repeated prefix",
+    "SDPA cuDNN, repeated prefix",
+    "flex attention, block mask",
+)  # those of ATTENTION that autograd sees through; merged ones would need the gradient of a log-sum-exp
+
+
 def _branches(candidates: Tensor, future: Tensor) -> Tensor:
     return torch.cat([candidates[:, None], future[:-1].expand(len(candidates), -1)], 1)  # [K, H]
 
 
+def _score(output: Any, head: Tensor) -> Tensor:
+    """[B]: the last hidden state times the head, in the head's dtype."""
+    return output.last_hidden_state[:, -1].to(head.dtype) @ head
+
+
 def _gather(logits: Tensor, future: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, future.expand(len(logits), -1)[..., None])[..., 0]
+    """[K, H] log-probs in float32 or wider: in bfloat16 they are multiples of 1/16."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.log_softmax(-1, dtype=dtype).gather(-1, future.expand(len(logits), -1)[..., None])[..., 0]
 
 
 def _expanded(cache: DynamicCache, k: int) -> DynamicCache:

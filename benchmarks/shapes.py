@@ -17,9 +17,26 @@ HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192
 HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)
 ROWS = (16, 4096) if ON_GPU else (4, 64)  # of a decode step and of a packed forward
 
+# The model that scores: Qwen3-1.7B on a GPU. Its prefixes [P], futures [H] and packs of G groups.
+SLM = (
+    {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "vocab_size": 151_936}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+    if ON_GPU
+    else {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32_000}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+)
+WIDE = torch.float32 if ON_GPU else torch.float64  # of the truth that such a model is held against
+SCORED = [(1024, 128), (2048, 128)] if ON_GPU else [(512, 64), (1024, 128)]  # (P, H)
+PACKED = [(g, p, 128) for p in (1024, 2048) for g in (3, 4)] if ON_GPU else [(3, 512, 64)]  # (G, P, H)
+TRAJECTORIES = [(g, 2048, 128) for g in (3, 4)] if ON_GPU else [(4, 1024, 64)]  # (G, T, H)
+CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branches
+
 # (groups, branch length, prefix length)
 BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
 ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 512)]
+TRAINED_BRANCHES = [(g, 1, p) for p in (1024, 4096) for g in (1, 16)] if ON_GPU else [(2, 1, 512)]
+LONG_TRAINED_BRANCHES = [(4, 128, 2048)] if ON_GPU else [(2, 16, 512)]
+CANDIDATE_COUNTS = (4, 8, 32) if ON_GPU else (4,)  # at the last of BRANCHES
 
 
 @dataclass(frozen=True)
@@ -92,11 +109,26 @@ class Branches:
         return q, keys[0], keys[1]
 
     @property
+    def pairs(self) -> tuple[int, int]:
+        """How many (row, key) pairs see each other: keys of the prefix, and of the row's own branch."""
+        behind = self.length * self.prefix
+        return self.branches * behind, self.branches * self.length * (self.length + 1) // 2
+
+    @property
     def cost(self) -> Cost:
         rows, heads, width = self.q.shape
-        pairs = self.branches * (self.length * self.prefix + self.length * (self.length + 1) // 2)
         once = (self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # q and a result like it
-        return Cost(4.0 * heads * width * pairs, float(sum(x.nbytes for x in once) + 4 * heads * rows))
+        return Cost(4.0 * heads * width * sum(self.pairs), float(sum(x.nbytes for x in once) + 4 * heads * rows))
+
+    @property
+    def backward_cost(self) -> Cost:
+        """Three products over the prefix, which gets no gradient, and five over a branch's own keys."""
+        rows, heads, width = self.q.shape
+        behind, own = self.pairs
+        read = (self.q, self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # out and its gradient are like q
+        written = (self.q, self.k, self.v)
+        traffic = float(sum(x.nbytes for x in (*read, *written)) + 4 * heads * rows)
+        return Cost(2.0 * heads * width * (3 * behind + 5 * own), traffic)
 
     def __str__(self) -> str:
         return f"G={self.groups} K={self.candidates} L={self.length} P={self.prefix}"

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +34,8 @@ from fb_kernels.tuning import Launch
 FOLDER = Path(tuning.__file__).parent / "tuned"
 REPEATS = 15
 GAIN = 0.98  # of the time so far: less is noise
-LIMITS = {"num_warps": (1, 16), "num_stages": (1, 6)}  # of block sizes: 1 to 16,384
+LIMITS = {"num_warps": (1, 16), "num_stages": (1, 6), "columns": (256, 1 << 18), "maxnreg": (64, 255)}
+BLOCKS = (1, 1 << 14)  # limits of everything else
 
 
 @dataclass
@@ -83,16 +85,41 @@ def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
 
 
 def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
+    """Each form by itself first, so that the choice between them, searched last, is one between their best."""
     for rows in (13, 128, 1664, 8192) if shapes.ON_GPU else (4,):
         hidden, weight, target = bench_linear_logprob.inputs(rows)
-        yield lambda hidden, weight, target=target: linear_logprob(hidden, weight, target), (hidden, weight), 1
+
+        def function(hidden: Tensor, weight: Tensor, target: Tensor = target) -> Output:
+            return linear_logprob(hidden, weight, target)
+
+        for form in ("fused", "chunked"):
+            choice = mock.patch.object(tuning, "linear_logprob_form", lambda *_, form=form: form)
+            yield choice(function), (hidden, weight), 0
+        yield function, (hidden, weight), 1
 
 
 def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    for groups, length, prefix in shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES:
-        case = shapes.Branches.random(groups, length, prefix)
+    """The benchmarked sizes, and of some the forms with a window and with keys that do not lie at 16 bytes."""
+    trained = shapes.TRAINED_BRANCHES + shapes.LONG_TRAINED_BRANCHES
+    plain = list(dict.fromkeys(shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES + trained))
+    last = [shapes.BRANCHES[-1], shapes.ONE_TOKEN_BRANCHES[-1]]
+    sizes = [(size, None, False) for size in plain]
+    sizes += [(size, size[2] // 2, False) for size in last]
+    sizes += [(size, None, True) for size in dict.fromkeys([*last, trained[0], trained[-1]])]
+    for size, window, unaligned in sizes:
+        case = shapes.Branches.random(*size)
         floats, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
-        yield lambda *floats, layout=layout: branch_attention(*floats, **layout), floats, 3
+
+        def function(*floats: Tensor, layout: dict[str, Any] = layout, window: int | None = window) -> Output:
+            return branch_attention(*floats, **layout, window=window)
+
+        learns = size in trained and window is None
+        yield function, tuple(map(shifted, floats)) if unaligned else floats, 3 if learns else 0
+
+
+def shifted(x: Tensor) -> Tensor:
+    """The same values one element behind a 16-byte boundary."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 TRAINED = ("rms_norm", "qk_norm_rope", "swiglu", "merge_attention_states", "candidate_head")
@@ -141,7 +168,7 @@ def candidates(name: str, value: int) -> list[int]:
     if name == "fused":
         return [1 - value]
     near = [value - 1, value + 1] if name == "num_stages" else [value // 2, value * 2]
-    low, high = LIMITS.get(name, (1, 1 << 14))
+    low, high = LIMITS.get(name, BLOCKS)
     return [other for other in near if low <= other <= high]
 
 

@@ -82,8 +82,17 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
     width = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:
         default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    elif width > 128 or form == "unaligned":
+    elif width > 128:
+        tile = {"BLOCK_M": 32, "BLOCK_N": 32} if _capability() < 90 else {"BLOCK_M": 64, "BLOCK_N": 16}
+        default = tile | {"num_warps": 8, "num_stages": 2}
+    elif form == "unaligned":
         default = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3}
+    elif _capability() == 90:
+        default = {"BLOCK_M": 128, "BLOCK_N": 64 if form == "plain" else 32, "num_warps": 8, "num_stages": 3}
+    elif _capability() < 90:
+        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
+    elif width <= 64:
+        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
     else:
         default = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
     return _tuned("branch_attention", dtype, (width, repeat, form), default)
@@ -98,15 +107,20 @@ def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form:
     return _tuned("branch_attention_split", dtype, (width, repeat, form), default)
 
 
-def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, rows: int) -> Launch:
-    """For `rows` rows of a group: tiles of BLOCK_M rows times `repeat` heads and of KEYS keys, and what these meet."""
+def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, rows: int, form: str) -> Launch:
+    """For `rows` rows of a group: tiles of BLOCK_M rows times `repeat` heads and of KEYS keys, and what these meet.
+
+    `form` is "unaligned" where rows cannot be read 16 bytes at a time, else "aligned".
+    """
     width = max(16, next_power_of_2(head_dim))
-    small = dtype == torch.float32 or width > 128
-    block_m = min(max(next_power_of_2(rows * repeat), 16), 32 if small else 64)
-    keys = min(max(next_power_of_2(rows), 16), 16 if small else 32)
-    default = {"BLOCK_M": block_m, "BLOCK_N": 16 if small else 32, "KEYS": keys, "KEY_ROWS": keys}
+    halvings = (dtype == torch.float32 or width > 128) + (form == "unaligned")  # for want of registers
+    block_m = min(max(next_power_of_2(rows * repeat), 16), 64 >> halvings)
+    keys = min(max(next_power_of_2(rows), 16), 32 >> min(halvings, 1))
+    default = {"BLOCK_M": block_m, "BLOCK_N": 16 if halvings else 32, "KEYS": keys, "KEY_ROWS": keys}
     default |= {"num_warps": 8, "num_stages": 2}
-    return _tuned("branch_attention_backward", dtype, (width, block_m, keys), default)
+    if halvings or _capability() >= 100:
+        default["maxnreg"] = 255  # else the assembler spills a few to have a second program on a multiprocessor
+    return _tuned("branch_attention_backward", dtype, (width, block_m, keys, form), default)
 
 
 def rms_norm(dtype: torch.dtype, width: int) -> Launch:
@@ -153,8 +167,15 @@ def candidate_head_backward(dtype: torch.dtype, rows: int, width: int) -> Launch
 def topk_entropy(dtype: torch.dtype, width: int, k: int) -> Launch:
     """BLOCK columns at once, GROUP neighbours of each a group: at least k groups, a power of two."""
     block = max(min(next_power_of_2(width), 4096), 8 * k)
-    default = {"BLOCK": block, "GROUP": 8, "STEPS": 8, "num_warps": 16}
+    default = {"BLOCK": block, "GROUP": 8, "STEPS": min(max(128 // k, 1), 16), "num_warps": 8}
     return _tuned("topk_entropy", dtype, (block, k), default)
+
+
+def merge_attention_states(dtype: torch.dtype, head_dim: int) -> Launch:
+    """ROWS heads of `head_dim` a program."""
+    width = next_power_of_2(head_dim)
+    default = {"ROWS": max(2048 // width, 1), "WIDTH": width, "num_warps": 4}
+    return _tuned("merge_attention_states", dtype, (width,), default)
 
 
 def _warps(block: int) -> int:

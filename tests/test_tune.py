@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,8 @@ def test_every_op_has_calls_that_agree_with_themselves(op: str, monkeypatch: pyt
     monkeypatch.setattr(shapes, "ROWS", (3,))
     monkeypatch.setattr(shapes, "BRANCHES", [(2, 4, 8)])
     monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
+    monkeypatch.setattr(shapes, "TRAINED_BRANCHES", [(2, 1, 8)])
+    monkeypatch.setattr(shapes, "LONG_TRAINED_BRANCHES", [(2, 4, 8)])
     monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 300)
     monkeypatch.setattr(tune.bench_neighbours, "VOCABULARY", 300)
     with backend.override("reference"):
@@ -137,12 +141,55 @@ def test_every_op_has_calls_that_agree_with_themselves(op: str, monkeypatch: pyt
         )
 
 
+LOOKED_UP = {
+    "linear_logprob": {
+        *("linear_logprob", "linear_logprob_form", "linear_logprob_columns"),
+        *("linear_logprob_chunk", "linear_logprob_merge"),
+    },
+    "branch_attention": {
+        *("branch_attention plain", "branch_attention window", "branch_attention unaligned"),
+        *("branch_attention_split plain", "branch_attention_split window", "branch_attention_split unaligned"),
+        *("branch_attention_backward aligned", "branch_attention_backward unaligned"),
+    },
+}
+
+
+@pytest.mark.usefixtures("toy_device")
+@pytest.mark.parametrize("op", LOOKED_UP)
+def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("for machines without a GPU")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
+    importlib.import_module("interpreter").mend()
+    monkeypatch.setattr(shapes, "BRANCHES", [(1, 2, 8)])
+    monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
+    monkeypatch.setattr(shapes, "TRAINED_BRANCHES", [(1, 1, 8)])
+    monkeypatch.setattr(shapes, "LONG_TRAINED_BRANCHES", [(1, 2, 8)])
+    monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 300)
+    monkeypatch.setattr(tune.bench_linear_logprob, "HIDDEN", 16)
+    small = partial(shapes.Branches.random, candidates=2, heads=(2, 1), head_dim=16)
+    monkeypatch.setattr(shapes.Branches, "random", small)
+    monkeypatch.setattr(tune.Call, "right", lambda self: self.run() is not None)
+    monkeypatch.setattr(tune.Call, "seconds", lambda self: 1.0)
+    with backend.override("triton"):
+        _, looked_up, lines = tune.search(op, 0.0)
+    names = [key.split("/")[0] for key in looked_up]
+    forms = [key.rpartition("x")[2] for key in looked_up]
+    found = {f"{name} {form}" if form.isalpha() else name for name, form in zip(names, forms, strict=True)}
+    assert found == LOOKED_UP[op]
+    assert len(lines) == len(looked_up)
+    order = [line.split("/")[0] for line in lines]
+    if op == "linear_logprob":  # the choice comes after the launches that it chooses from
+        assert order.index("linear_logprob_form") > max(map(order.index, ("linear_logprob", "linear_logprob_columns")))
+
+
 def test_candidates_are_beside_the_value() -> None:
     assert tune.candidates("num_warps", 16) == [8]
     assert tune.candidates("num_stages", 3) == [2, 4]
     assert tune.candidates("BLOCK_M", 64) == [32, 128]
     assert tune.candidates("ROWS", 1) == [2]
     assert tune.candidates("fused", 1) == [0]
+    assert tune.candidates("columns", 33_792) == [16_896, 67_584]
 
 
 @pytest.mark.parametrize(

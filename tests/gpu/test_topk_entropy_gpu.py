@@ -12,7 +12,7 @@ from torch import Tensor
 from fb_kernels import backend, topk_entropy
 
 pytestmark = pytest.mark.gpu
-SIZES = {"small": (3, 200, 7), "gate": (1, 151_936, 64), "logging": (1024, 151_936, 64), "odd": (5, 12_345, 100)}
+SIZES = {"small": (2, 70, 5), "gate": (1, 151_936, 64), "logging": (1024, 151_936, 64), "odd": (5, 12_345, 100)}
 
 
 def make(size: tuple[int, int, int], dtype: torch.dtype, device: str = DEVICE) -> Case:

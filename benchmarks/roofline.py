@@ -1,0 +1,134 @@
+"""Plots of GPU results: time against a size, and how much of the ceiling each case reaches."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import FLOOR, OURS
+
+GREY = "#808891"  # is read on white and on black
+SWEEPS = {  # file: (size on the x axis, what it is, ops)
+    "prefix": ("P", "prefix tokens", ("branch_attention", "branch_attention_backward", "score_group")),
+    "candidates": ("K", "candidates", ("branch_attention",)),
+    "rows": ("N", "rows", ("linear_logprob",)),
+}
+Case = Mapping[str, Any]
+Curves = dict[str, list[tuple[int, float]]]
+
+
+def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Write what these result files can show to `folder` as SVG; returns the paths."""
+    from matplotlib import pyplot as plt
+
+    cases = [case for result in results for case in result["cases"] if case["median_us"]]
+    style = {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor", "legend.edgecolor"), "none"),
+        "font.size": 9.0,
+        "svg.hashsalt": "futurebridge",
+        "svg.fonttype": "none",
+    }
+    paths = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(style):
+        for name, (size, label, ops) in SWEEPS.items():
+            panels = sweeps([case for case in cases if case["op"] in ops], size)
+            if panels:
+                paths.append(_save(_lines(panels, f"{label} {size}"), folder / f"{name}.svg"))
+        reached = [case for case in cases if case["impl"] == OURS and case["fraction_of_ceiling"] is not None]
+        if reached:
+            paths.append(_save(_bars(reached, best_peers(cases)), folder / "roofline.svg"))
+    return paths
+
+
+def sweeps(cases: Sequence[Case], size: str) -> dict[str, Curves]:
+    """{all that stays the same: {implementation: [(size, microseconds)]}} where a size takes several values."""
+    found: dict[str, Curves] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        value = re.search(rf"\b{size}=(\d+) ?", case["shape"])
+        if value:
+            rest = case["shape"][: value.start()] + case["shape"][value.end() :]
+            found[f"{case['op']}\n{rest.strip()}"][case["impl"]].append((int(value.group(1)), case["median_us"]))
+    return {
+        title: {impl: sorted(points) for impl, points in curves.items()}
+        for title, curves in found.items()
+        if len({x for points in curves.values() for x, _ in points}) > 1
+    }
+
+
+def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
+    """The fastest of the others that was right, by (op, shape)."""
+    best: dict[tuple[str, str], Case] = {}
+    for case in cases:
+        place = case["op"], case["shape"]
+        if is_peer(case) and (place not in best or case["median_us"] < best[place]["median_us"]):
+            best[place] = case
+    return best
+
+
+def is_peer(case: Case) -> bool:
+    """Whether it was timed and is neither ours nor a bound."""
+    return bool(case["median_us"]) and case["impl"].partition(",")[0] not in (OURS, FLOOR, "the matrix product alone")
+
+
+def _lines(panels: Mapping[str, Curves], label: str) -> Any:
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    names = list(dict.fromkeys(impl for curves in panels.values() for impl in curves))
+    others = [name for name in names if name not in (OURS, FLOOR)]
+    looks = {name: {"color": f"C{index % 9 + 1}", "linewidth": 1.0} for index, name in enumerate(others)}
+    looks |= {OURS: {"color": "C0", "linewidth": 2.5}, FLOOR: {"color": GREY, "linestyle": "--"}}
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.2 * rows + 0.2 * len(names)), squeeze=False, layout="constrained"
+    )
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+        for impl, points in curves.items():
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=impl, **looks[impl])
+        ticks = sorted({x for points in curves.values() for x, _ in points})
+        axis.set(title=title, xlabel=label, ylabel="microseconds", xscale="log", yscale="log")
+        axis.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.minorticks_off()
+        axis.grid(color=GREY, alpha=0.25)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    handles = {}
+    for axis in axes.flat:
+        lines, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8.5, 0.28 * len(reached) + 1.2), layout="constrained")
+    places = range(len(reached))
+    axis.barh(places, [case["fraction_of_ceiling"] for case in reached], height=0.65, color="C0", label=OURS)
+    theirs = [best.get((case["op"], case["shape"])) for case in reached]
+    marked = [(case["fraction_of_ceiling"], y) for case, y in zip(theirs, places, strict=True) if case]
+    if marked:
+        axis.scatter(*zip(*marked, strict=True), color="C1", marker="|", s=90, label="best peer", zorder=3)
+    axis.set_yticks(places, [f"{case['op']}  {case['shape']}" for case in reached])
+    axis.invert_yaxis()
+    axis.set(xlabel="fraction of the measured ceiling", xlim=(0, 1))
+    axis.grid(color=GREY, alpha=0.25, axis="x")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    return path

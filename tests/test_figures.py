@@ -1,0 +1,112 @@
+"""README blocks and plots from a made-up folder of GPU results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import figures, roofline
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {
+    "branch_attention": [f"G=1 K=13 L=128 P={p}" for p in (1024, 2048)] + ["G=1 K=4 L=128 P=2048"],
+    "score_group": ["K=13 H=128 P=1024", "G=3 K=13 H=128 P=1024", "G=4 K=13 H=128 P=2048"],
+    "linear_logprob": ["N=13 D=2048 V=151936", "N=1664 D=2048 V=151936"],
+}
+FILES = {"branch_attention": "branch_attention", "score_group": "scorer", "linear_logprob": "linear_logprob"}
+
+
+def case(op: str, shape: str, impl: str, us: float | None, share: float | None) -> dict[str, Any]:
+    times = {"median_us": us, "p10_us": us, "p90_us": us}
+    about = {"op": op, "shape": f"{shape} (cold L2)", "impl": impl, "dtype": "bfloat16", "max_error": 0.01}
+    return about | times | {"ok": us is not None, "fraction_of_ceiling": share, "peak_bytes": 8}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of what the figures are made of, without GPU results."""
+    shutil.copytree(ROOT / "benchmarks" / "results" / "cpu", tmp_path / "benchmarks" / "results" / "cpu")
+    (tmp_path / "docs" / "demo").mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "demo" / "results.json", tmp_path / "docs" / "demo")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def gpu_root(root: Path) -> Path:
+    """The same with results: ours takes 40,000 us, the peers 80,000 and 120,000; one is wrong, one a bound."""
+    folder = root / "benchmarks" / "results" / figures.GPU
+    folder.mkdir()
+    for op, shapes in SIZES.items():
+        cases = []
+        for shape in shapes:
+            cases.append(case(op, shape, "fb", 40_000.0, 0.5))
+            cases.append(case(op, shape, "fb, one group at a time", 41_000.0, 0.4))
+            cases += [case(op, shape, "slow peer", 120_000.0, 0.1), case(op, shape, "good peer", 80_000.0, 0.25)]
+            cases += [case(op, shape, "wrong peer", None, None), case(op, shape, "floor", 20_000.0, 1.0)]
+        about = {"device": "NVIDIA Made-Up", "driver": "1", "cuda": "13.0", "torch": "2.11", "triton": "3.6.0"}
+        about |= {"commit": "0123456789abcdef", "date": "2026-01-01", "cases": cases}
+        ceilings = {"ceilings": {"copy_tbps": 4.0, "bf16_tflops": 700.0}}
+        (folder / f"{FILES[op]}.json").write_text(json.dumps(about | ceilings))
+    return root
+
+
+def test_without_gpu_results_nothing_is_promised(root: Path) -> None:
+    before = (root / "README.md").read_text()
+    figures.main(root)
+    readme = (root / "README.md").read_text()
+    assert not (root / "docs" / figures.GPU).exists()
+    assert f"docs/{figures.GPU}" not in readme
+    assert "of the ceiling" not in readme
+    if not (ROOT / "benchmarks" / "results" / figures.GPU).exists():
+        assert readme == before
+
+
+def test_the_readme_shows_gpu_results(gpu_root: Path) -> None:
+    figures.main(gpu_root)
+    readme = (gpu_root / "README.md").read_text()
+    assert "no GPU yet" not in readme
+    pack = "a group (G=4 K=13 H=128 P=2048 (cold L2)) is scored in **10.0 ms**; good peer takes **2.0x**"
+    assert pack in readme
+    row = "| `linear_logprob` | N=13 D=2048 V=151936 (cold L2) | 40,000.0 | 50% | good peer | 2.00x |"
+    assert row in readme
+    assert "copy 4.00 TB/s, bf16 product 700 TFLOP/s" in readme
+    assert not any(name in readme for name in ("wrong peer", "slow peer", "| floor |"))
+    for name in ("prefix", "candidates", "rows", "roofline"):
+        assert f"](docs/{figures.GPU}/{name}.svg)" in readme
+        assert (gpu_root / "docs" / figures.GPU / f"{name}.svg").is_file()
+    assert figures.render(readme, gpu_root) == readme
+
+
+def test_plots_are_the_same_every_time_and_see_through(gpu_root: Path) -> None:
+    figures.main(gpu_root)
+    folder = gpu_root / "docs" / figures.GPU
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    figures.main(gpu_root)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    assert all(b"<dc:date>" not in content for content in first.values())
+    assert b"good peer" in first["prefix.svg"]
+    assert b"wrong peer" not in first["prefix.svg"]
+    assert all(roofline.GREY.encode() in content for content in first.values())  # text for light and dark pages
+    assert all(b"fill: #ffffff" not in content for content in first.values())
+
+
+def test_a_sweep_is_where_one_size_alone_changes() -> None:
+    cases = [
+        case("op", "K=2 P=8", "fb", 1.0, None),
+        case("op", "K=2 P=16", "fb", 2.0, None),
+        case("op", "K=4 P=16", "fb", 3.0, None),
+        case("op", "K=2 P=4", "peer", 4.0, None),
+    ]
+    assert roofline.sweeps(cases, "P") == {"op\nK=2 (cold L2)": {"fb": [(8, 1.0), (16, 2.0)], "peer": [(4, 4.0)]}}
+    assert roofline.sweeps(cases, "K") == {"op\nP=16 (cold L2)": {"fb": [(2, 2.0), (4, 3.0)]}}
+    assert roofline.sweeps(cases, "N") == {}
+
+
+def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
+    untimed = {"cases": [case("branch_attention", "P=8", "fb", None, None)]}
+    assert roofline.plots([untimed], tmp_path) == []
