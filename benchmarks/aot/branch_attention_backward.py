@@ -26,6 +26,8 @@ def cases() -> Iterator[Case]:
         yield _case(1, length, 1024, dtype=torch.float16)
         yield _case(1, length, 1024, window=512, softcap=50.0, page=16)
         yield _case(1, length, 1024, window=512, softcap=50.0, width=256)
+        yield _case(1, length, 1024, pad=1)
+        yield _case(1, length, 1024, window=512, softcap=50.0, width=256, page=16, pad=1)
         yield _case(1, length, 1024, dtype=torch.float32)
 
 
@@ -41,6 +43,7 @@ def _case(
     window: int | None = None,
     softcap: float | None = None,
     page: int | None = None,
+    pad: int = 0,
 ) -> Case:
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -49,7 +52,7 @@ def _case(
     rows = branches * length
     q, k = meta(rows, heads, width), meta(rows, kv_heads, width)
     pages = (groups * prefix,) if page is None else (groups * prefix // page, page)
-    keys = meta(*pages, kv_heads, width)
+    keys = meta(*pages, kv_heads, width + pad)[..., :width]
     table = None if page is None else meta(groups, prefix // page, dtype=torch.int32)
     cu_branch, cu_group, start, count = (meta(n, dtype=torch.int32) for n in (branches + 1, groups + 1, groups, groups))
     lse = meta(heads, rows, dtype=torch.float32)
@@ -59,8 +62,9 @@ def _case(
         bytes=groups * seen * kv_heads * size + rows * (2 * heads + 2 * kv_heads) * size,
         flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # three products; eight over half of its own
     )
+    tall = length > 1 and width <= 128 and not pad and dtype != torch.float32  # tiles of 64 rows
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
-    name += f" w={window} cap" * (window is not None) + " paged" * (page is not None)
+    name += f" w={window} cap" * (window is not None) + " paged" * (page is not None) + " unaligned" * bool(pad)
     return Case(
         "branch_attention_backward",
         name,
@@ -69,6 +73,6 @@ def _case(
             *(length, prefix, window, width**-0.5, softcap),
         ),
         {KERNEL: cost},
-        matmul=(KERNEL,) if length > 1 and width <= 128 and dtype != torch.float32 else (),  # tiles of 64 rows
+        matmul=(KERNEL,) if tall else (),
         exact=(KERNEL, "_branch_attention_bwd_add_kernel") if dtype == torch.float32 else (),
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from fb_kernels import tuning
 from fb_kernels.triton import branch_layout
 from fb_kernels.triton.branch_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.triton.functions import tanh
 
 PROGRAMS = 128
 """Query programs to reach by cutting the prefix into pieces, about one a multiprocessor."""
@@ -34,37 +35,39 @@ def _finite(x):
 
 
 @triton.jit
-def _tanh(x):
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    large = (1 - e) / (1 + e)
-    square = x * x
-    small = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    return tl.where(tl.abs(x) < 0.25, x * small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
 def _weights(scores, products, lse, delta, multiplier, inner, SOFTCAP: tl.constexpr):
     """(p, ds before the scale) from q . k, dout . v, lse in units of log 2 and delta = dout . out."""
     slope = 1.0
     if SOFTCAP:
-        scores = _tanh(scores * inner)
+        scores = tanh(scores * inner)
         slope = 1 - scores * scores
     p = tl.exp2(scores * multiplier - lse)
     return p, p * (products - delta) * slope
 
 
 @triton.jit
-def _load_rows(q, grad, out, lse, row, head, valid, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr):
+def _places(base, offset, ALIGNED: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Addresses[M, E] of rows at offsets[M] from the base; each is at a multiple of 16 bytes if ALIGNED."""
+    at = base + (offset[:, None] + tl.arange(0, BLOCK_E)[None, :])
+    if ALIGNED:
+        at = tl.multiple_of(at, (1, 16))
+    return at
+
+
+@triton.jit
+def _load_rows(
+    q, grad, out, lse, row, head, valid, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr
+):
     """(q[M, E], dout[M, E], lse[M], delta[M]) of packed rows; lse in units of log 2, NaN where dout is not finite."""
-    q, q_row, q_head, q_column = q
-    grad, grad_row, grad_head, grad_column = grad
-    out, out_row, out_head, out_column = out
+    q, q_row, q_head = q
+    grad, grad_row, grad_head = grad
+    out, out_row, out_head = out
     lse, lse_head, lse_row = lse
-    row, column = row.to(tl.int64), tl.arange(0, BLOCK_E)
-    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
-    q_at = (q + row * q_row + head * q_head)[:, None] + column[None, :] * q_column
-    grad_at = (grad + row * grad_row + head * grad_head)[:, None] + column[None, :] * grad_column
-    out_at = (out + row * out_row + head * out_head)[:, None] + column[None, :] * out_column
+    row = row.to(tl.int64)
+    inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
+    q_at = _places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E)
+    grad_at = _places(grad, row * grad_row + head * grad_head, ALIGNED, BLOCK_E)
+    out_at = _places(out, row * out_row + head * out_head, ALIGNED, BLOCK_E)
     query, upstream = tl.load(q_at, mask=inside, other=0.0), tl.load(grad_at, mask=inside, other=0.0)
     wide = upstream.to(tl.float32)
     delta = tl.sum(wide * tl.load(out_at, mask=inside, other=0.0).to(tl.float32), 1)
@@ -92,6 +95,7 @@ def _add_keys(
     inner,
     MASKED: tl.constexpr,
     PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -103,8 +107,8 @@ def _add_keys(
     of them below `size`.
     """
     query, upstream, lse, delta = state
-    keys, key_page, key_row, key_column = keys
-    values, value_page, value_row, value_column = values
+    keys, key_page, key_row = keys
+    values, value_page, value_row = values
     table, table_column, start, page_size = table
     column = tl.arange(0, BLOCK_E)
     for n in range(low, high, BLOCK_N):
@@ -116,13 +120,13 @@ def _add_keys(
             entry = table + tl.cast(place // page_size, tl.int64) * table_column
             page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
             slot = (place % page_size).to(tl.int64)
-            key_at = keys + page * key_page + slot * key_row
-            value_at = values + page * value_page + slot * value_row
+            key_at = _places(keys, page * key_page + slot * key_row, ALIGNED, BLOCK_E)
+            value_at = _places(values, page * value_page + slot * value_row, ALIGNED, BLOCK_E)
         else:
-            key_at = (keys + tl.cast(n, tl.int64) * key_row) + tl.arange(0, BLOCK_N).to(tl.int64) * key_row
-            value_at = (values + tl.cast(n, tl.int64) * value_row) + tl.arange(0, BLOCK_N).to(tl.int64) * value_row
-        key_at = key_at[:, None] + column[None, :] * key_column
-        value_at = value_at[:, None] + column[None, :] * value_column
+            key_at = keys + tl.cast(n, tl.int64) * key_row
+            value_at = values + tl.cast(n, tl.int64) * value_row
+            key_at = _places(key_at, tl.arange(0, BLOCK_N) * key_row, ALIGNED, BLOCK_E)
+            value_at = _places(value_at, tl.arange(0, BLOCK_N) * value_row, ALIGNED, BLOCK_E)
         if MASKED:
             inside = (key < size)[:, None] & (column < HEAD_DIM)[None, :]
             k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
@@ -188,6 +192,7 @@ def _query_program(
     splits,
     OWN: tl.constexpr,
     PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -207,10 +212,11 @@ def _query_program(
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
     valid = row < end_row
-    at = (row.to(tl.int64) * (kv_heads * REPEAT) + head)[:, None] * HEAD_DIM + column[None, :]
+    offset = (row.to(tl.int64) * (kv_heads * REPEAT) + head) * HEAD_DIM
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
     if not sound:
-        tl.store(dq + at, tl.full([BLOCK_M, BLOCK_E], float("nan"), tl.float32), mask=inside)
+        nothing = tl.full([BLOCK_M, BLOCK_E], float("nan"), tl.float32)
+        tl.store(_places(dq, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
     elif group >= 0:
         first_row = group_row + place * BLOCK_M // REPEAT
         last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, end_row - 1)
@@ -219,7 +225,7 @@ def _query_program(
             prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
             PAGED, OFFSETS,
         )  # fmt: skip
-        state = _load_rows(q, grad, out, lse, row, head, valid, HEAD_DIM, BLOCK_E)
+        state = _load_rows(q, grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
 
         # The piece is the blocks from lowest below highest; every row sees all keys of those from middle below full.
         first, last = tl.zeros_like(row), tl.zeros_like(row) + (length - 1)
@@ -233,8 +239,8 @@ def _query_program(
         highest = tl.minimum(lowest + piece, highest)
         full = tl.maximum(tl.minimum(length // BLOCK_N, highest), lowest)
         middle = tl.minimum(tl.maximum(middle, lowest), full)
-        keys, key_page, key_row, key_head, key_column = prefix_k
-        values, value_page, value_row, value_head, value_column = prefix_v
+        keys, key_page, key_row, key_head = prefix_k
+        values, value_page, value_row, value_head = prefix_v
         keys += kv_head.to(tl.int64) * key_head
         values += kv_head.to(tl.int64) * value_head
         if PAGED:
@@ -242,12 +248,12 @@ def _query_program(
         else:
             keys += start.to(tl.int64) * key_row
             values += start.to(tl.int64) * value_row
-        keys, values = (keys, key_page, key_row, key_column), (values, value_page, value_row, value_column)
+        keys, values = (keys, key_page, key_row), (values, value_page, value_row)
         table = (block_table, table_column, start, page_size)
         acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
         acc = _add_keys(
             acc, state, keys, values, table, first, last, middle * BLOCK_N, full * BLOCK_N, 0, 0, length,
-            multiplier, inner, False, PAGED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            multiplier, inner, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         strange = ~(tl.abs(acc) < float("inf")) & (valid & (state[2] == state[2]))[:, None]
         if tl.max(strange.to(tl.int32)) > 0:  # a key that is not finite: all of them once more, masked
@@ -256,11 +262,11 @@ def _query_program(
         acc = _add_keys(
             acc, state, keys, values, table, first, last, lowest * BLOCK_N, (highest - full + middle) * BLOCK_N,
             middle * BLOCK_N, (full - middle) * BLOCK_N, length,
-            multiplier, inner, True, PAGED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            multiplier, inner, True, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         if OWN:
-            keys, key_row, key_head, key_column = own_k
-            values, value_row, value_head, value_column = own_v
+            keys, key_row, key_head = own_k
+            values, value_row, value_head = own_v
             if WINDOW:
                 begin = tl.maximum(begin, row + 1 - window)
             own = tl.min(tl.where(valid, begin, last_row), 0)
@@ -268,11 +274,11 @@ def _query_program(
             keys += kv_head.to(tl.int64) * key_head + own.to(tl.int64) * key_row
             values += kv_head.to(tl.int64) * value_head + own.to(tl.int64) * value_row
             acc = _add_keys(
-                acc, state, (keys, 0, key_row, key_column), (values, 0, value_row, value_column), table,
+                acc, state, (keys, 0, key_row), (values, 0, value_row), table,
                 begin - own, row - own, 0, tl.where(split == splits - 1, size, 0), 0, 0, size,
-                multiplier, inner, True, False, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+                multiplier, inner, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
-        tl.store(dq + at, acc * scale, mask=inside)
+        tl.store(_places(dq, offset, ALIGNED, BLOCK_E), acc * scale, mask=inside)
 
 
 @triton.jit
@@ -283,6 +289,7 @@ def _key_program(
     tile,
     kv_head,
     kv_heads,
+    ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -300,27 +307,30 @@ def _key_program(
     group, low, high, group_row, end_row, place = _find_rows(layout, tile, 1, KEYS, OFFSETS)
     first_key = group_row + place * KEYS
     key = first_key + tl.arange(0, KEYS)
-    at = (key.to(tl.int64) * kv_heads + kv_head)[:, None] * HEAD_DIM + column[None, :]
+    offset = (key.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
     inside = (key < end_row)[:, None] & (column < HEAD_DIM)[None, :]
     if not sound:
-        tl.store(dk + at, tl.full([KEYS, BLOCK_E], float("nan"), tl.float32), mask=inside)
-        tl.store(dv + at, tl.full([KEYS, BLOCK_E], float("nan"), tl.float32), mask=inside)
+        nothing = tl.full([KEYS, BLOCK_E], float("nan"), tl.float32)
+        tl.store(_places(dk, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
+        tl.store(_places(dv, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
     elif group >= 0:
         last_key = tl.minimum(first_key + KEYS, end_row) - 1
         _begin, end = _branch_bounds(cu_branch, key, low, high, first_key, last_key, OFFSETS)
         if WINDOW:
             end = tl.minimum(end, key + window)
         stop = tl.max(tl.where(key < end_row, end, 0), 0)
-        k, k_row, k_head, k_column = own_k
-        v, v_row, v_head, v_column = own_v
-        k_at = (k + kv_head.to(tl.int64) * k_head + key.to(tl.int64) * k_row)[:, None] + column[None, :] * k_column
-        v_at = (v + kv_head.to(tl.int64) * v_head + key.to(tl.int64) * v_row)[:, None] + column[None, :] * v_column
+        k, k_row, k_head = own_k
+        v, v_row, v_head = own_v
+        k_at = _places(k + kv_head.to(tl.int64) * k_head, key.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
+        v_at = _places(v + kv_head.to(tl.int64) * v_head, key.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
         k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
         k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
         for m in range(0, (stop - first_key) * REPEAT, KEY_ROWS):
             packed = m + tl.arange(0, KEY_ROWS)
             row, head = first_key + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
-            query, upstream, total, delta = _load_rows(q, grad, out, lse, row, head, row < stop, HEAD_DIM, BLOCK_E)
+            query, upstream, total, delta = _load_rows(
+                q, grad, out, lse, row, head, row < stop, ALIGNED, HEAD_DIM, BLOCK_E
+            )
             scores = tl.dot(k, tl.trans(query), input_precision="ieee")  # [KEYS, M]
             products = tl.dot(v, tl.trans(upstream), input_precision="ieee")
             p, ds = _weights(scores, products, total[None, :], delta[None, :], multiplier, inner, SOFTCAP)
@@ -328,8 +338,8 @@ def _key_program(
             p, ds = tl.where(seen, p, 0.0).to(query.dtype), tl.where(seen, ds, 0.0).to(query.dtype)
             v_acc = tl.dot(p, _finite(upstream), v_acc, input_precision="ieee")
             k_acc = tl.dot(ds, _finite(query), k_acc, input_precision="ieee")
-        tl.store(dk + at, k_acc * scale, mask=inside)
-        tl.store(dv + at, v_acc, mask=inside)
+        tl.store(_places(dk, offset, ALIGNED, BLOCK_E), k_acc * scale, mask=inside)
+        tl.store(_places(dv, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
 
 
 @triton.jit(
@@ -371,33 +381,27 @@ def _branch_attention_bwd_kernel(
     inner,
     grad_row,
     grad_head,
-    grad_column,
     q_row,
     q_head,
-    q_column,
     k_row,
     k_head,
-    k_column,
     v_row,
     v_head,
-    v_column,
     prefix_k_page,
     prefix_k_row,
     prefix_k_head,
-    prefix_k_column,
     prefix_v_page,
     prefix_v_row,
     prefix_v_head,
-    prefix_v_column,
     out_row,
     out_head,
-    out_column,
     lse_head,
     lse_row,
     table_row,
     table_column,
     OWN: tl.constexpr,
     PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     REPEAT: tl.constexpr,
@@ -417,23 +421,23 @@ def _branch_attention_bwd_kernel(
     sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
     layout = (cu_branch, cu_group, groups, rows, sound)
     numbers = (window, scale, multiplier, inner)
-    q, grad = (q, q_row, q_head, q_column), (grad, grad_row, grad_head, grad_column)
-    out, lse = (out, out_row, out_head, out_column), (lse, lse_head, lse_row)
-    k, v = (k, k_row, k_head, k_column), (v, v_row, v_head, v_column)
-    prefix_k = (prefix_k, prefix_k_page, prefix_k_row, prefix_k_head, prefix_k_column)
-    prefix_v = (prefix_v, prefix_v_page, prefix_v_row, prefix_v_head, prefix_v_column)
+    q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
+    out, lse = (out, out_row, out_head), (lse, lse_head, lse_row)
+    k, v = (k, k_row, k_head), (v, v_row, v_head)
+    prefix_k = (prefix_k, prefix_k_page, prefix_k_row, prefix_k_head)
+    prefix_v = (prefix_v, prefix_v_page, prefix_v_row, prefix_v_head)
     slices = (prefix_start, prefix_len, block_table, capacity, page_size, pages, table_row, table_column)
     if tl.program_id(0) < tiles * splits * kv_heads:
         split, tile = tl.program_id(0) // kv_heads % splits, tl.program_id(0) // kv_heads // splits
         dq += split.to(tl.int64) * rows * (kv_heads * REPEAT) * HEAD_DIM
         _query_program(
             (dq, q, grad, out, lse, k, v, prefix_k, prefix_v), layout, slices, numbers, tile, kv_head, kv_heads,
-            split, splits, OWN, PAGED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, BLOCK_M, BLOCK_N,
+            split, splits, OWN, PAGED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif OWN:
         _key_program(
             (dk, dv, q, grad, out, lse, k, v), layout, numbers, tl.program_id(0) // kv_heads - tiles * splits, kv_head,
-            kv_heads, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
+            kv_heads, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
         )  # fmt: skip
 
 
@@ -469,7 +473,8 @@ def branch_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); dk and dv are empty without k and v. Few rows allocate float32 pieces of dq.
 
-    The bits depend on values, shapes and max_prefix_len. A layout that does not fit gives NaN, as does an lse of NaN.
+    The bits depend on values, shapes, alignment and max_prefix_len. A layout that does not fit gives NaN, as does an
+    lse of NaN.
     """
     rows, heads, width = q.shape
     kv_heads = prefix_k.shape[-2]
@@ -485,7 +490,16 @@ def branch_attention_backward(
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
     everything = rows + capacity + 1
     window = everything if window is None else min(window, everything)
-    launch = tuning.branch_attention_backward(q.dtype, width, repeat, triton.cdiv(rows, filled))
+    table = cu_branch[None] if block_table is None else block_table
+    prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
+    given = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+    if max(x.stride(-3) for x in given) >= 1 << 23:  # offsets in a block of keys are 32-bit
+        return NotImplemented
+    aligned = all(_aligned(x) for x in given)
+    launch = tuning.branch_attention_backward(
+        q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
+    )
     tiles, key_tiles = (
         (count + filled * (block - 1)) // block
         for count, block in ((rows * repeat, launch["BLOCK_M"]), (rows, launch["KEYS"]))
@@ -494,24 +508,26 @@ def branch_attention_backward(
     bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
     splits = max(1, min(bound // PIECE, PROGRAMS // (tiles * kv_heads)))
     pieces = dq if splits == 1 else q.new_empty((splits, *q.shape), dtype=torch.float32)
-    own_k, own_v = (q if x is None else x for x in (k, v))
-    table = cu_branch[None] if block_table is None else block_table
-    prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
     if softcap is None:
         numbers = (window, scale, scale * LOG2_E, 0.0)
     else:
         numbers = (window, scale, softcap * LOG2_E, scale / softcap)
-    strides = [n for x in (grad_out, q, own_k, own_v, prefix_k, prefix_v, out, lse, table) for n in x.stride()]
+    strides = [n for x in given for n in x.stride()[:-1]]
     _branch_attention_bwd_kernel[((tiles * splits + key_tiles) * kv_heads,)](
-        grad_out, q, own_k, own_v, prefix_k, prefix_v, out, lse, pieces, dk, dv,
+        *given, lse, pieces, dk, dv,
         cu_branch, cu_group, prefix_start, prefix_len, table,
         rows, branches, groups, kv_heads, tiles, key_tiles, splits, capacity, max(page_size, 1), prefix_k.shape[0],
-        *numbers, *strides, OWN=k is not None, PAGED=block_table is not None, WINDOW=window < everything,
-        SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width, BLOCK_E=max(16, tuning.next_power_of_2(width)),
-        OFFSETS=branch_layout.OFFSETS, **launch,
+        *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
+        ALIGNED=aligned, WINDOW=window < everything, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
+        BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS, **launch,
     )  # fmt: skip
     if splits > 1:
         _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](
             pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
         )
     return dq, dk, dv
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and all(step * x.itemsize % 16 == 0 for step in (x.shape[-1], *x.stride()[:-1]))
