@@ -82,29 +82,33 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
     width = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:
         default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    elif width > 128:
-        tile = {"BLOCK_M": 32, "BLOCK_N": 32} if _capability() < 90 else {"BLOCK_M": 64, "BLOCK_N": 16}
-        default = tile | {"num_warps": 8, "num_stages": 2}
     elif form == "unaligned":
-        default = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3}
-    elif _capability() == 90:
-        default = {"BLOCK_M": 128, "BLOCK_N": 64 if form == "plain" else 32, "num_warps": 8, "num_stages": 3}
+        default = {"BLOCK_M": 16 if width > 128 else 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
     elif _capability() < 90:
-        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
-    elif width <= 64:
-        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+        default = {"BLOCK_M": 32, "num_stages": 2} if width > 128 else {"BLOCK_M": 64, "num_stages": 3}
+        default |= {"BLOCK_N": 32, "num_warps": 8}
+    elif width > 128:
+        default = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
     else:
-        default = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
-    return _tuned("branch_attention", dtype, (width, repeat, form), default)
+        block = 64 if _capability() == 90 and form == "plain" else 32
+        default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 3}
+    return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
 
 def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
-    tile = 32 if width > 128 and form == "unaligned" else 64
-    block = 16 if width > 128 else 32
-    default = {"BLOCK_M": tile, "BLOCK_N": block, "CHUNK": 128, "num_warps": 8, "num_stages": 3}
+    tile = {"BLOCK_M": 64, "BLOCK_N": 32}
+    if width > 128 or form == "unaligned":
+        tile = {"BLOCK_M": 32, "BLOCK_N": 16}
+    default = tile | {"CHUNK": 128, "num_warps": 8, "num_stages": 2 if form == "unaligned" else 3}
+    default |= _registers(form == "unaligned" or width > 128)
     return _tuned("branch_attention_split", dtype, (width, repeat, form), default)
+
+
+def _registers(short: bool) -> Launch:
+    """All that a thread may have where they are short: else the assembler spills some so that two programs fit."""
+    return {"maxnreg": 255} if short or _capability() != 90 else {}
 
 
 def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, rows: int, form: str) -> Launch:
@@ -117,7 +121,7 @@ def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, ro
     block_m = min(max(next_power_of_2(rows * repeat), 16), 64 >> halvings)
     keys = min(max(next_power_of_2(rows), 16), 32 >> min(halvings, 1))
     default = {"BLOCK_M": block_m, "BLOCK_N": 16 if halvings else 32, "KEYS": keys, "KEY_ROWS": keys}
-    default |= {"num_warps": 8, "num_stages": 2}
+    default |= {"num_warps": 8, "num_stages": 1 if form == "unaligned" else 2}
     if halvings or _capability() >= 100:
         default["maxnreg"] = 255  # else the assembler spills a few to have a second program on a multiprocessor
     return _tuned("branch_attention_backward", dtype, (width, block_m, keys, form), default)

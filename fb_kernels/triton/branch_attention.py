@@ -18,12 +18,21 @@ from fb_kernels import tuning
 from fb_kernels.triton import branch_layout
 from fb_kernels.triton.branch_attention_backward import branch_attention_backward as branch_attention_backward
 from fb_kernels.triton.branch_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.triton.functions import tanh
 
 SPLITS = 64
 """Pieces at most that a prefix is cut into; a longer prefix has longer pieces."""
 WORKSPACE = 1 << 28
 """Float32 elements of partial results at most; what needs more takes the tile kernel."""
 LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _capped(x, EXACT: tl.constexpr):
+    """tanh(x / (2 log2(e))), quickly to 1e-7 of 1 or EXACT to 2 ulps."""
+    if EXACT:
+        return tanh(x * 0.34657359027997264)
+    return 1 - 2 / (1 + tl.exp2(x))
 
 
 @triton.jit
@@ -59,7 +68,8 @@ def _attend(
     values, value_row, value_page = values
     table, table_column, start, page_size = table
     place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
-    for n in range(low, high, BLOCK_N):
+    stages: tl.constexpr = 1 if MASKED and BLOCK_N >= 64 else None  # masked blocks are few and short of registers
+    for n in tl.range(low, high, BLOCK_N, num_stages=stages):
         key = n + place
         if PAGED:
             at = start + key
@@ -84,7 +94,7 @@ def _attend(
             k, v = tl.load(key_at), tl.load(value_at)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if SOFTCAP:
-            scores = 1 - 2 / (1 + tl.exp2(scores * inner))  # tanh
+            scores = _capped(scores * inner, q.dtype == tl.float32)
         if BY_ROW:
             seen = (key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None])
             scores = tl.where(seen, scores, float("-inf"))
@@ -118,7 +128,7 @@ def _attend(
 
 
 @triton.jit
-def _attend_stretch(
+def _attend_whole_blocks(
     state,
     q,
     keys,
@@ -133,7 +143,6 @@ def _attend_stretch(
     size,
     multiplier,
     inner,
-    BY_ROW: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -142,7 +151,7 @@ def _attend_stretch(
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The state after the keys from `begin`, a block's first, below `size`.
+    """The state after the keys from `begin`, a block's first, up to the end of the whole blocks, and that end.
 
     No row sees a key below `lowest`, every row those from `highest` below `whole`; only blocks of these are unmasked.
     """
@@ -152,7 +161,7 @@ def _attend_stretch(
         middle = tl.minimum(tl.maximum(tl.cdiv(highest, BLOCK_N) * BLOCK_N, begin), full)
         state = _attend(
             state, q, keys, values, table, first, last, begin, tl.minimum(middle, size), size, multiplier, inner,
-            True, BY_ROW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            True, True, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
     else:
         full = tl.maximum(whole // BLOCK_N * BLOCK_N, begin)
@@ -161,10 +170,7 @@ def _attend_stretch(
         state, q, keys, values, table, first, last, middle, full, size, multiplier, inner,
         False, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
     )  # fmt: skip
-    return _attend(
-        state, q, keys, values, table, first, last, full, size, size, multiplier, inner,
-        True, BY_ROW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
-    )  # fmt: skip
+    return state, full
 
 
 @triton.jit
@@ -205,9 +211,14 @@ def _prefix_stretch(
     first = length + row - row_start + 1 - window
     lowest = tl.min(tl.where(valid, first, length), 0)
     highest = tl.max(tl.where(valid, first, -window), 0)
-    return _attend_stretch(
-        state, query, prefix_k, prefix_v, table, first, tl.zeros_like(row) + (length - 1), lowest, highest,
-        begin, size, size, multiplier, inner, WINDOW, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    last = tl.zeros_like(row) + (length - 1)
+    state, full = _attend_whole_blocks(
+        state, query, prefix_k, prefix_v, table, first, last, lowest, highest, begin, size, size, multiplier, inner,
+        WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+    return _attend(
+        state, query, prefix_k, prefix_v, table, first, last, full, size, size, multiplier, inner,
+        True, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
     )  # fmt: skip
 
 
@@ -333,18 +344,26 @@ def _branch_attention_tile_kernel(
     if OWN:
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
+        begin = tl.load(cu_branch + first_branch).to(tl.int32)
+        alone = first_branch == last_branch  # only then do all rows see a key of theirs
+        size = tl.where(alone, last_row + 1 - begin, 0)
+        state, full = _attend_whole_blocks(
+            state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
+            (block_table, 0, 0, 1), row - begin + 1 - window, row - begin, first_row - begin + 1 - window,
+            size - window, 0, tl.where(alone, first_row + 1 - begin, 0), size, multiplier, inner,
+            WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
         for branch in range(first_branch, last_branch + 1):
             begin = tl.load(cu_branch + branch).to(tl.int32)
             end = tl.load(cu_branch + branch + 1).to(tl.int32)
             last = tl.where((row >= begin) & (row < end), row - begin, -1)
-            whole = tl.where((begin <= first_row) & (last_row < end), first_row - begin + 1, 0)  # the tile's branch
             size = tl.minimum(end, last_row + 1) - begin
-            state = _attend_stretch(
-                state, query, (k + begin.to(tl.int64) * k_row, k_row, 0),
-                (v + begin.to(tl.int64) * v_row, v_row, 0), (block_table, 0, 0, 1),
-                last + 1 - window, last, tl.maximum(first_row - begin, 0) + 1 - window, size - window,
-                0, whole, size, multiplier, inner, True, WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            state = _attend(
+                state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
+                (block_table, 0, 0, 1), last + 1 - window, last, full, size, size, multiplier, inner,
+                True, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
+            full = 0
 
     acc, top, total = state
     total = tl.where(fits, total, float("nan"))
@@ -560,7 +579,7 @@ def _branch_attention_combine_kernel(
                 v_at = v + at * v_row + head // REPEAT * v_head + column
                 score = tl.sum(query * tl.load(k_at, mask=inside, other=0.0).to(tl.float32), 0)
                 if SOFTCAP:
-                    score = 1 - 2 / (1 + tl.exp2(score * inner))  # tanh
+                    score = _capped(score * inner, True)
                 new_top = tl.maximum(top, score * multiplier)
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
                 p, decay = tl.exp2(score * multiplier - shift), tl.exp2(top - shift)
@@ -633,7 +652,7 @@ def branch_attention_out(
         "BLOCK_E": block_e,
         "OFFSETS": branch_layout.OFFSETS,
     }
-    aligned = all(_aligned(x) for x in (q, own_k, own_v, prefix_k, prefix_v, out))
+    aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
     windowed = window < everything
     form = "unaligned" if not aligned else "window" if windowed else "plain"
     own, into = (*own_k.stride()[:2], *own_v.stride()[:2]), (*out.stride(), *lse.stride())
@@ -656,7 +675,7 @@ def branch_attention_out(
         _branch_attention_combine_kernel[(rows * heads,)](
             q, own_k, own_v, *partial, out, lse, *layout, rows, branches, groups, heads, splits, *places, *numbers,
             *q.stride()[:2], *own, *into, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
-            BLOCK_S=16, num_warps=4,
+            BLOCK_S=8, num_warps=4,
         )  # fmt: skip
         return None
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
@@ -667,9 +686,3 @@ def branch_attention_out(
         ALIGNED=aligned, **constants, **launch,
     )  # fmt: skip
     return None
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
-    steps = (x.shape[-1], *x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step * x.itemsize % 16 == 0 for step in steps)

@@ -496,7 +496,7 @@ def branch_attention_backward(
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
     if max(x.stride(-3) for x in given) >= 1 << 23:  # offsets in a block of keys are 32-bit
         return NotImplemented
-    aligned = all(_aligned(x) for x in given)
+    aligned = branch_layout.aligned(*given)
     launch = tuning.branch_attention_backward(
         q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
     )
@@ -526,8 +526,3 @@ def branch_attention_backward(
             pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
         )
     return dq, dk, dv
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and all(step * x.itemsize % 16 == 0 for step in (x.shape[-1], *x.stride()[:-1]))

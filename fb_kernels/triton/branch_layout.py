@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 OFFSETS = 256
 """Offsets, or pages, that a program looks at together."""
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether every row of every tensor begins at a multiple of 16 bytes and is dense."""
+    return all(
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(step * x.itemsize % 16 == 0 for step in (x.shape[-1], *x.stride()[:-1]))
+        for x in tensors
+    )
 
 
 @triton.jit

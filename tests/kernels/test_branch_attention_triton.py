@@ -22,6 +22,7 @@ from fb_kernels.triton import branch_layout
 pytestmark = pytest.mark.usefixtures("triton_kernels", "tiny_blocks")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TILE, SPLIT = 1 << 20, 1  # max_branch_len
+HEADS = (2, 1)  # an interpreted program costs much
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,10 +64,10 @@ def compare(case: Case, **options: Any) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    longest = draw(st.sampled_from([1, 1, 5, 11]))
-    groups = draw(st.lists(st.lists(st.integers(0, longest), max_size=4), max_size=3))
-    slices = [(draw(st.integers(0, 6)), draw(st.integers(0, 20))) for _ in groups]
     kv_heads, repeat = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 16)]))
+    longest = 1 if repeat == 16 else draw(st.sampled_from([1, 5, 11]))
+    groups = draw(st.lists(st.lists(st.integers(0, longest), max_size=3), max_size=3))
+    slices = [(draw(st.integers(0, 6)), draw(st.integers(0, 20))) for _ in groups]
     width, dtype = draw(st.sampled_from([1, 8, 16, 20, 64, 80])), draw(st.sampled_from(DTYPES))
     kind = draw(st.sampled_from(["flat", "paged", "view", "alone"]))
     seed = draw(st.integers(0, 9))
@@ -103,7 +104,7 @@ def test_matches_the_reference(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(options=st.fixed_dictionaries(OPTIONS))
 def test_matches_the_reference_in_many_cases(options: dict[str, Any]) -> None:
     compare(**options)
@@ -126,10 +127,10 @@ def test_error_within_twice_plain_pytorch(dtype: torch.dtype, softcap: float | N
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}])
 def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], longest: int) -> None:
     groups, slices = [[4, 1, 3], [2]], [(1, 9), (11, 3)]
-    clean = make(groups, slices, dtype=torch.float32)
+    clean = make(groups, slices, HEADS, dtype=torch.float32)
     want, want_lse = run(clean, **options, max_branch_len=longest)
     for strange in (math.nan, -math.inf):
-        dirty = make(groups, slices, dtype=torch.float32)
+        dirty = make(groups, slices, HEADS, dtype=torch.float32)
         assert dirty.k is not None
         assert dirty.v is not None
         dirty.q[3] = dirty.k[3] = math.nan  # the last row of the first branch
@@ -140,14 +141,14 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], long
         assert torch.equal(out[unseen], want[unseen])
         assert torch.equal(lse[:, unseen], want_lse[:, unseen])
         assert out[3].isnan().all()
-        close(out[4, :, 2], torch.full((4,), strange))
+        close(out[4, :, 2], torch.full((2,), strange))
         assert torch.equal(out[4, :, 3:], want[4, :, 3:])
         assert out[[8, 9]].isnan().all()
 
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_strange_prefix_value_reaches_the_window_alone(paged: bool) -> None:
-    clean = make([[6]], [(1, 9)], dtype=torch.float32)
+    clean = make([[6]], [(1, 9)], HEADS, dtype=torch.float32)
     dirty = replace(clean, prefix_v=clean.prefix_v.clone())
     dirty.prefix_v[1 + 7] = math.inf  # at position 7; row i sees from position 9 + i + 1 - 5
     want, got = (run(as_pages(case, 2) if paged else case, window=5)[0] for case in (clean, dirty))
@@ -155,16 +156,27 @@ def test_a_strange_prefix_value_reaches_the_window_alone(paged: bool) -> None:
     assert torch.equal(got[3:], want[3:])
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["q", "k", "v", "prefix_k", "prefix_v"])
+@pytest.mark.parametrize(
+    ("where", "softcap"),
+    [(where, None) for where in ("q", "k", "v", "prefix_k", "prefix_v")] + [(x, 2.0) for x in ("q", "k", "prefix_k")],
+)
 def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     where: str, value: float, softcap: float | None
 ) -> None:
     for longest in (TILE, SPLIT):
-        case = make([[3, 1], [2, 2]], [(0, 5), (2, 4)], dtype=torch.float32)
-        getattr(case, where)[3, 1, 2] = value
+        case = make([[1, 3], [1]], [(0, 5), (2, 4)], HEADS, dtype=torch.float32)
+        getattr(case, where)[3, 0, 2] = value
         compare(case, softcap=softcap, max_branch_len=longest)
+
+
+@pytest.mark.parametrize("longest", [TILE, SPLIT])
+def test_a_large_soft_cap_of_small_scores_does_not_cancel(longest: int) -> None:
+    case = make([[2]], [(0, 9)], HEADS, dtype=torch.float32)
+    out, lse = run(case, softcap=1000.0, max_branch_len=longest)
+    want, want_lse = reference(case, softcap=1000.0)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=3e-6)
 
 
 def test_all_scores_infinitely_low_is_empty() -> None:
@@ -188,7 +200,8 @@ def test_empty_sizes(longest: int) -> None:
     ):
         for own in (True, False):
             for window in (None, 2):
-                compare(make(groups, slices, dtype=torch.float32, own=own), window=window, max_branch_len=longest)
+                case = make(groups, slices, HEADS, dtype=torch.float32, own=own)
+                compare(case, window=window, max_branch_len=longest)
     nothing = make([[2]], [(0, 0)], own=False, dtype=torch.float32)
     nothing.prefix_k = nothing.prefix_v = torch.zeros(0, 2, 8)
     compare(nothing, max_branch_len=longest)
@@ -201,8 +214,8 @@ def test_empty_sizes(longest: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 7}])
 def test_a_row_has_the_same_bits_in_every_batch(options: dict[str, int]) -> None:
     """A tile holds 4 rows here, so branches lie differently in tiles and beside other branches."""
-    groups, slices = [[9], [3, 1, 0, 6, 2], [1] * 5, [5, 2]], [(0, 0), (3, 17), (10, 20), (0, 13)]
-    together = make(groups, slices, dtype=torch.float32)
+    groups, slices = [[9], [3, 1, 0, 6, 2], [1] * 3, [5]], [(0, 0), (3, 17), (10, 20), (0, 13)]
+    together = make(groups, slices, HEADS, dtype=torch.float32)
     out, lse = run(together, **options, max_branch_len=TILE)
     first = 0
     for group, piece in zip(groups, slices, strict=True):
@@ -219,9 +232,9 @@ def test_a_row_has_the_same_bits_in_every_batch(options: dict[str, int]) -> None
 @pytest.mark.parametrize("options", [{}, {"window": 7}])
 def test_split_rows_have_the_same_bits_in_every_batch(options: dict[str, int]) -> None:
     groups, slices = [[1], [1] * 5, [1, 1]], [(0, 0), (10, 20), (0, 13)]
-    together = make(groups, slices, dtype=torch.float32)
+    together = make(groups, slices, HEADS, dtype=torch.float32)
     out, lse = run(together, **options)
-    for row, piece in enumerate([slices[0], *[slices[1]] * 5, *[slices[2]] * 2]):
+    for row, piece in ((0, slices[0]), (1, slices[1]), (5, slices[1]), (7, slices[2])):
         alone = (x[row : row + 1] for x in together.leaves)
         got, got_lse = run(Case(*alone, together.prefix_k, together.prefix_v, [[1]], [piece]), **options)
         assert torch.equal(got[0], out[row])
@@ -238,7 +251,7 @@ def test_wrong_hints_and_page_sizes_agree() -> None:
 
 
 def test_repeats_are_bit_equal_without_a_sync_and_inputs_unchanged() -> None:
-    case = as_pages(make([[3, 1], [2]], [(1, 6), (8, 9)], dtype=torch.bfloat16), 2)
+    case = as_pages(make([[2, 1], [1]], [(1, 6), (8, 9)], HEADS, dtype=torch.bfloat16), 2)
     before = [x.clone() for x in case.tensors if x is not None]
     for longest in (SPLIT, TILE):
         with count_syncs() as syncs:
@@ -268,9 +281,9 @@ def test_repeats_are_bit_equal_without_a_sync_and_inputs_unchanged() -> None:
 )
 @pytest.mark.parametrize("longest", [TILE, SPLIT])
 def test_bad_layouts_are_nan(name: str, bad: list, poisoned: range | list[int], longest: int) -> None:
-    case = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
+    case = make([[3, 1], [2]], [(1, 6), (8, 3)], HEADS, dtype=torch.float32)
     if name == "block_table":
-        pages = [torch.full((4, 4, 2, 8), 0.5) for _ in range(2)]
+        pages = [torch.full((4, 4, 1, 8), 0.5) for _ in range(2)]
         case = Case(case.q, case.k, case.v, *pages, case.groups, [(1, 6), (8, 3)], [[0, 1, 2, -1], [-1, -1, 3, -1]])
     layout = case.layout | {name: torch.tensor(bad)}
     out, lse = branch_attention(*case.tensors, **layout, max_branch_len=longest, return_lse=True)
@@ -291,7 +304,7 @@ def test_rows_of_no_group_are_nan() -> None:
 
 def test_large_float16_values_are_finite() -> None:
     for longest in (TILE, SPLIT):
-        case = make([[2, 1]], [(0, 40)], dtype=torch.float16)
+        case = make([[2, 1]], [(0, 40)], HEADS, dtype=torch.float16)
         assert case.v is not None
         case.prefix_v.fill_(60000.0)
         case.v.fill_(60000.0)
@@ -301,7 +314,7 @@ def test_large_float16_values_are_finite() -> None:
 def test_too_large_a_workspace_takes_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from fb_kernels.triton import branch_attention as kernels
 
-    case = make([[1, 1, 1]], [(0, 40)], dtype=torch.float32)
+    case = make([[1, 1, 1]], [(0, 40)], HEADS, dtype=torch.float32)
     tiles, split = run(case, max_branch_len=TILE), run(case)
     monkeypatch.setattr(kernels, "WORKSPACE", 0)
     assert torch.equal(run(case)[0], tiles[0])
@@ -319,9 +332,9 @@ def test_other_arguments_are_the_references() -> None:
 
 @pytest.mark.parametrize("longest", [TILE, SPLIT])
 def test_opcheck(longest: int) -> None:
-    case = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
+    case = make([[1, 1], [1]], [(1, 6), (8, 3)], HEADS, dtype=torch.float32)
     arguments = (*(x.nan_to_num(0.0) for x in case.tensors if x is not None), *case.layout.values())
     numbers = (longest, 7, None, 0.3, None)
     torch.library.opcheck(torch.ops.fb.branch_attention.default, (*arguments, *numbers))
-    written = torch.zeros_like(case.q), torch.zeros(4, 6)
+    written = torch.zeros_like(case.q), torch.zeros(2, 3)
     torch.library.opcheck(torch.ops.fb.branch_attention_out.default, (*written, *arguments, *numbers))
