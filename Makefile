@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench figures aot tune gpu-test gpu-sanitize check clean
+.PHONY: install test demo bench figures aot tune gpu-test gpu-bench gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -51,6 +51,15 @@ gpu-sanitize:
 		TRITON_INTERPRET=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
 	done; done; exit $$status
+
+# Measures ours and the peers on a GPU, a process a file, and writes GPU_RESULTS.
+GPU_RESULTS ?= benchmarks/results/h200
+
+gpu-bench:
+	status=0; for file in benchmarks/bench_*.py; do \
+		TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest $$file --benchmark-only --benchmark-disable-gc -p no:xdist -s \
+			--write-results $(GPU_RESULTS) || status=1; \
+	done; exit $$status
 
 # Searches launch configurations on a GPU and writes fb_kernels/tuned/<device>.json.
 tune:

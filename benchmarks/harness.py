@@ -225,7 +225,7 @@ def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
     work: Callable[[], object] = run
     if timing in (Timing.GRAPH_COLD, Timing.GRAPH_WARM):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # that one again if this fails
             for _ in range(calls):
                 run()
         graph.replay()
@@ -248,7 +248,7 @@ def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
 
 @cache
 def _flusher() -> Tensor:
-    """A buffer of many times the L2 cache: writing it empties the cache, and takes longer than the host's launches."""
+    """A buffer of many times the L2 cache: writing it empties it, and outlasts launching a few kernels."""
     return torch.empty(1 << 30, dtype=torch.int8, device=DEVICE)
 
 
@@ -448,8 +448,9 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The checked-out commit, with "+" where files differ from it."""
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain"])
+    """The checked-out commit, with "+" where files other than results differ from it."""
+    others = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
+    commands = (["git", "rev-parse", "HEAD"], others)
     try:
         done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for command in commands]
     except (OSError, subprocess.CalledProcessError):
@@ -461,10 +462,10 @@ def write_results(directory: Path, results: dict[str, list[Result]]) -> list[Pat
     """Write <directory>/<bench>.json for every bench; returns the paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
+    about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})  # before a file changes
     for bench, rows in results.items():
         path = directory / f"{bench}.json"
         cases = [asdict(row) for row in rows]
-        about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})
         path.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         paths.append(path)
     return paths

@@ -7,7 +7,8 @@ meantime counts: other values, dtype or device, new parameters. What is not exac
 
 The projections that are multiplied together lie one behind the other in one storage: on first sight the parameters'
 `data` are moved there, layer by layer, and stay what they were to every other user of the model. There is no second
-copy.
+copy. What holds the old storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an
+optimiser's flat buffer, another thread in the midst of a forward. Build scorers before these.
 """
 
 from __future__ import annotations
@@ -114,6 +115,12 @@ class NativeDecoder:
             the decoder, or None where not everything is as in an unchanged Llama, Mistral, Qwen2 or Qwen3.
         """
         try:
+            reader = _Reader(model.base_model)
+            decoder = reader.decoder()
+            if not reader.apart:
+                return decoder
+            for parts in reader.apart:  # only now that all is known to be familiar
+                _pack(parts)
             return _Reader(model.base_model).decoder()
         except _UnfamiliarError:
             return None
@@ -191,7 +198,8 @@ class _Reader:
         self.base = self._own(base, "Model")
         weight = _plain(base.embed_tokens, nn.Embedding).weight
         self.kind = (weight.dtype, weight.device)
-        self.packed: set[int] = set()  # ids of the parameters that were packed
+        self.rows: set[int] = set()  # ids of the parameters that lie, or are to lie, in a row
+        self.apart: list[Sequence[nn.Parameter]] = []  # rows that are still to be packed
 
     def decoder(self) -> NativeDecoder:
         base = self.base
@@ -253,9 +261,14 @@ class _Reader:
             self._check(part)
         if len(parts) == 1:
             return parts[0].detach()
-        _expect(self.packed.isdisjoint(map(id, parts)))  # layers with a common part cannot both have it in their row
-        self.packed.update(map(id, parts))
-        return _packed(parts)
+        names = set(map(id, parts))
+        _expect(len(names) == len(parts) and self.rows.isdisjoint(names))  # a common part cannot lie in two places
+        self.rows |= names
+        if not _adjacent(parts):
+            _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes look at it
+            self.apart.append(parts)
+        first = parts[0].detach()
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride()) if not self.apart else first
 
     def _check(self, parameter: Any) -> None:
         """A plain parameter, of one dtype and on one device with all others."""
@@ -278,17 +291,16 @@ def _hooked(module: nn.Module) -> bool:
 _PACKING = threading.Lock()
 
 
-def _packed(parts: Sequence[nn.Parameter]) -> Tensor:
-    """The parts [n_i, ...] as one [sum n_i, ...]; moved into one storage first where they are not."""
-    if not _adjacent(parts):
-        with _PACKING, torch.inference_mode(False), torch.no_grad():
-            if not _adjacent(parts):  # another thread may have been here
-                _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes look at it
-                whole = torch.cat([part.detach() for part in parts])
-                for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                    part.data = rows
-    first = parts[0].detach()
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+def _pack(parts: Sequence[nn.Parameter]) -> None:
+    """Move the parts [n_i, ...] into one storage [sum n_i, ...]."""
+    with _PACKING, torch.inference_mode(False), torch.no_grad():
+        if _adjacent(parts):  # another thread has been here
+            return
+        whole = torch.cat([part.detach() for part in parts])
+        if whole.is_cuda:
+            torch.cuda.current_stream(whole.device).synchronize()  # other streams may read it from now on
+        for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = rows
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:

@@ -506,7 +506,7 @@ def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequ
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree over the same storage: adapters put into it leave the given model as it is."""
+    """A copy of the module tree over the same storage, packed first: adapters put into it stay out of the model."""
     NativeDecoder.of(model)  # weights that are packed later would be no longer those of the copy
     shared: dict[int, Any] = {}
     for parameter in model.parameters():

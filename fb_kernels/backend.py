@@ -71,7 +71,9 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
     absent = _why_no_triton(device)
     if absent:
         return "reference", absent
-    return "triton", "it has a kernel" if wanted != "triton" else f"{VARIABLE} asks for it"
+    if wanted == "cuda":
+        return "triton", "it has no CUDA kernel"
+    return "triton", "it has a kernel" if wanted == "auto" else f"{VARIABLE} asks for it"
 
 
 @cache
@@ -81,6 +83,10 @@ def _why_no_triton(device: str) -> str:
         import_module("fb_kernels.triton")
     except Exception as problem:
         return f"triton cannot be imported: {type(problem).__name__}"
+    if device == "cuda" and torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs"
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "the kernels need compute capability 8.0"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton runs CPU tensors only under TRITON_INTERPRET=1"
     return ""

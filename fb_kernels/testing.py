@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,19 @@ def poison_(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor.fill_(torch.nan)
         return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN, or the largest integer, until they are written; other results are unchanged."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @dataclass

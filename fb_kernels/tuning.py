@@ -198,23 +198,32 @@ def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: 
     return _measured(_device()).get(name, default)
 
 
-@cache
 def _capability() -> int:
     """Of the current GPU, 90 for Hopper and also where there is none."""
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return 10 * major + minor
+    return _gpu(_index())[0]
+
+
+def _device() -> str:
+    """Name of the current GPU, lower case; empty without one."""
+    return _gpu(_index())[1]
+
+
+def _index() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 @cache
-def _device() -> str:
-    """Name of the current GPU, lower case; empty without one."""
-    return torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+def _gpu(index: int | None) -> tuple[int, str]:
+    if index is None:
+        return 90, ""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor, torch.cuda.get_device_name(index).lower()
 
 
 @cache
 def _measured(device: str) -> dict[str, Launch]:
-    """{op/dtype/bucket: launch} from the file whose name is part of the device's; empty where none is."""
+    """{op/dtype/bucket: launch} from the file whose name is a word of the device's; empty where none is."""
     for file in sorted(resources.files("fb_kernels.tuned").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".json") and file.name.removesuffix(".json") in device:
+        if file.name.endswith(".json") and file.name.removesuffix(".json") in device.split():
             return json.loads(file.read_text(encoding="utf-8"))["launches"]
     return {}

@@ -176,6 +176,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": Event,
         "CUDAGraph": Graph,
         "graph": lambda _: nullcontext(),
+        "stream": nullcontext,
+        "current_stream": lambda: None,
         "synchronize": lambda: None,
         "reset_peak_memory_stats": lambda: None,
         "memory_allocated": lambda: 100,

@@ -69,6 +69,8 @@ def cases() -> Iterator[Case]:
         groups = [([length] * 13, 1024)]
         for width in (64, 80, 96, 256):
             yield case(groups, f"K=13 {branches} P=1024", width=width)
+        yield case(groups, f"K=13 {branches} P=1024 softcap", softcap=50.0)
+        yield case(groups, f"K=13 {branches} P=1024 softcap", width=256, softcap=50.0)
         yield case(groups, f"K=13 {branches} P=1024 window softcap", window=512, softcap=50.0)
         yield case(groups, f"K=13 {branches} P=1024 window", window=512)
         yield case(groups, f"K=13 {branches} P=1024 window softcap", width=256, window=512, softcap=50.0)

@@ -25,6 +25,8 @@ def cases() -> Iterator[Case]:
     for length in (1, 128):
         yield _case(1, length, 1024, dtype=torch.float16)
         yield _case(1, length, 1024, window=512, softcap=50.0, page=16)
+        yield _case(1, length, 1024, softcap=50.0)
+        yield _case(1, length, 1024, softcap=50.0, width=256)
         yield _case(1, length, 1024, window=512, softcap=50.0, width=256)
         yield _case(1, length, 1024, pad=1)
         yield _case(1, length, 1024, window=512, softcap=50.0, width=256, page=16, pad=1)
@@ -64,7 +66,8 @@ def _case(
     )
     tall = length > 1 and width <= 128 and not pad and dtype != torch.float32  # tiles of 64 rows
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
-    name += f" w={window} cap" * (window is not None) + " paged" * (page is not None) + " unaligned" * bool(pad)
+    name += f" w={window}" * (window is not None) + " cap" * (softcap is not None)
+    name += " paged" * (page is not None) + " unaligned" * bool(pad)
     return Case(
         "branch_attention_backward",
         name,

@@ -2,7 +2,9 @@
 
 Rows are packed: the query heads of one key head are so many more rows. A tile holds rows of one group. Keys are met in
 blocks that begin at the slice's first key and at the first row of the row's own branch, never at a place that depends
-on other rows, and a masked score leaves a row's state as it was. So a row's bits depend on what it sees alone.
+on other rows, and a masked score leaves a row's state as it was. So a row's bits depend on what it sees, on the kernel
+(the split where no branch is longer than a row), on `max_prefix_len` where it is too small, and on alignment; on no
+other row.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ SPLITS = 64
 WORKSPACE = 1 << 28
 """Float32 elements of partial results at most; what needs more takes the tile kernel."""
 LOG2_E = math.log2(math.e)
+LENGTHS = ["rows", "branches", "groups", "capacity", "pages", "window", "table_row", "lse_head"]
 
 
 @triton.jit
@@ -82,8 +85,8 @@ def _attend(
             key_at = keys + tl.cast(n, tl.int64) * key_row + ((place * key_row)[:, None] + column[None, :])
             value_at = values + tl.cast(n, tl.int64) * value_row + ((place * value_row)[:, None] + column[None, :])
         if ALIGNED:  # rows begin at multiples of 16 bytes
-            key_at = tl.max_contiguous(tl.multiple_of(key_at, (16, 16)), (1, 8))
-            value_at = tl.max_contiguous(tl.multiple_of(value_at, (16, 16)), (1, 8))
+            key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, 16)), (1, 8))
+            value_at = tl.max_contiguous(tl.multiple_of(value_at, (1, 16)), (1, 8))
         if MASKED:
             inside = (key < size)[:, None] & (column < HEAD_DIM)[None, :]
             k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
@@ -222,7 +225,7 @@ def _prefix_stretch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _branch_attention_tile_kernel(
     q,
     k,
@@ -319,7 +322,7 @@ def _branch_attention_tile_kernel(
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
     if ALIGNED:
-        q_at = tl.max_contiguous(tl.multiple_of(q_at, (16, 16)), (1, 8))
+        q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
     query = tl.load(q_at, mask=inside, other=0.0)
 
     state = (
@@ -370,13 +373,13 @@ def _branch_attention_tile_kernel(
     empty = total == 0
     out_at = (out + row.to(tl.int64) * out_row + head * out_head)[:, None] + column[None, :] * out_column
     if ALIGNED:
-        out_at = tl.max_contiguous(tl.multiple_of(out_at, (16, 16)), (1, 8))
+        out_at = tl.max_contiguous(tl.multiple_of(out_at, (1, 16)), (1, 8))
     tl.store(out_at, tl.where(empty[:, None], 0.0, acc / total[:, None]), mask=inside)
     score = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse + row.to(tl.int64) * lse_row + head * lse_head, score, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS[:-1], "splits"])
 def _branch_attention_split_kernel(
     q,
     prefix_k,
@@ -463,7 +466,7 @@ def _branch_attention_split_kernel(
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
     if ALIGNED:
-        q_at = tl.max_contiguous(tl.multiple_of(q_at, (16, 16)), (1, 8))
+        q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
     query = tl.load(q_at, mask=inside, other=0.0)
     state = (
         tl.zeros([BLOCK_M, BLOCK_E], tl.float32),
@@ -489,7 +492,7 @@ def _branch_attention_split_kernel(
     tl.store(partial_total + at, total, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_combine_kernel(
     q,
     k,
@@ -630,7 +633,7 @@ def branch_attention_out(
     if q.numel() == 0:
         return None
     repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
-    everything = rows + capacity + 1
+    windowed, everything = window is not None, rows + capacity + 1  # also where all keys are in it: a row has its bits
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
@@ -638,7 +641,7 @@ def branch_attention_out(
     q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
     if max(x.stride(-3) for x in (own_k, own_v, prefix_k, prefix_v)) >= 1 << 23:  # offsets in a block are 32-bit
         return NotImplemented
-    layout = (cu_branch, cu_group, prefix_start, prefix_len, table)
+    layout = (*(x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)), table)
     places = (capacity, max(page_size, 1), prefix_k.shape[0])
     if softcap is None:
         numbers = (window, scale * LOG2_E, 0.0)
@@ -653,13 +656,13 @@ def branch_attention_out(
         "OFFSETS": branch_layout.OFFSETS,
     }
     aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
-    windowed = window < everything
     form = "unaligned" if not aligned else "window" if windowed else "plain"
     own, into = (*own_k.stride()[:2], *own_v.stride()[:2]), (*out.stride(), *lse.stride())
     prefix = (*prefix_k.stride()[:3], *prefix_v.stride()[:3])
 
     launch = tuning.branch_attention_split(q.dtype, width, repeat, form)
     bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
+    assert launch["CHUNK"] % launch["BLOCK_N"] == 0
     splits = min(max(1, triton.cdiv(bound, launch["CHUNK"])), SPLITS)
     short = rows == branches if max_branch_len is None else max_branch_len <= 1
     if short and splits * rows * heads * width <= WORKSPACE:
@@ -675,7 +678,7 @@ def branch_attention_out(
         _branch_attention_combine_kernel[(rows * heads,)](
             q, own_k, own_v, *partial, out, lse, *layout, rows, branches, groups, heads, splits, *places, *numbers,
             *q.stride()[:2], *own, *into, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
-            BLOCK_S=8, num_warps=4,
+            BLOCK_S=8, num_warps=4, maxnreg=128,
         )  # fmt: skip
         return None
     launch = tuning.branch_attention(q.dtype, width, repeat, form)

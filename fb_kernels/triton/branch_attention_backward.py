@@ -221,7 +221,7 @@ def _query_program(
         first_row = group_row + place * BLOCK_M // REPEAT
         last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, end_row - 1)
         begin, _end = _branch_bounds(cu_branch, row, low, high, first_row, last_row, OFFSETS)
-        start, length, _fits = prefix_slice(
+        start, length, fits = prefix_slice(
             prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
             PAGED, OFFSETS,
         )  # fmt: skip
@@ -278,7 +278,8 @@ def _query_program(
                 begin - own, row - own, 0, tl.where(split == splits - 1, size, 0), 0, 0, size,
                 multiplier, inner, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
-        tl.store(_places(dq, offset, ALIGNED, BLOCK_E), acc * scale, mask=inside)
+        dq_at = _places(dq, offset, ALIGNED, BLOCK_E)
+        tl.store(dq_at, tl.where(fits, acc * scale, float("nan")), mask=inside)
 
 
 @triton.jit
@@ -344,7 +345,7 @@ def _key_program(
 
 @triton.jit(
     do_not_specialize=[
-        *("rows", "branches", "groups", "tiles", "key_tiles", "splits", "capacity", "pages", "window"),
+        *("rows", "branches", "groups", "tiles", "splits", "capacity", "pages", "window"),
         *("lse_head", "table_row"),
     ]
 )
@@ -370,7 +371,6 @@ def _branch_attention_bwd_kernel(
     groups,
     kv_heads,
     tiles,
-    key_tiles,
     splits,
     capacity,
     page_size,
@@ -488,9 +488,10 @@ def branch_attention_backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
-    everything = rows + capacity + 1
+    windowed, everything = window is not None, rows + capacity + 1
     window = everything if window is None else min(window, everything)
-    table = cu_branch[None] if block_table is None else block_table
+    layout = [x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)]
+    table = layout[0][None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
     given = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
@@ -515,10 +516,10 @@ def branch_attention_backward(
     strides = [n for x in given for n in x.stride()[:-1]]
     _branch_attention_bwd_kernel[((tiles * splits + key_tiles) * kv_heads,)](
         *given, lse, pieces, dk, dv,
-        cu_branch, cu_group, prefix_start, prefix_len, table,
-        rows, branches, groups, kv_heads, tiles, key_tiles, splits, capacity, max(page_size, 1), prefix_k.shape[0],
+        *layout, table,
+        rows, branches, groups, kv_heads, tiles, splits, capacity, max(page_size, 1), prefix_k.shape[0],
         *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
-        ALIGNED=aligned, WINDOW=window < everything, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
+        ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
         BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS, **launch,
     )  # fmt: skip
     if splits > 1:

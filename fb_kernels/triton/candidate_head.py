@@ -66,7 +66,7 @@ def _include(s, inside, offset, top, total, best, ROWS: tl.constexpr):
     return raised, total, best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups", "rest"])
 def _candidate_head_fwd_kernel(
     hidden, norm_weight, head_weight, head_bias, cu_group, score, prob, best, stride, rows, groups, rest, width, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
@@ -107,7 +107,7 @@ def _candidate_head_fwd_kernel(
             tl.store(prob + row, tl.where(sound, nothing, float("nan")), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _candidate_head_bwd_kernel(
     grad, hidden, norm_weight, head_weight, d_hidden, d_column, grad_stride, stride, rows, width, eps,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

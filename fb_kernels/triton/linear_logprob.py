@@ -12,19 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fb_kernels import tuning
+from fb_kernels.triton.functions import tanh
 
 FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
 LARGEST_ID = torch.iinfo(torch.int64).max
-
-
-@triton.jit
-def _tanh(x):
-    """To 2 ulps: a Taylor polynomial where 1 - exp(-2x) would cancel."""
-    y = x * x
-    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925))))))
-    fallen = tl.exp(-2 * tl.abs(x))
-    far = (1 - fallen) / (1 + fallen)
-    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
@@ -36,7 +27,7 @@ def _logits(products, bias, inside, logit_scale, softcap, temperature, SOFTCAP: 
     ratio = x
     if SOFTCAP:
         ratio = x * (1 / softcap)
-        x = _tanh(ratio) * softcap
+        x = tanh(ratio) * softcap
     return x * (1 / temperature), ratio
 
 
@@ -428,7 +419,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA widens results
         out.addmm_(a.float(), b.float(), beta=float(add))
     elif add:
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        out += torch.mm(a, b, out_dtype=torch.float32)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
 
@@ -471,6 +462,7 @@ def _forward(
             )  # fmt: skip
     else:
         launch, columns = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_columns(x.dtype, rows)
+        assert columns % launch["BLOCK_V"] == 0
         tiles = triton.cdiv(valid, launch["BLOCK_V"])
         statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
         products = x.new_empty(rows, min(columns, valid), dtype=torch.float32)

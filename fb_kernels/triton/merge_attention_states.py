@@ -18,7 +18,7 @@ def _weighed(out, head, weight, lse, tile):
     return tl.where(present, x * weight[:, None], 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "a_lse_head", "b_lse_head"])
 def _merge_attention_states_kernel(
     out_a, lse_a, out_b, lse_b, out, lse, a_token, a_head, b_token, b_head, a_lse_head, a_lse_token, b_lse_head,
     b_lse_token, tokens, heads, head_dim, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -51,7 +51,7 @@ def _inverse_rms(first, second, q_weight, k_weight, is_q, is_k, half, eps):
     return tl.where(normed, inverse, 1.0)[:, None], normed[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cache_rows", "table_rows"])
 def _qk_norm_rope_fwd_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, q, k, v, k_cache, v_cache, slots,
     qkv_stride, cos_stride, sin_stride, k_slot_stride, k_head_stride, k_column_stride,
@@ -104,7 +104,7 @@ def _weights_of_second(q_weight, k_weight, is_q, is_k, columns, inside, half):
     return _weights(q_weight, k_weight, is_q, is_k, columns, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows", "rows"])
 def _qk_norm_rope_bwd_kernel(
     grad_q, grad_k, grad_v, qkv, q_weight, k_weight, cos, sin, positions, d_qkv, d_weights,
     qkv_stride, cos_stride, sin_stride, table_rows, rows, num_heads, num_kv_heads, half, eps,

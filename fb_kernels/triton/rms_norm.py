@@ -45,7 +45,7 @@ def _rms_norm_fwd_kernel(
         tl.store(summed + row * width + columns, s, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_bwd_kernel(
     grad_normed, grad_sum, summed, weight, d_summed, d_weight, grad_stride, grad_sum_stride, stride, rows, width, eps,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

@@ -51,7 +51,7 @@ def test_promises(promise: Callable[[Case], None]) -> None:
     promise(make(SIZES["event"], torch.bfloat16))
 
 
-def test_bad_offsets_give_nan_and_no_choice() -> None:
+def test_small_bad_offsets_give_nan_and_no_choice() -> None:
     hidden, head = randn(6, 32), randn(32, seed=1)
     for bad in ([0, 4, 2], [0, 3, 99], [-1, 3, 6]):
         _, prob, best = candidate_head(hidden, None, head, torch.tensor(bad, device=DEVICE), eps=EPS)

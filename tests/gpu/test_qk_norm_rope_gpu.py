@@ -88,7 +88,7 @@ def test_promises(promise: Callable[[Case], None]) -> None:
     promise(make(SIZES["decode"], torch.bfloat16))
 
 
-def test_bad_positions_give_nan_rows() -> None:
+def test_small_bad_positions_give_nan_rows() -> None:
     heads, kv_heads, width = 4, 2, 16
     qkv, (cos, sin) = randn(4, 8 * width), tables(width, torch.float32, DEVICE)
     options = {"num_heads": heads, "num_kv_heads": kv_heads}

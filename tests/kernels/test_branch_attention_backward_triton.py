@@ -225,7 +225,8 @@ def test_keys_infinitely_far(options: dict[str, Any]) -> None:
     check(case, **options)
 
 
-def test_a_layout_that_does_not_fit_is_nan() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_layout_that_does_not_fit_is_nan(own: bool) -> None:
     for change in (
         {"cu_branch": torch.tensor([0, 3, 2, 6])},
         {"cu_branch": torch.tensor([0, 3, 4, 1 << 40])},
@@ -235,7 +236,7 @@ def test_a_layout_that_does_not_fit_is_nan() -> None:
         {"prefix_start": torch.tensor([-1, 8])},
         {"prefix_len": torch.tensor([1 << 40, 3])},
     ):
-        case = make([[3, 1], [2]], [(1, 6), (8, 3)], (2, 1), dtype=torch.float32)
+        case = make([[3, 1], [2]], [(1, 6), (8, 3)], (2, 1), dtype=torch.float32, own=own)
         rest = list((case.layout | change).values())
         lse = state(case)[1]
         rows = slice(None) if change.keys() & {"cu_branch", "cu_group"} else slice(0, 4)
@@ -243,9 +244,20 @@ def test_a_layout_that_does_not_fit_is_nan() -> None:
         options = (None, None, None, 0.3, None)
         with poisoned():
             got = kernels.branch_attention_backward(case.q, *case.tensors, case.q, lse, *rest, *options)
-        for x in got:
+        for x in got[: 3 if own else 1]:
             assert x[rows].isnan().all()
             assert rows == slice(None) or x[4:].isfinite().all()
+
+
+def test_strided_indices() -> None:
+    case = make([[3, 1], [2]], [(1, 6), (8, 3)], (2, 1), dtype=torch.float32)
+    out, lse = state(case)
+    options = (None, None, None, 0.3, None)
+    layout = list(case.layout.values())[:4]
+    want = kernels.branch_attention_backward(case.q, *case.tensors, out, lse, *layout, None, *options)
+    strided = [torch.stack([x, poison_(x.clone())], 1)[:, 0] for x in layout]
+    got = kernels.branch_attention_backward(case.q, *case.tensors, out, lse, *strided, None, *options)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_no_groups_or_branches_for_rows() -> None:

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.usefixtures("triton_kernels", "tiny_blocks")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TILE, SPLIT = 1 << 20, 1  # max_branch_len
 HEADS = (2, 1)  # an interpreted program costs much
+LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny_blocks() -> Iterator[None]:
     """Blocks so small that a few keys, rows and offsets span several."""
-    launch = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "branch_attention", lambda *_: launch)
-        patch.setattr(tuning, "branch_attention_split", lambda *_: launch | {"CHUNK": 8})
+        patch.setattr(tuning, "branch_attention", lambda *_: LAUNCH)
+        patch.setattr(tuning, "branch_attention_split", lambda *_: LAUNCH | {"CHUNK": 8})
         patch.setattr(branch_layout, "OFFSETS", 4)
         yield
 
@@ -292,6 +292,25 @@ def test_bad_layouts_are_nan(name: str, bad: list, poisoned: range | list[int], 
     for result in (out, lse.T):
         assert result[wrong].isnan().all()
         assert result[~wrong].isfinite().all()
+
+
+@pytest.mark.parametrize("longest", [TILE, SPLIT])
+def test_strided_indices(longest: int) -> None:
+    case = make([[1, 1], [1]], [(1, 6), (8, 3)], HEADS, dtype=torch.float32)
+    layout = dict(case.layout)
+    for name in ("cu_branch", "cu_group", "prefix_start", "prefix_len"):
+        layout[name] = torch.stack([layout[name], poison_(layout[name].clone())], 1)[:, 0]
+    want = branch_attention(*case.tensors, **case.layout, max_branch_len=longest)
+    assert torch.equal(branch_attention(*case.tensors, **layout, max_branch_len=longest), want)
+
+
+def test_the_launch_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that no row of a small batch fills takes the kernel that it takes in a large one."""
+    forms = []
+    monkeypatch.setattr(tuning, "branch_attention", lambda *given: forms.append(given) or LAUNCH)
+    for length in (2, 40):
+        run(make([[2]], [(0, length)], HEADS, dtype=torch.bfloat16), window=9, max_branch_len=TILE)
+    assert forms[0] == forms[1]
 
 
 def test_rows_of_no_group_are_nan() -> None:

@@ -8,7 +8,14 @@ import torch
 
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.rms_norm import rms_norm
-from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor, poison_
+from fb_kernels.testing import (
+    assert_close_to_reference,
+    count_launches,
+    count_syncs,
+    largest_tensor,
+    poison_,
+    poisoned_memory,
+)
 
 
 def triple(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,6 +98,14 @@ def test_poison(dtype: torch.dtype) -> None:
         assert (poisoned == (True if dtype == torch.bool else torch.iinfo(dtype).max)).all()
     if dtype.is_floating_point:
         poison_(torch.zeros(1, dtype=dtype, requires_grad=True))
+
+
+def test_poisoned_memory() -> None:
+    with poisoned_memory():
+        assert torch.empty(3).isnan().all()
+        assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+        torch.testing.assert_close(torch.ones(2, 2) @ torch.ones(2, 2), torch.full((2, 2), 2.0))
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_launches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "fb_kernels" / "triton"
 FORBIDDEN = {
-    "tl.atomic_add": "order of floats is not fixed",
+    "tl.atomic_*": "order of floats is not fixed",
     "tl.make_tensor_descriptor": "cannot mask a slice's end and allocates",
     "triton.autotune": "configurations come from tuning.py",
     "tl.debug_barrier": "no hand-made synchronisation",
@@ -31,8 +32,10 @@ def faults(source: str) -> list[str]:
 
 def _anywhere(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in FORBIDDEN:
-            yield f"{ast.unparse(node)}: {FORBIDDEN[ast.unparse(node)]}"
+        if isinstance(node, ast.Attribute):
+            name = re.sub("atomic_[a-z]+", "atomic_*", ast.unparse(node))
+            if name in FORBIDDEN:
+                yield f"{name}: {FORBIDDEN[name]}"
 
 
 def _in_kernel(function: ast.FunctionDef) -> Iterator[str]:
@@ -57,6 +60,10 @@ def _in_launcher(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in HOST_READS:
             yield f"line {node.lineno}: .{node.func.attr}() waits for the device"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("bool", "int", "float"):
+            calls = [part for part in node.args if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)]
+            if calls:
+                yield f"line {node.lineno}: {ast.unparse(node.func)}() of a tensor waits for the device"
         if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"):
             yield f"line {node.lineno}: asks about the device"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
@@ -86,10 +93,12 @@ KERNEL = "@triton.jit\ndef _kernel(x, stride):\n    "
         KERNEL + "tl.program_id(axis)",
         KERNEL + "x + tl.program_id(0) * stride",
         KERNEL + "tl.atomic_add(x, 1.0)",
+        KERNEL + "tl.atomic_max(x, 1.0)",
         "@triton.autotune([])\ndef f(): ...",
         "def launch(x):\n    _kernel[(1, 2)](x)",
         "def launch(x):\n    grid = (1, 2)",
         "def launch(x):\n    return x.max().item()",
+        "def launch(x):\n    return bool(x.any())",
         "def launch(x):\n    return torch.cuda.current_device()",
         "def launch(x):\n    return x.is_cuda",
     ],
