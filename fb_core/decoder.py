@@ -72,9 +72,18 @@ class Layer:
     scale: float
 
     def before_attention(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_out: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], residual[T, D]) of the layer's input, hidden + residual [T, D]."""
+        """(q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], residual[T, D]) of the layer's input, hidden + residual [T, D].
+
+        Positions are rows of cos and sin; k and v also go to kv_out, as in `qk_norm_rope`.
+        """
         normed, residual = rms_norm(hidden, *self.input_norm, residual)
         q, k, v = qk_norm_rope(
             self.qkv(normed),
@@ -86,6 +95,7 @@ class Layer:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             eps=self.q_norm.eps if self.q_norm else 1e-6,
+            kv_out=kv_out,
         )
         return q, k, v, residual
 

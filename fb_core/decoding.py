@@ -296,6 +296,10 @@ class FutureBridgeSelector(ScoringSelector):
                 candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
                 for pool in pools
             ]
+        return self._scores(states, pools, features)
+
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
+        reranker = self.reranker
         prefixes = [state.prefix for state in states if state.prefix is not None]
         if reranker.scope == "candidate" and len(prefixes) == len(states):
             return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)

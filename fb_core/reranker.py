@@ -136,7 +136,7 @@ class TokenReranker(nn.Module):
         pool = hf.check_group(self.base, len(tokens), candidates)
         given = None if features is None else [features]
         if self.scope == "sequence":
-            return self._sequence_scores(tokens, pool) + self._feature_scores([pool], given)
+            return self.score_hidden(self._sequence_hidden(tokens, pool), given)
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
@@ -191,22 +191,33 @@ class TokenReranker(nn.Module):
             ]
         )
         hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
-        return self._head_scores(hidden) + self._feature_scores(pools, features)
+        return self.score_hidden(hidden, features)
 
-    def _sequence_scores(self, tokens: Tensor, pool: Tensor) -> Tensor:
-        """[K] through ordinary attention, adapters on prefix and candidate."""
+    def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
+        """[K, D] through ordinary attention, adapters on prefix and candidate."""
         rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
         model = hf.causal_lm(self.adapted)
-        hidden = model.base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
-        return self._head_scores(hidden)
+        return model.base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
 
-    def _head_scores(self, hidden: Tensor) -> Tensor:
+    def score_hidden(self, hidden: Tensor, features: Sequence[Tensor] | None) -> Tensor:
+        """Scores of candidates from their hidden states: head(h_c), plus w . f where there are features.
+
+        Args:
+            hidden: [N, D] after the final norm, the adapter acting.
+            features: [K, F] of one state after the other, N rows together, where the reranker was trained with them.
+
+        Returns:
+            float32 [N].
+
+        Raises:
+            ValueError: features missing or of another shape.
+        """
         rows = torch.tensor([0, len(hidden)], dtype=torch.int32, device=hidden.device)
-        return candidate_head(hidden, None, self.head, rows, eps=0.0)[0].float()
+        scores = candidate_head(hidden, None, self.head, rows, eps=0.0)[0].float()
+        return scores + self._feature_scores(len(hidden), features)
 
-    def _feature_scores(self, pools: Sequence[Tensor], features: Sequence[Tensor] | None) -> Tensor:
-        """[sum K] of w . f; zeros for a reranker without features."""
-        count = sum(len(pool) for pool in pools)
+    def _feature_scores(self, count: int, features: Sequence[Tensor] | None) -> Tensor:
+        """[count] of w . f; zeros for a reranker without features."""
         width = len(self.feature_names)
         if features is None:
             if width:

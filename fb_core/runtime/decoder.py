@@ -1,0 +1,160 @@
+"""LowLatencyDecoder: CollaborativeDecoder for one sequence at a time, from buffers of a fixed size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.decoder import NativeDecoder
+from fb_core.decoding import (
+    CertainLLM,
+    CollaborativeDecoder,
+    Event,
+    FutureBridgeSelector,
+    Generation,
+    Selector,
+    State,
+    candidate_pool,
+)
+from fb_core.llm import LLM, LocalLLM, Row, check_max_new_tokens, checked_prompts
+from fb_core.policy import RequestPolicy
+from fb_core.runtime.llm import InStepLLM
+from fb_core.runtime.reranker import MergedReranker, MergedSelector
+from fb_core.runtime.static import StaticModel
+from fb_core.runtime.step import DecodeStep
+from fb_kernels import Halt
+
+MAX_LENGTH = 8192
+
+
+class LowLatencyDecoder(CollaborativeDecoder):
+    """A `CollaborativeDecoder` whose prompts run one after another, each as fast as it can.
+
+    Keys, values and the sequence lie in buffers of a fixed size, with the length on the device; a step is always the
+    same operations, and ends by appending its token or by halting for the host to see why. At an event the reranker
+    scores the pool with merged weights over the very same keys and values, and a large model in this process has been
+    kept in step. Tokens and events are those of `CollaborativeDecoder`, to rounding.
+
+    SLM and LLM of other families than Llama, Mistral, Qwen2 and Qwen3 run as in `CollaborativeDecoder`; a warning says
+    so when the decoder is made.
+
+    Args:
+        slm: as for `CollaborativeDecoder`, as all others; a `FutureBridgeSelector`'s reranker must be of scope
+            "candidate" to run on the buffers.
+        llm: likewise.
+        selector: likewise.
+        policy: likewise.
+        max_length: tokens of prompt and generation at most, which memory is set aside for; the models' positions bound
+            it too.
+        options: `pool`, `slm_k`, `llm_k`, `max_events` and `tokenizer`.
+
+    Raises:
+        TypeError: as `CollaborativeDecoder`.
+        ValueError: as `CollaborativeDecoder`, or max_length below 2.
+    """
+
+    def __init__(
+        self,
+        slm: hf.CausalLM,
+        llm: LLM | hf.CausalLM,
+        selector: Selector,
+        policy: RequestPolicy,
+        *,
+        max_length: int = MAX_LENGTH,
+        **options: Any,
+    ) -> None:
+        super().__init__(slm, llm, selector, policy, **options)
+        if max_length < 2:
+            raise ValueError(f"max_length: expected 2 tokens or more, got {max_length}; leave it out for {MAX_LENGTH}")
+        self._step: DecodeStep | None = None
+        self._merged: MergedReranker | None = None
+        if not _is_native("slm", slm):
+            return
+        slots = min(max_length, hf.max_positions(slm) or max_length)
+        model = StaticModel(slm, slots)
+        self._step = DecodeStep(model, self.vocabulary, policy, hf.eos_ids(slm))
+        self.selector = self._on_buffers(selector, model)
+        if type(self.llm) is LocalLLM and _is_native("llm", self.llm.model):
+            self.llm = InStepLLM(self.llm.model, slots, valid_vocab=self.llm.vocabulary)
+
+    def _on_buffers(self, selector: Selector, model: StaticModel) -> Selector:
+        """The selector with its reranker merged, where it has one of scope "candidate"."""
+        if type(selector) is CertainLLM:
+            return CertainLLM(self._on_buffers(selector.selector, model), selector.certainty)
+        if type(selector) is FutureBridgeSelector and selector.reranker.scope == "candidate":
+            merged = MergedSelector(selector.reranker, model)
+            self._merged = merged.merged
+            return merged
+        return selector
+
+    def _decode(
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        max_new_tokens: int,
+        done: Callable[[Row, list[Event]], bool],
+    ) -> list[Generation]:
+        if self._step is None:
+            return super()._decode(prompts, max_new_tokens, done)
+        hf.check_decodable("slm", self.slm)
+        check_max_new_tokens(max_new_tokens)
+        checked = checked_prompts("input_ids", prompts, self.slm, room=1)
+        slots, positions = self._step.model.slots, hf.max_positions(self.slm)
+        for ids in checked:
+            wanted = len(ids) + max_new_tokens
+            if (wanted if positions is None else min(wanted, positions)) > slots:
+                raise ValueError(
+                    f"input_ids: expected prompt and new tokens to fit buffers of {slots} tokens, got {len(ids)} "
+                    f"and {max_new_tokens}; make the decoder with a larger max_length or ask for fewer tokens"
+                )
+        return [self._generate(index, ids, max_new_tokens, done) for index, ids in enumerate(checked)]
+
+    def _generate(
+        self, index: int, prompt: Tensor, max_new_tokens: int, done: Callable[[Row, list[Event]], bool]
+    ) -> Generation:
+        assert self._step is not None
+        step, row, events = self._step, Row(index, prompt.tolist(), len(prompt)), []
+        limit = min(len(prompt) + max_new_tokens, step.model.slots)
+        step.begin(prompt, self.max_events)
+        if self._merged is not None:
+            self._merged.refresh()
+        if self.max_events and isinstance(self.llm, InStepLLM):
+            self.llm.begin(row.tokens)
+        while True:
+            step.run()
+            halt, token, entropy = step.outcome()
+            if halt == Halt.NAN:
+                raise ValueError(
+                    f"slm: expected finite logits, got NaN or infinite ones at step {len(row.new)} of prompt {index}; "
+                    "check its weights and dtype"
+                )
+            if halt == Halt.EVENT:
+                events.append(self._event(step, row, entropy))
+                token = events[-1].token
+            if halt != Halt.NONE:
+                step.take(len(row.tokens), token, self.max_events - len(events))
+            row.tokens.append(token)
+            if done(row, events) or len(row.tokens) >= limit:
+                break
+        new = torch.tensor(row.new, device=self.slm.device)
+        return Generation(new, events, self.text(new))
+
+    def _event(self, step: DecodeStep, row: Row, entropy: float) -> Event:
+        tokens = step.state.tokens[0, : len(row.tokens)].clone()
+        prefix = hf.Prefix(step.model.kv, start=0, length=len(tokens))
+        state = State(tokens, len(row.new), entropy, prefix)
+        pools = candidate_pool(step.logits, self.llm, [tokens], self.pool, self.slm_k, self.llm_k)
+        return self._events([state], pools)[0]
+
+
+def _is_native(name: str, model: hf.CausalLM) -> bool:
+    if NativeDecoder.of(model) is not None:
+        return True
+    warnings.warn(
+        f"{name}: {type(model).__name__} has no native decoder and runs as in CollaborativeDecoder", stacklevel=3
+    )
+    return False

@@ -1,0 +1,161 @@
+"""The native decoder over buffers of a fixed size: one sequence whose length lies on the device.
+
+Every forward reads and writes the same memory, and no size depends on how long the sequence is, so that each can be
+captured once and replayed: a step of one row, the scoring of candidates by rows that are not kept, and the catching up
+with new tokens in buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fb_core import hf
+from fb_core.decoder import Layer, NativeDecoder
+from fb_kernels import branch_attention, rms_norm
+
+BUCKETS = (32, 64, 128, 256)
+
+
+class Rows(NamedTuple):
+    """How the rows of a forward belong together: one group over the sequence."""
+
+    cu_branch: Tensor  # [B + 1] int32
+    cu_group: Tensor  # [2] int32
+    longest: int  # branch
+
+    @classmethod
+    def of(cls, branches: int, length: int, device: torch.device) -> Rows:
+        """So many branches of `length` rows each."""
+        cu_branch = torch.arange(branches + 1, dtype=torch.int32, device=device) * length
+        return cls(cu_branch, torch.tensor([0, branches], dtype=torch.int32, device=device), length)
+
+
+class StaticModel:
+    """A model's native decoder, keys and values of up to `slots` tokens, and the model's head.
+
+    Args:
+        model: a causal LM of the Llama family (`fb_core.decoder`).
+        slots: the most tokens.
+
+    Raises:
+        ValueError: a model without a native decoder.
+    """
+
+    def __init__(self, model: hf.CausalLM, slots: int) -> None:
+        self.model = model
+        self.slots = slots
+        self.keys: list[Tensor] = []
+        self.refresh()
+        layer = self.layers[0]
+        shape = (slots, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
+        with torch.inference_mode(False):
+            like = layer.qkv.weight
+            self.keys = [like.new_zeros(shape) for _ in self.layers]
+            self.values = [like.new_zeros(shape) for _ in self.layers]
+            self.cos, self.sin = self.decoder.rope(torch.arange(slots, device=model.device))
+            self.first = torch.zeros(1, dtype=torch.int32, device=model.device)  # where the prefix begins
+            self.one = Rows.of(1, 1, model.device)
+            self.buckets = {size: Rows.of(1, size, model.device) for size in BUCKETS}
+
+    def refresh(self) -> None:
+        """Read the model anew: other values count, another dtype or device does not fit the buffers.
+
+        Raises:
+            ValueError: a model without a native decoder, or whose dtype or device has changed.
+        """
+        decoder = NativeDecoder.of(self.model)
+        if decoder is None:
+            raise ValueError(
+                f"{type(self.model).__name__}: expected an unchanged Llama, Mistral, Qwen2 or Qwen3, got another model "
+                "or one with adapters or hooks; use CollaborativeDecoder"
+            )
+        if self.keys and decoder.layers[0].qkv.weight.type() != self.keys[0].type():
+            raise ValueError(
+                f"{type(self.model).__name__}: expected {self.keys[0].type()} as when the buffers were made, got "
+                f"{decoder.layers[0].qkv.weight.type()}; make the decoder after converting its models"
+            )
+        self.decoder = decoder
+        self.layers = decoder.layers
+        self.head = hf.lm_head(self.model)
+
+    @property
+    def kv(self) -> hf.PrefixKV:
+        """The buffers as one page [1, slots, Hkv, E] a layer."""
+        return hf.PrefixKV([(keys[None], values[None]) for keys, values in zip(self.keys, self.values, strict=True)])
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        held: Tensor,
+        rows: Rows,
+        *,
+        layers: Sequence[Layer] | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm of rows that see the sequence and their own branch.
+
+        Args:
+            ids: [N] int64.
+            positions: [N] int32 or int64.
+            held: [1] int32, how many tokens of the sequence the rows see.
+            rows: which rows are a branch.
+            layers: other ones than the model's own, of the same sizes.
+            slots: [N] like positions, where keys and values are kept, negative for nowhere; None keeps none.
+
+        Returns:
+            [N, D].
+        """
+        hidden: Tensor = self.decoder.embedding(ids)
+        residual: Tensor | None = None
+        layers = self.layers if layers is None else layers
+        for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
+            kept = None if slots is None else (keys, values, slots)
+            q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
+            attended: Tensor = branch_attention(  # type: ignore[assignment]
+                q,
+                k,
+                v,
+                keys,
+                values,
+                cu_branch=rows.cu_branch,
+                cu_group=rows.cu_group,
+                prefix_start=self.first,
+                prefix_len=held,
+                max_branch_len=rows.longest,
+                window=layer.window,
+                scale=layer.scale,
+            )
+            hidden, residual = layer.after_attention(attended, residual)
+        return rms_norm(hidden, *self.decoder.norm, residual)[0]
+
+    @torch.no_grad()
+    def extend(self, ids: Sequence[int], held: int) -> Tensor:
+        """Take `ids`, at least one, behind the first `held` tokens; the hidden state [1, D] behind the last of them.
+
+        A few tokens are one forward, padded to the next of BUCKETS; padding is neither kept nor seen.
+        """
+        device = self.first.device
+        hidden = self.first.new_empty(0)
+        for start in range(0, len(ids), BUCKETS[-1]):
+            part = ids[start : start + BUCKETS[-1]]
+            size = next(size for size in BUCKETS if len(part) <= size)
+            padded = torch.tensor([*part, *[part[-1]] * (size - len(part))], device=device)
+            place = torch.arange(held + start, held + start + size, dtype=torch.int32, device=device)
+            slots = place.masked_fill(place >= held + start + len(part), -1)
+            prefix = torch.full((1,), held + start, dtype=torch.int32, device=device)
+            rows = self.forward(padded, place.clamp_max(self.slots - 1), prefix, self.buckets[size], slots=slots)
+            hidden = rows[len(part) - 1 : len(part)]
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """float32 [N, V] over the first `vocabulary` ids."""
+        bias = None if self.head.bias is None else self.head.bias[:vocabulary]
+        return functional.linear(hidden, self.head.weight[:vocabulary], bias).float()

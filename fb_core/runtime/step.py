@@ -1,0 +1,80 @@
+"""One step of greedy decoding on the device: the last token in, the next token or a reason to halt out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_core.policy import RequestPolicy
+from fb_core.runtime.static import StaticModel
+from fb_kernels import DecodeState, Halt, commit_, topk_entropy
+
+
+class DecodeStep:
+    """A sequence under way: its state, and the step that appends to it.
+
+    `run` reads and writes the same tensors every time and never asks the host. Once the state has halted, running it
+    again computes the same values and changes nothing, so that a step may be enqueued before the host has looked.
+
+    Args:
+        model: takes the step.
+        vocabulary: how many of its ids count.
+        policy: when the step halts for an event.
+        ends: ids at which it halts.
+    """
+
+    def __init__(self, model: StaticModel, vocabulary: int, policy: RequestPolicy, ends: frozenset[int]) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.top_k = min(policy.top_k, vocabulary)
+        with torch.inference_mode(False):
+            device = model.first.device
+            self.state = DecodeState(
+                tokens=torch.zeros(1, model.slots, dtype=torch.int64, device=device),
+                length=torch.zeros(1, dtype=torch.int32, device=device),
+                halt=torch.zeros(1, dtype=torch.int32, device=device),
+                budget=torch.zeros(1, dtype=torch.int32, device=device),
+            )
+            self.logits = torch.zeros(1, vocabulary, device=device)
+            self.token = torch.zeros(1, dtype=torch.int64, device=device)
+            self.entropy = torch.zeros(1, device=device)
+            self.threshold = torch.tensor(policy.threshold, device=device, dtype=torch.float64)
+            self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+            self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def begin(self, tokens: Tensor, budget: int) -> None:
+        """A new sequence of tokens [P], the first P - 1 of which go through the model now."""
+        self.model.refresh()
+        count = len(tokens)
+        self.state.tokens[0, :count] = tokens
+        self.state.length.fill_(count)
+        self.state.halt.zero_()
+        self.state.budget.fill_(budget)
+        if count > 1:
+            self.model.extend(tokens[:-1].tolist(), 0)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Append the greedy token or halt; what it saw is in `logits`, `token` and `entropy`."""
+        state, model = self.state, self.model
+        position = state.length - 1
+        last = state.tokens.gather(1, position[:, None].long())[:, 0]
+        hidden = model.forward(last, position, position, model.one, slots=position)
+        self.logits.copy_(model.logits(hidden, self.vocabulary))
+        entropy, _, ids = topk_entropy(self.logits, self.top_k)
+        self.token.copy_(ids[:, 0])  # the first of equal ones
+        self.entropy.copy_(entropy)
+        commit_(state, self.token, self.entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
+
+    def outcome(self) -> tuple[Halt, int, float]:
+        """(why it halted, the greedy token, entropy in nats) of the last run; waits for it."""
+        return Halt(int(self.state.halt)), int(self.token), float(self.entropy)
+
+    @torch.no_grad()
+    def take(self, place: int, token: int, budget: int) -> None:
+        """Put a token at `place`, which is where the sequence ends, and run on with so many events left."""
+        self.state.tokens[0, place] = token
+        self.state.length.fill_(place + 1)
+        self.state.budget.fill_(budget)
+        self.state.halt.zero_()

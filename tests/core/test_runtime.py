@@ -1,0 +1,401 @@
+import math
+import warnings
+
+import pytest
+import torch
+from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts
+from tiny import EOS, tiny
+from transformers import StoppingCriteriaList
+
+from fb_core import (
+    CertainLLM,
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    SLMPreference,
+    TokenReranker,
+    hf,
+)
+from fb_core.decoder import FAMILIES
+from fb_core.runtime import LowLatencyDecoder
+from fb_core.runtime.llm import InStepLLM
+from fb_core.runtime.reranker import ROWS, MergedReranker
+from fb_core.runtime.static import BUCKETS, StaticModel
+from fb_core.runtime.step import DecodeStep
+from fb_kernels import Halt
+from fb_kernels.testing import count_syncs
+
+NATIVE = sorted(FAMILIES)
+ENDS = (EOS, 7, 11, 19, 23)
+
+
+def pair(family, seed=1, **options):
+    """(SLM, LLM), some with a window or with heads of their own."""
+    if family == "mistral":
+        options = {"sliding_window": 5, **options}
+    return tiny(family, seed, **options), tiny("llama" if family == "qwen3" else family, seed + 1)
+
+
+def random_reranker(model, seed=0, **options):
+    """A reranker whose adapter, head and feature weights are random."""
+    reranker = TokenReranker.from_base(model, rank=2, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in reranker.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return reranker.eval()
+
+
+# --- tokens and events ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(10))
+@pytest.mark.parametrize("family", NATIVE)
+def test_tokens_and_events_are_the_plain_decoders(family, case):
+    """Five prompts of every family and case: 200, of which few hang on less than the margin."""
+    slm, llm = pair(family, case)
+    slm.generation_config.eos_token_id = list(ENDS)
+    threshold = (-math.inf, 1.2, 1.8, NEVER, 2.2, 0.8, 1.5)[case % 7]
+    budget, k, n = (8, 3, 1, 0, 2, 5)[case % 6], (1, 3, 8, 5)[case % 4], 10
+    kind = list(SCORES)[case % 3]
+    pool = ("joint", "slm", "llm", "joint")[(case + NATIVE.index(family)) % 4]
+    options = {"pool": pool, "slm_k": k, "llm_k": k, "max_events": budget}
+    fast = LowLatencyDecoder(slm, llm, kind(), RequestPolicy(threshold), max_length=64, **options)
+    slow = CollaborativeDecoder(slm, LocalLLM(llm), kind(), RequestPolicy(threshold), **options)
+    asked = prompts(2, 9, 1, 30, 5, seed=case)
+    together = fast.generate_many(asked, n)
+    whole = 0
+    for ids, generation, other in zip(asked, together, slow.generate_many(asked, n), strict=True):
+        want = plain(
+            slm, llm, ids, threshold=threshold, pool=pool, k=k, budget=budget, n=n, score=SCORES[kind], ends=ENDS
+        )
+        if check(generation, want):
+            whole += 1
+            assert generation.token_ids.tolist() == other.token_ids.tolist()
+            assert [event.pool for event in generation.events] == [event.pool for event in other.events]
+    assert whole >= 3
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_sequence_longer_than_a_bucket(family):
+    slm, llm = pair(family, 3, max_position_embeddings=400)
+    llm.config.max_position_embeddings = 400
+    asked = prompts(290, 31, 33, seed=4)
+    fast = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
+    slow = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
+    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    for ids in asked:
+        got, want = fast.generate(ids, 12), slow.generate(ids, 12)
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        assert len(got.token_ids) == 12
+        for mine, theirs in zip(got.events, want.events, strict=True):
+            assert mine.pool == theirs.pool
+            assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("k", [3, 8, 12])
+def test_a_merged_reranker_scores_as_the_adapter(family, certain, k):
+    """Pools of up to 2 k candidates: fewer than a forward's rows, as many, and more."""
+    slm, llm = pair(family, 7)
+    names = ("slm", "llm", "in_llm")
+    selector = FutureBridgeSelector(random_reranker(slm, feature_names=names))
+    if certain:
+        selector = CertainLLM(selector, 0.5)
+    options = {"slm_k": k, "llm_k": k, "max_events": 4}
+    fast = LowLatencyDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
+    slow = CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
+    for ids in prompts(4, 11, seed=k):
+        got, want = fast.generate(ids, 9), slow.generate(ids, 9)
+        assert got.events
+        for mine, theirs in zip(got.events, want.events, strict=True):
+            assert (mine.step, mine.pool, mine.choice) == (theirs.step, theirs.pool, theirs.choice)
+            assert (mine.scores is None) == (theirs.scores is None)
+            if mine.scores is not None:
+                assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_eos_inside_and_outside_of_events():
+    slm, llm = pair("qwen3")
+    (ids,) = prompts(5)
+    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    options = {"slm_k": 3, "llm_k": 3, "max_events": 3}
+    generation = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
+    tokens, at_events = generation.token_ids.tolist(), {event.step for event in generation.events}
+    assert len(at_events) == 3
+    for inside in (True, False):
+        step = next(s for s, token in enumerate(tokens) if (s in at_events) == inside and token not in tokens[:s])
+        slm.generation_config.eos_token_id = tokens[step]
+        cut = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **options).generate(ids, 16)
+        assert cut.token_ids.tolist() == tokens[: step + 1]
+        assert cut.events == [event for event in generation.events if event.step <= step]
+
+
+def test_positions_and_buffers_bound_a_generation():
+    slm, llm = tiny("llama", 1, max_position_embeddings=12), tiny("llama", 2)
+    (ids,) = prompts(5)
+    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(-math.inf))
+    plainly = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(-math.inf)).generate(ids, 50)
+    generation = decoder.generate(ids, 50)
+    assert generation.token_ids.tolist() == plainly.token_ids.tolist()
+    assert len(generation.token_ids) == 7
+    short = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), max_length=8)
+    assert len(short.generate(ids, 3).token_ids) == 3
+    with pytest.raises(ValueError, match="expected prompt and new tokens to fit buffers of 8 tokens, got 5 and 4"):
+        short.generate(ids, 4)
+    assert len(short.generate(ids, 3).token_ids) == 3
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def running(family="qwen3", threshold=math.inf, length=5, slots=256):
+    slm, _ = pair(family)
+    step = DecodeStep(StaticModel(slm, slots), 50, RequestPolicy(threshold), frozenset())
+    step.begin(prompts(length)[0], budget=8)
+    return step
+
+
+def memory(step):
+    model = step.model
+    return {
+        name: (value.data_ptr(), value.untyped_storage().nbytes())
+        for name, value in {
+            **step.state._asdict(),
+            **{name: value for name, value in vars(step).items() if isinstance(value, torch.Tensor)},
+            **{f"key {i}": x for i, x in enumerate(model.keys)},
+            **{f"value {i}": x for i, x in enumerate(model.values)},
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
+    step = running(family)
+    step.run()
+    before = memory(step)
+    with count_syncs() as syncs:
+        for _ in range(100):
+            step.run()
+    assert syncs.total == 0
+    assert memory(step) == before
+    assert int(step.state.length) == 106
+    assert step.outcome()[0] == Halt.NONE
+
+
+def test_a_step_that_halted_changes_nothing_when_it_runs_again():
+    step = running(threshold=-math.inf)
+    step.run()
+    halt, token, entropy = step.outcome()
+    assert halt == Halt.EVENT
+    kept = [x.clone() for x in (*step.state, *step.model.keys, *step.model.values, step.logits)]
+    for _ in range(3):
+        step.run()
+    assert step.outcome() == (halt, token, entropy)
+    now = (*step.state, *step.model.keys, *step.model.values, step.logits)
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+    step.take(5, 17, budget=7)
+    step.run()
+    assert step.state.tokens[0, 5] == 17
+    assert int(step.state.budget) == 7
+
+
+def test_free_slots_are_never_seen():
+    clean, dirty = running(), running()
+    for buffer in (*dirty.model.keys, *dirty.model.values):
+        buffer[4:] = math.nan  # behind the four tokens that have been taken
+    for step in (clean, dirty):
+        for _ in range(4):
+            step.run()
+    assert torch.equal(clean.logits, dirty.logits)
+    assert torch.equal(clean.state.tokens, dirty.state.tokens)
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 200, BUCKETS[-1], BUCKETS[-1] + 3])
+def test_extending_in_buckets_is_one_forward(count):
+    slm, _ = pair("qwen3", max_position_embeddings=400)
+    ids = prompts(count + 3)[0].tolist()
+    at_once, later = StaticModel(slm, 300), StaticModel(slm, 300)
+    later.extend(ids[:3], 0)
+    with torch.no_grad():
+        want = slm(torch.tensor([ids])).logits[0, -1:]
+        for model, given, held in ((at_once, ids, 0), (later, ids[3:], 3)):
+            torch.testing.assert_close(model.logits(model.extend(given, held), 50), want, rtol=1e-4, atol=1e-4)
+            assert not any(buffer[len(ids) :].any() for buffer in (*model.keys, *model.values))
+
+
+# --- the large model --------------------------------------------------------------------------------------------------
+
+
+def test_the_llm_computes_only_what_is_new(monkeypatch):
+    _, llm = pair("qwen3")
+    steady, fresh = InStepLLM(llm, 64), LocalLLM(llm)
+    seen = []
+    extend = StaticModel.extend
+    monkeypatch.setattr(
+        StaticModel, "extend", lambda self, ids, held: seen.append((held, len(ids))) or extend(self, ids, held)
+    )
+    (ids,) = prompts(20)
+    steady.begin(ids[:10].tolist())
+    for query in (ids[:10], ids[:13], ids[:13], ids, torch.cat([ids[:12], ids[:2]])):
+        got, want = steady.candidates(query, 4, ids[:3]), fresh.candidates(query, 4, ids[:3])
+        assert got.ids.tolist() == want.ids.tolist()
+        torch.testing.assert_close(got.logprob, want.logprob, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.score_logprob, want.score_logprob, rtol=1e-4, atol=1e-4)
+    assert seen == [(0, 9), (9, 1), (10, 3), (12, 1), (13, 7), (12, 2)]
+    with pytest.raises(ValueError, match="expected at most the 64 tokens of the buffers, got 65"):
+        steady.candidates(prompts(65)[0], 4)
+    assert steady.candidates(ids, 4).ids.tolist() == fresh.candidates(ids, 4).ids.tolist()
+
+
+# --- what goes wrong, and who goes another way ------------------------------------------------------------------------
+
+
+def test_another_adapter_takes_the_same_memory():
+    slm, _ = pair("qwen2")
+    model = StaticModel(slm, 32)
+    model.extend(prompts(6)[0].tolist(), 0)
+    one, two = random_reranker(slm, 1), random_reranker(slm, 2)
+    merged = MergedReranker(one, model)
+    places = [layer.qkv.weight.data_ptr() for layer in merged.layers]
+    pool = prompts(ROWS)[0].unique()
+    prefix = hf.Prefix(model.kv, 0, 6)
+    for reranker in (one, two):
+        merged.load(reranker)
+        (got,) = merged.scores_many([prefix], [pool])
+        torch.testing.assert_close(got, reranker.scores(prompts(6)[0], pool).detach(), rtol=1e-4, atol=1e-4)
+    assert places == [layer.qkv.weight.data_ptr() for layer in merged.layers]
+    with pytest.raises(ValueError, match="expected scope 'candidate'"):
+        merged.load(random_reranker(slm, scope="sequence"))
+    with pytest.raises(ValueError, match="got one made on other weights"):
+        merged.load(random_reranker(tiny("qwen2", 9)))
+
+
+def test_changed_weights_count_and_a_changed_dtype_is_refused():
+    slm, llm = pair("llama")
+    decoder = LowLatencyDecoder(slm, llm, SLMPreference(), RequestPolicy(NEVER))
+    (ids,) = prompts(5)
+    before = decoder.generate(ids, 6).token_ids.tolist()
+    with torch.no_grad():
+        slm.model.layers[0].mlp.down_proj.weight.mul_(-2.0)
+    after = decoder.generate(ids, 6).token_ids.tolist()
+    assert (
+        after
+        == CollaborativeDecoder(slm, llm, SLMPreference(), RequestPolicy(NEVER)).generate(ids, 6).token_ids.tolist()
+    )
+    assert after != before
+    slm.double()
+    with pytest.raises(ValueError, match="make the decoder after converting its models"):
+        decoder.generate(ids, 6)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2"])
+def test_other_families_run_as_in_the_plain_decoder_and_say_so_once(family):
+    slm, llm = tiny(family, 1), tiny(family, 2)
+    with pytest.warns(UserWarning, match="slm: .* has no native decoder"):
+        decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
+    (ids,) = prompts(6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = decoder.generate(ids, 8)
+    want = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3).generate(ids, 8)
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_an_llm_of_another_family_stays_as_it_is():
+    slm, llm = tiny("qwen3", 1), tiny("phi3", 2)
+    with pytest.warns(UserWarning, match="llm: Phi3ForCausalLM has no native decoder"):
+        decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
+    (ids,) = prompts(6)
+    want = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3).generate(ids, 8)
+    assert decoder.generate(ids, 8).token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_a_reranker_of_scope_sequence_runs_its_own_way():
+    slm, llm = pair("qwen3")
+    selector = FutureBridgeSelector(random_reranker(slm, scope="sequence"))
+    fast, slow = (
+        kind(slm, llm, selector, RequestPolicy(1.2), slm_k=3, llm_k=3)
+        for kind in (LowLatencyDecoder, CollaborativeDecoder)
+    )
+    (ids,) = prompts(6)
+    assert fast.generate(ids, 8).token_ids.tolist() == slow.generate(ids, 8).token_ids.tolist()
+
+
+def test_nan_logits_name_the_step_and_leave_the_decoder_usable():
+    slm, llm = pair("qwen3")
+    decoder = LowLatencyDecoder(slm, llm, LLMPreference(), RequestPolicy(1.5))
+    (ids,) = prompts(5)
+    before = decoder.generate(ids, 6).token_ids.tolist()
+    weight = slm.model.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="at step 0 of prompt 0"):
+        decoder.generate(ids, 6)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert decoder.generate(ids, 6).token_ids.tolist() == before
+
+
+def test_an_interrupt_leaves_the_decoder_usable():
+    slm, llm = pair("qwen3")
+
+    class Interrupted(Mixed):
+        armed = False
+
+        def scores_many(self, states, pools):
+            if self.armed:
+                raise KeyboardInterrupt
+            return super().scores_many(states, pools)
+
+    selector = Interrupted()
+    decoder = LowLatencyDecoder(slm, llm, selector, RequestPolicy(1.2), slm_k=3, llm_k=3)
+    (ids,) = prompts(5)
+    before = decoder.generate(ids, 8)
+    selector.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(ids, 8)
+    selector.armed = False
+    again = decoder.generate(ids, 8)
+    assert again.token_ids.tolist() == before.token_ids.tolist()
+    assert again.events == before.events
+
+
+def test_inference_mode_and_back():
+    slm, llm = pair("mistral")
+    (ids,) = prompts(5)
+    with torch.inference_mode():
+        decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), slm_k=3, llm_k=3)
+        inside = decoder.generate(ids, 8)
+    outside = decoder.generate(ids, 8)
+    assert outside.token_ids.tolist() == inside.token_ids.tolist()
+
+
+def test_custom_generate_streams_stops_and_takes_a_batch():
+    slm, llm = pair("qwen3")
+    decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), slm_k=3, llm_k=3)
+    slm.generation_config.eos_token_id = None
+    ids = prompts(5)[0][None]
+    listener = Listener()
+    out = custom(decoder, ids, max_new_tokens=9, streamer=listener)[0].tolist()
+    assert listener.heard == [ids.tolist(), *([token] for token in out[5:])]
+    assert listener.ended == 1
+    stop = next(token for token in out[7:] if token not in out[5:7])
+    upto = out[: 5 + out[5:].index(stop) + 1]
+    criteria = StoppingCriteriaList([StopOn(stop)])
+    assert custom(decoder, ids, max_new_tokens=9, stopping_criteria=criteria)[0].tolist() == upto
+    assert custom(decoder, ids, max_new_tokens=9, eos_token_id=stop)[0].tolist() == upto
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_buffers_for_no_generation_are_refused(length):
+    slm, llm = pair("qwen3")
+    with pytest.raises(ValueError, match=f"max_length: expected 2 tokens or more, got {length}"):
+        LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), max_length=length)
