@@ -158,7 +158,7 @@ def candidate_head(dtype: torch.dtype, width: int) -> Launch:
     """ROWS rows of a group at once: groups are about that large."""
     block = min(next_power_of_2(width), 512)
     default = {"ROWS": 16, "BLOCK": block, "OFFSETS": 1024, "num_warps": min(max(block // 64, 1), 8)}
-    return _tuned("candidate_head", dtype, (block,), default)
+    return _tuned("candidate_head", dtype, (block,), default | _registers(short=True))
 
 
 def candidate_head_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:

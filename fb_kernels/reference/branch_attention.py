@@ -87,7 +87,15 @@ def branch_attention(
         return out.to(q.dtype), lse
     plan = _plan(op, q.shape[0], prefix_k, *layout)
     if window is None and softcap is None and q.numel():
-        return _fast(q, k, v, prefix_k, prefix_v, plan, scale)
+        single = [group for group in plan.groups if group.longest == 1 and q.dtype == accumulation_dtype(q.dtype)]
+        if sum(group.last - group.first for group in single) == q.shape[0]:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype)
+        else:
+            out, lse = _fast(q, k, v, prefix_k, prefix_v, plan, scale)
+        for group in single:  # the same bits whatever the other groups are
+            _single_rows(q, k, v, prefix_k, prefix_v, plan, group, scale, out, lse)
+        return out, lse
     out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
     return out.to(q.dtype), lse
 
@@ -359,6 +367,43 @@ def _fast(
         out = torch.where(exact_rows[:, None, None], exact_out.to(out.dtype), out)
         lse = torch.where(exact_rows, exact_lse, lse)
     return out, lse
+
+
+def _single_rows(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    plan: _Plan,
+    group: _Group,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Branches of one row: a group's prefix and the row itself in one softmax; writes the group's rows."""
+    heads, dtype = prefix_k.shape[-2], lse.dtype
+    keys, values = (_slice(x, group).to(dtype) for x in (prefix_k, prefix_v))
+    step = max(1, SCORES // (q.shape[1] * (group.length + 1)))
+    for first in range(group.first, group.last, step):
+        rows = slice(first, min(first + step, group.last))
+        query = _fold(q[rows].to(dtype), heads)  # [Hkv, rep R, E]
+        scores = query @ keys.permute(1, 2, 0)
+        if k is not None and v is not None:
+            own_k, own_v = (x[rows].to(dtype).transpose(0, 1).repeat(1, q.shape[1] // heads, 1) for x in (k, v))
+            scores = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1)
+        total = scores.mul_(scale).logsumexp(-1, keepdim=True)
+        p = scores.sub_(total).exp_()
+        result = p[..., : group.length] @ values.transpose(0, 1)
+        if k is not None and v is not None:
+            result += p[..., -1:] * own_v
+        out[rows] = _unfold(result, rows.stop - first).to(q.dtype)
+        lse[:, rows] = total.view(q.shape[1], -1)
+    rows = slice(group.first, group.last)
+    if not _finite(out[rows]):  # no keys, or some that are not finite
+        pieces = _pieces(q, k, v, prefix_k, prefix_v, plan._replace(groups=[group]), None)
+        exact_out, exact_lse = _exact(q, pieces, scale, None)
+        out[rows], lse[:, rows] = exact_out[rows].to(q.dtype), exact_lse[:, rows]
 
 
 def _attend_self(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:

@@ -20,6 +20,8 @@ def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> li
 
 def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, 1, E] rows of table[S, E]; NaN where a position lies outside."""
+    if _host_reads(positions):  # and has checked them
+        return table.index_select(0, positions).to(dtype)[:, None]
     inside = (positions >= 0) & (positions < table.shape[0])
     rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
     return torch.where(inside[:, None], rows, torch.nan)[:, None]
@@ -40,8 +42,12 @@ def _rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return grad * cos + torch.cat((second, -first), -1)
 
 
+def _host_reads(index: Tensor) -> bool:
+    return index.device.type == "cpu"
+
+
 def _check_positions(positions: Tensor, limit: int) -> None:
-    if positions.device.type != "cpu":
+    if not _host_reads(positions):
         return
     bad = positions[(positions < 0) | (positions >= limit)]
     if len(bad):
@@ -51,7 +57,7 @@ def _check_positions(positions: Tensor, limit: int) -> None:
 
 
 def _check_slots(slots: Tensor, size: int) -> None:
-    if slots.device.type != "cpu":
+    if not _host_reads(slots):
         return
     used = slots[slots >= 0].tolist()
     if used and max(used) >= size:
@@ -79,15 +85,21 @@ def qk_norm_rope(
     """(q, k, v), normed where a weight is given, q and k rotated."""
     _check_positions(positions, cos.shape[0])
     dtype = accumulation_dtype(qkv.dtype)
-    q, k, v = _split(qkv, num_heads, num_kv_heads, cos.shape[1])
-    cosine, sine = _gather(cos, positions, dtype), _gather(sin, positions, dtype)
-    rotated = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        heads = x.to(dtype)
+    heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
+    heads, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
+    heads, parts = heads.to(dtype), (num_heads, num_kv_heads)
+    weights = [None if weight is None else weight.to(dtype) for weight in (q_weight, k_weight)]
+    if weights[0] is not None and weights[1] is not None:
+        heads = normalize(heads, eps)[0]
+    elif weights != [None, None]:
+        normed = zip(heads.split(parts, 1), weights, strict=True)
+        heads = torch.cat([x if weight is None else normalize(x, eps)[0] for x, weight in normed], 1)
+    for x, weight in zip(heads.split(parts, 1), weights, strict=True):
         if weight is not None:
-            heads = normalize(heads, eps)[0].mul_(weight.to(dtype))
-        rotated.append(_rotate(heads, cosine, sine).to(qkv.dtype).contiguous())
-    return rotated[0], rotated[1], v.clone(memory_format=torch.contiguous_format)
+            x.mul_(weight)
+    rotated = _rotate(heads, _gather(cos, positions, dtype), _gather(sin, positions, dtype)).to(qkv.dtype)
+    q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (*rotated.split(parts, 1), v))
+    return q, k, v
 
 
 def qk_norm_rope_out(
@@ -108,7 +120,12 @@ def qk_norm_rope_out(
     size = k_cache.shape[0]
     _check_slots(slots, size)
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
-    if size and slots.shape[0]:
+    if _host_reads(slots):
+        kept = slots >= 0
+        everything = bool(kept.all())
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.index_copy_(0, *((slots.long(), rows) if everything else (slots[kept].long(), rows[kept])))
+    elif size and slots.shape[0]:
         written = (slots >= 0) & (slots < size)
         any_written = written.any()
         # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
