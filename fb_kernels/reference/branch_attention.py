@@ -338,28 +338,29 @@ def _fast(
             exact_rows |= count > (count - strange.long())[plan.row_start]
         q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in given)  # type: ignore[assignment]
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
-    state = [torch.zeros(q.shape, dtype=q.dtype), lse]
-    on_prefix = [x.clone() for x in state]
+    out = torch.zeros(q.shape, dtype=q.dtype)
     if k is not None and v is not None:
         first = 0
         for length, run in groupby(b - a for a, b in pairwise(plan.bounds)):
             rows = slice(first, first + length * sum(1 for _ in run))
             first = rows.stop
             if length == 1:
-                _attend_self(q[rows], k[rows], v[rows], scale, state[0][rows], state[1][:, rows])
+                _attend_self(q[rows], k[rows], v[rows], scale, out[rows], lse[:, rows])
             elif length:
-                _flash(q[rows], k[rows], v[rows], length, scale, state[0][rows], state[1][:, rows])
+                _flash(q[rows], k[rows], v[rows], length, scale, out[rows], lse[:, rows])
+    exact_rows |= (lse == 0).any(0)  # also what flash says where every score is -inf
     for group in plan.groups:
         rows = slice(group.first, group.last)
         if group.first == group.last or not group.length:
             continue
         keys, values = _slice(prefix_k, group), _slice(prefix_v, group)
         if _finite(keys) and _finite(values):
-            _flash(q[rows], keys, values, None, scale, on_prefix[0][rows], on_prefix[1][:, rows])
+            on_prefix = torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
+            _flash(q[rows], keys, values, None, scale, *on_prefix)
+            exact_rows[rows] |= (on_prefix[1] == 0).any(0)
+            out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *on_prefix)
         else:
             exact_rows[rows] = True
-    exact_rows |= ((state[1] == 0) | (on_prefix[1] == 0)).any(0)  # also what flash says where every score is -inf
-    out, lse = merge_attention_states(*state, *on_prefix)
     if exact_rows.any():
         groups = [group for group in plan.groups if exact_rows[group.first : group.last].any()]
         pieces = _pieces(given[0], given[1], given[2], prefix_k, prefix_v, plan._replace(groups=groups), None)

@@ -20,7 +20,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     """(out[T, Hq, E] in out_a's dtype, lse[Hq, T]), added up in lse's dtype; an empty state's out is never read."""
     weight_a, weight_b, lse = merge_weights(lse_a, lse_b)
     parts = [
-        torch.where(own.T[..., None] == -torch.inf, 0.0, out * weight.T[..., None])  # [T, Hq, E]
+        (out * weight.T[..., None]).masked_fill_(own.T[..., None] == -torch.inf, 0.0)  # [T, Hq, E]
         for out, own, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b))
     ]
     return parts[0].add_(parts[1]).to(out_a.dtype).contiguous(), lse.contiguous()
