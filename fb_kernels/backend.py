@@ -1,8 +1,9 @@
 """How an op is attached to torch.library, and which implementation of it runs.
 
 Every op has one definition (`fb::<op>`), a fake for tracing and a reference that runs on any device. A Triton
-implementation is the function of the op's name in `fb_kernels/triton/<stem>.py`; it returns NotImplemented for
-arguments that it was not made for (float64, an unusual head size), and the reference takes those.
+implementation is the function of the op's name in `fb_kernels/triton/<stem>.py`, a compiled one that in
+`fb_kernels/cuda.py`. Either returns NotImplemented for arguments that it was not made for (float64, an unusual head
+size), and the next one takes those: compiled, then Triton, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda[,op=...]` overrides what runs, for all ops or for those named by stem.
 """
@@ -21,14 +22,20 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fb_kernels import cuda
+
 LIBRARY = torch.library.Library("fb", "DEF")
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda")
 
-_with_triton: set[str] = set()  # stems
+KERNELS = ("cuda", "triton")  # in the order of preference
+
+_with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems
 
 
-def define(name: str, signature: str, *, reference: Callable, fake: Callable, triton: bool = False) -> OpOverload:
+def define(
+    name: str, signature: str, *, reference: Callable, fake: Callable, triton: bool = False, compiled: bool = False
+) -> OpOverload:
     """Define `fb::<name><signature>`, attach its implementations and its fake, and return the overload to call.
 
     Args:
@@ -37,13 +44,15 @@ def define(name: str, signature: str, *, reference: Callable, fake: Callable, tr
         reference: the plain PyTorch definition, in `fb_kernels/reference/<stem>.py`.
         fake: shapes and dtypes of the results.
         triton: whether `fb_kernels/triton/<stem>.py` has a function `name`.
+        compiled: whether `fb_kernels/cuda.py` has one.
     """
     stem = reference.__module__.rpartition(".")[2]
-    if triton:
-        _with_triton.add(stem)
+    own = [kind for kind, has in (("cuda", compiled), ("triton", triton)) if has]
+    for kind in own:
+        _with[kind].add(stem)
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("cpu", "cuda"):
-        LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, triton, device), device), device.upper())
+        LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, own, device), device), device.upper())
     torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fb, name).default
 
@@ -60,20 +69,37 @@ def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> 
 
 
 def chosen(stem: str, device: str) -> tuple[str, str]:
-    """(backend, reason): what runs the op `stem` on a device; its arguments may still send it to the reference."""
+    """(backend, reason): what runs the op `stem` on a device; its arguments may still send it to another."""
     wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    if stem not in _with_triton:
+    kinds = [kind for kind in KERNELS if stem in _with[kind]]
+    if not kinds:
         return "reference", "it has no kernel"
-    if device == "cpu" and wanted != "triton":
+    if device == "cpu" and wanted == "auto":
         return "reference", "kernels are for CUDA tensors"
-    absent = _why_no_triton(device)
-    if absent:
-        return "reference", absent
-    if wanted == "cuda":
-        return "triton", "it has no CUDA kernel"
-    return "triton", "it has a kernel" if wanted == "auto" else f"{VARIABLE} asks for it"
+    absent = []
+    for kind in kinds:
+        if kind != wanted and (device == "cpu" or wanted == "triton"):
+            continue
+        why = _why_not(kind, device)
+        if not why:
+            return kind, _reason(kind, wanted, stem, absent)
+        absent.append(f"{kind}: {why}" if len(kinds) > 1 else why)
+    return "reference", "; ".join(absent) or f"it has no {wanted} kernel"
+
+
+def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
+    if wanted == kind:
+        return f"{VARIABLE} asks for it"
+    if wanted == "cuda" and stem not in _with["cuda"]:
+        return "it has no CUDA kernel"
+    return "; ".join(["it has a kernel", *absent])
+
+
+def _why_not(kind: str, device: str) -> str:
+    """Why kernels of a kind cannot be launched on tensors of a device; empty where they can."""
+    return _why_no_triton(device) if kind == "triton" else cuda.why_not(device)
 
 
 @cache
@@ -122,21 +148,27 @@ def _parse(spec: str) -> dict[str, str]:
 _overrides = _parse(os.environ.get(VARIABLE, ""))
 
 
-def _dispatch(name: str, stem: str, reference: Callable, triton: bool, device: str) -> Callable:
+def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device: str) -> Callable:
     """The callable that runs the chosen implementation."""
-    if not triton:
+    if not own:
         return reference
 
     def run(*arguments: Any) -> Any:
-        if chosen(stem, device)[0] == "reference":
+        first = chosen(stem, device)[0]
+        if first == "reference":
             return reference(*arguments)
-        with _on_device_of(arguments, device):
-            out = getattr(_triton_module(stem), name)(*arguments)
-        if out is not NotImplemented:
-            return out
-        if _overrides.get(stem, _overrides[""]) == "triton":
+        kinds = [kind for kind in own if KERNELS.index(kind) >= KERNELS.index(first)]
+        for kind in kinds:
+            if kind != first and _why_not(kind, device):
+                continue
+            with _on_device_of(arguments, device):
+                out = getattr(_module(kind, stem), name)(*arguments)
+            if out is not NotImplemented:
+                return out
+        wanted = _overrides.get(stem, _overrides[""])
+        if wanted in kinds:
             raise ValueError(
-                f"{name}: expected arguments that the triton kernel takes, got others (dtype or sizes); "
+                f"{name}: expected arguments that the {wanted} kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
         return reference(*arguments)
@@ -146,8 +178,8 @@ def _dispatch(name: str, stem: str, reference: Callable, triton: bool, device: s
 
 
 @cache
-def _triton_module(stem: str) -> Any:
-    return import_module(f"fb_kernels.triton.{stem}")
+def _module(kind: str, stem: str) -> Any:
+    return cuda if kind == "cuda" else import_module(f"fb_kernels.triton.{stem}")
 
 
 def _on_device_of(arguments: tuple, device: str) -> Any:

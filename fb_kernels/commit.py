@@ -92,4 +92,5 @@ _commit = define(
     "Tensor threshold, Tensor eos_ids, Tensor max_length) -> ()",
     reference=reference.commit_,
     fake=lambda *_: None,
+    compiled=True,
 )

@@ -12,7 +12,7 @@ from importlib import metadata
 import torch
 
 import fb_kernels
-from fb_kernels import backend
+from fb_kernels import backend, cuda
 
 
 def report() -> str:
@@ -28,7 +28,7 @@ def report() -> str:
             [("built for", torch.version.cuda or "none: this torch is built without CUDA"), ("driver", _driver())],
         ),
         ("devices", _devices()),
-        ("compiled library", [("fb_kernels", "none built")]),
+        ("compiled library", [("fb_kernels", _compiled())]),
         (
             f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')})",
             [(name, _what_runs(stem)) for name, stem in _ops()] or [("none", "")],
@@ -56,6 +56,11 @@ def _triton() -> str:
         return str(importlib.import_module("triton").__version__)
     except Exception as reason:
         return f"absent: {type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
+
+
+def _compiled() -> str:
+    found = cuda.library()
+    return found if isinstance(found, str) else f"interface {cuda.ABI_VERSION}"
 
 
 def _driver() -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import emulation
 import pytest
+import torch
 
-from fb_kernels import backend
+from fb_kernels import backend, cuda
 
 if os.environ["TRITON_INTERPRET"] == "1":
     import interpreter
@@ -21,4 +23,14 @@ def triton_kernels() -> Iterator[None]:
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
     with backend.override("triton"):
+        yield
+
+
+@pytest.fixture
+def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every op that has a compiled kernel runs it, emulated on the host, and refuses arguments not made for it."""
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(cuda, "library", emulation.library)
+    with backend.override("cuda"):
         yield

@@ -87,7 +87,7 @@ def test_a_kernel_runs_and_what_it_refuses_goes_to_the_reference(monkeypatch: py
         seen.append(gate_up.dtype)
         return NotImplemented if gate_up.dtype == torch.float64 else torch.zeros(2, 6)
 
-    monkeypatch.setattr(backend, "_triton_module", lambda _: SimpleNamespace(swiglu=kernel))
+    monkeypatch.setattr(backend, "_module", lambda _, __: SimpleNamespace(swiglu=kernel))
     monkeypatch.setattr(backend, "chosen", lambda *_: ("triton", ""))
     assert torch.equal(swiglu(X), torch.zeros(2, 6))
     assert swiglu(X.double()).abs().sum() > 0

@@ -1,0 +1,298 @@
+// Runs kernels on the host, one fiber a thread and one block after another, both in random order: enough to find wrong
+// indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+#define __shared__ static  // blocks run one after another
+#define __align__(n) alignas(n)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace emulation {
+
+struct half {
+  uint16_t bits;
+};
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float widen(half x) {
+  _Float16 value;
+  std::memcpy(&value, &x.bits, 2);
+  return static_cast<float>(value);
+}
+inline float widen(bfloat16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <typename T>
+T narrow(float x);
+template <>
+inline half narrow<half>(float x) {
+  _Float16 value = static_cast<_Float16>(x);
+  half result;
+  std::memcpy(&result.bits, &value, 2);
+  return result;
+}
+template <>
+inline bfloat16 narrow<bfloat16>(float x) {
+  if (x != x) return {0x7fff};
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits += 0x7fff + ((bits >> 16) & 1);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+
+constexpr int kLanes = 32;
+constexpr size_t kStack = 64 * 1024;
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  int64_t generation = 0;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool done = false;
+  const Barrier* waits = nullptr;  // until its generation is another one
+  int64_t generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  uint64_t slots[kLanes][8];  // what lanes show to each other
+};
+
+// The block that runs.
+struct Block {
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier all;
+  std::vector<char> shared;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  int current = 0;
+};
+
+inline Block* block = nullptr;
+inline std::mt19937 order{0};
+
+inline dim3 thread_index() { return {static_cast<unsigned>(block->current)}; }
+inline dim3 block_index_, grid_dim_, block_dim_;
+
+inline void leave() { swapcontext(&block->threads[block->current].context, &block->scheduler); }
+
+inline void arrive(Barrier& barrier) {
+  Thread& self = block->threads[block->current];
+  if (++barrier.arrived == barrier.expected) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  self.waits = &barrier;
+  self.generation = barrier.generation;
+  leave();
+  self.waits = nullptr;
+}
+
+inline void entry() {
+  block->body();
+  block->threads[block->current].done = true;
+  leave();
+}
+
+inline int run_block(Block& here) {
+  block = &here;
+  const int count = static_cast<int>(here.threads.size());
+  std::vector<int> turn(count);
+  for (int i = 0; i < count; ++i) {
+    turn[i] = i;
+    Thread& thread = here.threads[i];
+    thread.done = false;
+    thread.waits = nullptr;
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = &here.scheduler;
+    makecontext(&thread.context, entry, 0);
+  }
+  for (int left = count; left > 0;) {
+    std::shuffle(turn.begin(), turn.end(), order);
+    bool moved = false;
+    for (int i : turn) {
+      Thread& thread = here.threads[i];
+      if (thread.done || (thread.waits != nullptr && thread.waits->generation == thread.generation)) continue;
+      here.current = i;
+      moved = true;
+      swapcontext(&here.scheduler, &thread.context);
+      left -= thread.done;
+    }
+    if (!moved) {
+      std::fprintf(stderr, "emulation: %d of %d threads wait at a barrier that the others do not reach\n", left, count);
+      return 719;  // what a device calls a launch failure
+    }
+  }
+  block = nullptr;
+  return 0;
+}
+
+inline int run(int grid, int threads, int shared_bytes, std::function<void()> body) {
+  if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0) return 1;
+  Block here;
+  here.body = std::move(body);
+  here.threads.resize(threads);
+  for (Thread& thread : here.threads) thread.stack.reset(new char[kStack]);
+  here.warps.resize(threads / kLanes);
+  block_dim_ = {static_cast<unsigned>(threads)};
+  grid_dim_ = {static_cast<unsigned>(grid)};
+  std::vector<int> turn(grid);
+  for (int i = 0; i < grid; ++i) turn[i] = i;
+  std::shuffle(turn.begin(), turn.end(), order);
+  for (int i : turn) {
+    block_index_ = {static_cast<unsigned>(i)};
+    here.all = {threads};
+    for (Warp& warp : here.warps) warp.barrier = {kLanes};
+    here.shared.assign(static_cast<size_t>(shared_bytes) + 16, static_cast<char>(0xff));  // NaN in every float type
+    if (const int error = run_block(here)) return error;
+  }
+  return 0;
+}
+
+inline void* dynamic_shared() {
+  const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
+  return reinterpret_cast<void*>((address + 15) / 16 * 16);
+}
+
+inline Warp& own_warp() { return block->warps[block->current / kLanes]; }
+inline int own_lane() { return block->current % kLanes; }
+
+template <typename T>
+T exchange(T value, int from) {
+  static_assert(sizeof(T) <= 8);
+  Warp& warp = own_warp();
+  std::memcpy(warp.slots[own_lane()], &value, sizeof(T));
+  arrive(warp.barrier);
+  T result;
+  std::memcpy(&result, warp.slots[from], sizeof(T));
+  arrive(warp.barrier);
+  return result;
+}
+
+template <typename T>
+float element(uint32_t pair, int index) {
+  T value;
+  value.bits = static_cast<uint16_t>(pair >> (16 * index));
+  return widen(value);
+}
+
+template <typename T>
+void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  Warp& warp = own_warp();
+  const int lane = own_lane();
+  for (int i = 0; i < 4; ++i) warp.slots[lane][i] = a[i];
+  for (int i = 0; i < 2; ++i) warp.slots[lane][4 + i] = b[i];
+  arrive(warp.barrier);
+  const int g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int row = g + (i / 2) * 8, column = 2 * t + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const auto a_pair = static_cast<uint32_t>(warp.slots[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2]);
+      const auto b_pair = static_cast<uint32_t>(warp.slots[column * 4 + k % 8 / 2][4 + k / 8]);
+      d[i] += element<T>(a_pair, k % 2) * element<T>(b_pair, k % 2);
+    }
+  }
+  arrive(warp.barrier);
+}
+
+}  // namespace emulation
+
+#define threadIdx (::emulation::thread_index())
+#define blockIdx (::emulation::block_index_)
+#define blockDim (::emulation::block_dim_)
+#define gridDim (::emulation::grid_dim_)
+
+inline void __syncthreads() { emulation::arrive(emulation::block->all); }
+inline void __syncwarp(unsigned = 0xffffffffu) { emulation::arrive(emulation::own_warp().barrier); }
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int from) { return emulation::exchange(value, from % emulation::kLanes); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) { return emulation::exchange(value, emulation::own_lane() ^ mask); }
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int by) {
+  const int from = emulation::own_lane() + by;
+  return emulation::exchange(value, from < emulation::kLanes ? from : emulation::own_lane());
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int by) {
+  const int from = emulation::own_lane() - by;
+  return emulation::exchange(value, from >= 0 ? from : emulation::own_lane());
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  unsigned result = 0;
+  for (int lane = 0; lane < emulation::kLanes; ++lane)
+    result |= static_cast<unsigned>(emulation::exchange(predicate != 0, lane)) << lane;
+  return result;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+template <typename T>
+T atomicAdd(T* address, T value) {
+  T before = *address;
+  *address = before + value;
+  return before;
+}
+inline float __expf(float x) { return std::exp(x); }
+inline float __int_as_float(int x) {
+  float value;
+  std::memcpy(&value, &x, 4);
+  return value;
+}
+inline int __float_as_int(float x) {
+  int value;
+  std::memcpy(&value, &x, 4);
+  return value;
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float exp2f_(float x) { return std::exp2(x); }
+using std::isnan;
+using std::max;
+using std::min;

@@ -1,0 +1,20 @@
+// What the loader asks before it uses the library.
+#include "device.cuh"
+
+extern "C" int fb_abi_version() { return 1; }
+
+extern "C" int fb_is_emulation() {
+#ifdef FB_HOST_EMULATION
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+extern "C" const char* fb_error_string(int code) {
+#ifdef FB_HOST_EMULATION
+  return code == 0 ? "no error" : "launch failure";
+#else
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
+#endif
+}
