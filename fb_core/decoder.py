@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fb_kernels import qk_norm_rope, rms_norm, swiglu
+from fb_kernels import branch_attention_qkv, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and how their classes begin
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 CPU_ROWS = 512  # of a block, for each thread: a megabyte at hidden 512
-ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # ahead of F.linear's BLAS in float32, as the compiler uses it
 INERT_HOOKS = "transformers.utils.output_capturing"  # stay in a model that was once asked for its hidden states
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None, float], tuple[Tensor, Tensor]]
@@ -42,9 +41,7 @@ class Linear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, out] of x[N, in]."""
-        if ONEDNN and x.is_cpu and x.dtype == torch.float32:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return nn.functional.linear(x, self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias)
 
 
 class Norm(NamedTuple):
@@ -98,6 +95,52 @@ class Layer:
             kv_out=kv_out,
         )
         return q, k, v, residual
+
+    def step(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        held: Tensor,
+        slots: Tensor | None,
+    ) -> Tensor:
+        """The layer's output [N, D] for a few rows behind one sequence, in five operations.
+
+        Args:
+            hidden: [N, D], its input.
+            positions: [N], rows of cos and sin.
+            cos: [S, E].
+            sin: [S, E].
+            keys: [S, Hkv, E], the sequence's; written where slots says so.
+            values: likewise.
+            held: [1], how many of them count.
+            slots: [N], where k and v are written, or None.
+        """
+        qkv = skinny_linear(hidden, *self.qkv, norm_weight=self.input_norm.weight, eps=self.input_norm.eps)
+        attended = branch_attention_qkv(
+            qkv,
+            self.q_norm and self.q_norm.weight,
+            self.k_norm and self.k_norm.weight,
+            cos,
+            sin,
+            positions,
+            keys,
+            values,
+            held,
+            slots,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            eps=self.q_norm.eps if self.q_norm else 1e-6,
+            window=self.window,
+            scale=self.scale,
+        )
+        hidden = skinny_linear(attended.flatten(1), *self.o, residual=hidden)
+        norm = self.mlp_norm
+        gated = skinny_linear(hidden, *self.gate_up, norm_weight=norm.weight, eps=norm.eps, swiglu=True)
+        return skinny_linear(gated, *self.down, residual=hidden)
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""

@@ -4,6 +4,7 @@ Every op is registered with torch.library as `fb::<name>` and has one definition
 """
 
 from fb_kernels.branch_attention import branch_attention, branch_attention_out
+from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.commit import DecodeState, Halt, commit_
 from fb_kernels.compatibility_targets import compatibility_targets
@@ -13,6 +14,7 @@ from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, 
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.qk_norm_rope import qk_norm_rope
 from fb_kernels.rms_norm import rms_norm
+from fb_kernels.skinny_linear import skinny_linear
 from fb_kernels.swiglu import swiglu
 from fb_kernels.topk_entropy import topk_entropy
 
@@ -21,6 +23,7 @@ __all__ = [
     "Halt",
     "branch_attention",
     "branch_attention_out",
+    "branch_attention_qkv",
     "candidate_head",
     "combine_logprob_partials",
     "commit_",
@@ -32,6 +35,7 @@ __all__ = [
     "merge_attention_states",
     "qk_norm_rope",
     "rms_norm",
+    "skinny_linear",
     "swiglu",
     "topk_entropy",
 ]

@@ -78,7 +78,7 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
         return "reference", "it has no kernel"
     if device == "cpu" and wanted == "auto":
         return "reference", "kernels are for CUDA tensors"
-    absent = []
+    absent: list[str] = []
     for kind in kinds:
         if kind != wanted and (device == "cpu" or wanted == "triton"):
             continue

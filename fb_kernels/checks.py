@@ -140,3 +140,14 @@ def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
         raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
     return entries
+
+
+def no_grad(op: str, **tensors: Tensor | None) -> None:
+    """No tensor asks for a gradient that the op does not have."""
+    if not torch.is_grad_enabled():
+        return
+    for argument, value in tensors.items():
+        if value is not None and value.requires_grad:
+            raise error(
+                op, argument, "a tensor that requires no grad", "one that does", "call it under torch.no_grad()"
+            )

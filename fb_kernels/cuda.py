@@ -100,8 +100,8 @@ def commit_(
 ) -> None:
     """End a decode step in place."""
     flat = (length, halt, budget, token, entropy, eos_ids)
-    given = (tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32)
-    given += (threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32)
+    given = [tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32]
+    given += [threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32]
     if not (all(given) and all(x.is_contiguous() for x in flat)):
         return NotImplemented
     rows, slots = tokens.shape

@@ -97,7 +97,7 @@ class MergedReranker:
         for part in pool.split(ROWS):
             ids = torch.cat([part, part[-1:].expand(ROWS - len(part))])
             hidden = self.model.forward(ids, positions, prefix, self.rows, layers=self.layers)
-            parts.append(hidden[: len(part)])
+            parts.append(self.model.normed(hidden)[: len(part)])
         return torch.cat(parts)
 
 

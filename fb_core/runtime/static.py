@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fb_core import hf
 from fb_core.decoder import Layer, NativeDecoder
-from fb_kernels import branch_attention, rms_norm
+from fb_kernels import branch_attention, rms_norm, skinny_linear
 
 BUCKETS = (32, 64, 128, 256)
 
@@ -99,7 +98,7 @@ class StaticModel:
         layers: Sequence[Layer] | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm of rows that see the sequence and their own branch.
+        """The residual stream behind the last layer of rows that see the sequence and their own branch.
 
         Args:
             ids: [N] int64.
@@ -110,11 +109,15 @@ class StaticModel:
             slots: [N] like positions, where keys and values are kept, negative for nowhere; None keeps none.
 
         Returns:
-            [N, D].
+            [N, D], which `logits` and `normed` take.
         """
         hidden: Tensor = self.decoder.embedding(ids)
-        residual: Tensor | None = None
         layers = self.layers if layers is None else layers
+        if rows.longest == 1:
+            for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
+                hidden = layer.step(hidden, positions, self.cos, self.sin, keys, values, held, slots)
+            return hidden
+        residual: Tensor | None = None
         for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
             kept = None if slots is None else (keys, values, slots)
             q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
@@ -133,11 +136,12 @@ class StaticModel:
                 scale=layer.scale,
             )
             hidden, residual = layer.after_attention(attended, residual)
-        return rms_norm(hidden, *self.decoder.norm, residual)[0]
+        assert residual is not None
+        return hidden + residual
 
     @torch.no_grad()
     def extend(self, ids: Sequence[int], held: int) -> Tensor:
-        """Take `ids`, at least one, behind the first `held` tokens; the hidden state [1, D] behind the last of them.
+        """Take `ids`, at least one, behind the first `held` tokens; the residual stream [1, D] behind the last of them.
 
         A few tokens are one forward, padded to the next of BUCKETS; padding is neither kept nor seen.
         """
@@ -156,6 +160,13 @@ class StaticModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        """float32 [N, V] over the first `vocabulary` ids."""
-        bias = None if self.head.bias is None else self.head.bias[:vocabulary]
-        return functional.linear(hidden, self.head.weight[:vocabulary], bias).float()
+        """float32 [N, V] over the first `vocabulary` ids, of a residual stream [N, D]."""
+        weight, bias = self.head.weight[:vocabulary], self.head.bias
+        bias = None if bias is None else bias[:vocabulary]
+        norm = self.decoder.norm
+        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps).float()
+
+    @torch.no_grad()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[N, D]: a residual stream after the final norm."""
+        return rms_norm(hidden, *self.decoder.norm)[0]

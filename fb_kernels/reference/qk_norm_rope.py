@@ -47,13 +47,12 @@ def _host_reads(index: Tensor) -> bool:
 
 
 def _check_positions(positions: Tensor, limit: int) -> None:
-    if not _host_reads(positions):
+    if not _host_reads(positions) or not len(positions):
         return
-    bad = positions[(positions < 0) | (positions >= limit)]
-    if len(bad):
-        raise checks.error(
-            OP, "positions", f"0 to {limit - 1}, rows of cos and sin", int(bad[0]), "extend the rotary tables"
-        )
+    low, high = map(int, positions.aminmax())
+    if low < 0 or high >= limit:
+        bad = low if low < 0 else high
+        raise checks.error(OP, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
 
 
 def _check_slots(slots: Tensor, size: int) -> None:
@@ -122,9 +121,13 @@ def qk_norm_rope_out(
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     if _host_reads(slots):
         kept = slots >= 0
-        everything = bool(kept.all())
-        for cache, rows in ((k_cache, k), (v_cache, v)):
-            cache.index_copy_(0, *((slots.long(), rows) if everything else (slots[kept].long(), rows[kept])))
+        if not kept.all():
+            slots, k_kept, v_kept = slots[kept], k[kept], v[kept]
+        else:
+            k_kept, v_kept = k, v
+        slots = slots.long()
+        for cache, rows in ((k_cache, k_kept), (v_cache, v_kept)):
+            cache.index_copy_(0, slots, rows)
     elif size and slots.shape[0]:
         written = (slots >= 0) & (slots < size)
         any_written = written.any()

@@ -1,0 +1,39 @@
+"""Definition of `skinny_linear`: a projection with what stands beside it in a decoder layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels.reference.linear_logprob import accumulation_dtype
+from fb_kernels.reference.rms_norm import rms_norm
+from fb_kernels.reference.swiglu import swiglu as gated
+
+ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # ahead of F.linear's BLAS in float32, as the compiler uses it
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[..., M] of x[..., K] and weight[M, K]."""
+    if ONEDNN and x.is_cpu and x.dtype == torch.float32:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    swiglu: bool,
+) -> Tensor:
+    """[N, M], or [N, M / 2] where it is gated."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps, None)[0]
+    if residual is None:
+        y = linear(x, weight, bias)
+        return gated(y) if swiglu else y.contiguous()
+    dtype = accumulation_dtype(x.dtype)  # rounded once
+    y = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return y.add_(residual).to(x.dtype).contiguous()
