@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ def branch_attention_qkv(
     options = (num_heads, num_kv_heads, eps)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, cos.shape[1])
-    if qkv.device.type == "cpu":
+    if _host_reads(qkv):
         return _on_host(inputs, k_cache, v_cache, held, slots, options, window, scale)
     sound, slots = sound_slots(cos, positions, k_cache, held, slots)
     if slots is None:
@@ -46,6 +44,10 @@ def branch_attention_qkv(
         q, k, v = qk_norm_rope_out(*inputs, k_cache, v_cache, slots, *options)
     out = branch_attention(q, k, v, k_cache, v_cache, *layout(qkv, held), None, 1, None, window, scale, None)[0]
     return out.masked_fill(~sound[:, None, None], torch.nan)
+
+
+def _host_reads(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def sound_slots(
@@ -101,6 +103,4 @@ def _on_host(
         own_k, own_v = (x.to(dtype).transpose(0, 1).repeat(1, q.shape[1] // heads, 1) for x in (k, v))
         p = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1).softmax(-1)
         out = (p[..., :-1] @ values.transpose(0, 1)).addcmul_(p[..., -1:], own_v)
-    if math.isfinite(float(out.sum())):
-        return _unfold(out, q.shape[0]).to(q.dtype).contiguous()
-    return branch_attention(q, k, v, k_cache, v_cache, *layout(qkv, held), None, 1, None, window, scale, None)[0]
+    return _unfold(out, q.shape[0]).to(q.dtype).contiguous()
