@@ -278,7 +278,7 @@ def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
 class Traffic(TorchDispatchMode):
     """Counts what every operation but a product reads and writes; an fb:: op is one operation."""
 
-    PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise")
+    PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "fb::skinny_linear")
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,6 +52,32 @@ template <>
 __device__ inline bfloat16 from_float<bfloat16>(float x) { return __float2bfloat16_rn(x); }
 #endif
 
+// Two neighbouring elements of 2 bytes in a register, the first in its low half.
+template <typename T>
+__device__ inline float2 unpack(uint32_t pair) {
+#ifdef FB_HOST_EMULATION
+  return {emulation::element<T>(pair, 0), emulation::element<T>(pair, 1)};
+#else
+  if constexpr (__is_same(T, half)) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  else return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+#endif
+}
+
+template <typename T>
+__device__ inline uint32_t pack(float first, float second) {
+#ifdef FB_HOST_EMULATION
+  return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 16;
+#else
+  if constexpr (__is_same(T, half)) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+#endif
+}
+
 // 16 bytes of memory that no kernel of the launch writes, read once: they leave the first cache to others.
 __device__ inline uint4 load_streaming(const void* address) {
 #if defined(FB_HOST_EMULATION)
@@ -63,6 +89,60 @@ __device__ inline uint4 load_streaming(const void* address) {
                : "l"(address));
   return value;
 #endif
+}
+
+// The same, or zero without a look at the address.
+__device__ inline uint4 load_streaming_if(bool inside, const void* address) {
+#if defined(FB_HOST_EMULATION)
+  return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
+#else
+  uint4 value;
+  asm volatile(
+      "{.reg .pred inside; setp.ne.b32 inside, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "@inside ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(address), "r"(static_cast<int>(inside)));
+  return value;
+#endif
+}
+
+// 16 bytes of a row.
+template <typename T>
+union Chunk {
+  static constexpr int kElements = 16 / sizeof(T);
+  uint4 bits;
+  T elements[kElements];
+};
+
+// Elements from `first` on, zero bits behind the row's end; `aligned` says that the row begins on 16 bytes.
+template <typename T>
+__device__ inline Chunk<T> load_chunk(const T* row, int64_t first, int64_t width, bool aligned) {
+  Chunk<T> chunk;
+  if (aligned && first + Chunk<T>::kElements <= width) {
+    chunk.bits = load_streaming(row + first);
+  } else {
+    chunk.bits = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < Chunk<T>::kElements; ++j)
+      if (first + j < width) chunk.elements[j] = row[first + j];
+  }
+  return chunk;
+}
+
+inline bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+// The bytes of a (0 to 3) and b (4 to 7) that the digits of the selector name, lowest first. It stays where it is
+// written: moved out of a loop, it would wait for loads long before their values are needed.
+template <uint32_t selector>
+__device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  uint32_t result = 0;
+#ifdef FB_HOST_EMULATION
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+#else
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "n"(selector));
+#endif
+  return result;
 }
 
 // d[16, 8] += a[16, 16] b[16, 8] over a warp, in float32; with g = lane / 4 and t = lane % 4
@@ -90,6 +170,19 @@ __device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const 
 #endif
 }
 
+// Whether a thread is the last of `count` to come here. It then sees what the others, and the threads that they have
+// met at a barrier, wrote before; the counter is zero again.
+__device__ inline bool arrives_last(unsigned* counter, unsigned count) {
+#if defined(FB_HOST_EMULATION)
+  const unsigned before = *counter;
+  *counter = before >= count - 1 ? 0 : before + 1;
+#else
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+#endif
+  return before == count - 1;
+}
+
 // Programmatic dependent launch: before `wait_for_previous` a kernel touches nothing that the one before it in the
 // stream writes or reads; `let_next_begin` allows the next one to be scheduled.
 __device__ inline void wait_for_previous() {
@@ -108,6 +201,21 @@ __device__ inline void let_next_begin() {
 
 using Stream = void*;
 
+inline int multiprocessors(int* count) {
+  *count = 1;
+  return 0;
+}
+
+inline int set_zero(void* address, int64_t bytes, Stream) {
+  std::memset(address, 0, bytes);
+  return 0;
+}
+
+inline int is_capturing(Stream stream, bool* result) {
+  *result = stream != nullptr;
+  return 0;
+}
+
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream, Arguments... arguments) {
   return emulation::run(grid, block, shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
@@ -116,6 +224,23 @@ int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes,
 #else
 
 using Stream = cudaStream_t;
+
+// How many the current device has. 0 or an error.
+inline int multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+inline int set_zero(void* address, int64_t bytes, Stream stream) { return cudaMemsetAsync(address, 0, bytes, stream); }
+
+// Whether what is launched becomes part of a graph. 0 or an error.
+inline int is_capturing(Stream stream, bool* result) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  *result = status == cudaStreamCaptureStatusActive;
+  return error;
+}
 
 // Kernels are launched on one-dimensional grids, as dependent launches where the device knows these. 0 or an error.
 template <typename... Parameters, typename... Arguments>

@@ -105,6 +105,7 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
+  int votes = 0;
   std::vector<char> shared;
   std::function<void()> body;
   ucontext_t scheduler;
@@ -250,6 +251,15 @@ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) 
 
 inline void __syncthreads() { emulation::arrive(emulation::block->all); }
 inline void __syncwarp(unsigned = 0xffffffffu) { emulation::arrive(emulation::own_warp().barrier); }
+inline int __syncthreads_count(int predicate) {
+  emulation::Block& block = *emulation::block;
+  block.votes += predicate != 0;
+  emulation::arrive(block.all);
+  const int result = block.votes;
+  emulation::arrive(block.all);
+  block.votes -= predicate != 0;
+  return result;
+}
 inline void __threadfence() {}
 
 template <typename T>
@@ -280,6 +290,8 @@ T atomicAdd(T* address, T value) {
   *address = before + value;
   return before;
 }
+template <typename T>
+T __ldcg(const T* address) { return *address; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __int_as_float(int x) {
   float value;

@@ -24,6 +24,11 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES = {  # p pointer, i int, q int64, f float; the stream behind them is not named
     "commit": "pqq pp pp pp i pi pi i",
+    "skinny_linear": "pq pq pp f pq pq iii ii",
+    "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i",
+}
+_SIZES = {  # functions of numbers that give an int64 and launch nothing
+    "branch_attention_qkv_workspace": "iiiq",
 }
 
 
@@ -48,6 +53,9 @@ def opened(path: Path) -> ctypes.CDLL | str:
     for name, signature in _SIGNATURES.items():
         kinds = [_KINDS[letter] for letter in signature.replace(" ", "")]
         getattr(found, f"fb_{name}").argtypes = [*kinds, ctypes.c_void_p]
+    for name, signature in _SIZES.items():
+        function = getattr(found, f"fb_{name}")
+        function.argtypes, function.restype = [_KINDS[letter] for letter in signature], ctypes.c_int64
     return found
 
 
@@ -111,3 +119,70 @@ def commit_(
         threshold, steps[0], eos_ids, len(eos_ids), max_length, steps[1], rows,
     )  # fmt: skip
     return None
+
+
+def branch_attention_qkv(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
+    found, rows, width, size = library(), qkv.shape[0], cos.shape[-1], k_cache.shape[0]
+    floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
+    indices = [x for x in (positions, held, slots) if x is not None]
+    given = [x.dtype == qkv.dtype for x in floats] + [x.dtype == torch.int32 for x in indices]
+    given += [x.dtype == torch.float32 for x in (cos, sin)]
+    given += [x.is_contiguous() for x in (q_weight, k_weight, cos, sin, *indices) if x is not None]
+    given += [x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == width) for x in (k_cache, v_cache)]
+    given += [qkv.dtype in (torch.float16, torch.bfloat16), qkv.stride(1) == 1]
+    given += [size < 2 or k_cache.stride(0) == v_cache.stride(0)]
+    assert not isinstance(found, str)
+    needed = found.fb_branch_attention_qkv_workspace(rows, num_heads, width, size)
+    if not all(given) or needed < 0:
+        return NotImplemented
+    out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)
+    partials = torch.empty(needed, dtype=torch.float32, device=qkv.device)
+    taken = launch(
+        "branch_attention_qkv", qkv, qkv, qkv.stride(0), q_weight, k_weight, cos, sin, len(cos), positions,
+        k_cache, v_cache, k_cache.stride(0), size, held, slots, out, out.stride(0), partials,
+        rows, num_heads, num_kv_heads, width, window or 0, eps, scale, DTYPES[qkv.dtype],
+    )  # fmt: skip
+    return out if taken else NotImplemented
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    swiglu: bool,
+) -> Tensor:
+    """[N, M], or [N, M / 2] where it is gated, of up to 32 rows."""
+    tensors = [value for value in (x, weight, bias, norm_weight, residual) if value is not None]
+    given = [x.dtype in (torch.float16, torch.bfloat16), not (swiglu and residual is not None)]
+    given += [value.dtype == x.dtype for value in tensors]
+    given += [value.shape[-1] < 2 or value.stride(-1) == 1 for value in tensors]
+    rows, width = x.shape
+    if not all(given) or rows > 32:
+        return NotImplemented
+    out = torch.empty(rows, weight.shape[0] // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
+    taken = launch(
+        "skinny_linear", x, x, x.stride(0), weight, weight.stride(0), bias, norm_weight, eps,
+        residual, 0 if residual is None else residual.stride(0), out, out.stride(0),
+        rows, width, out.shape[1], swiglu, DTYPES[x.dtype],
+    )  # fmt: skip
+    return out if taken else NotImplemented
