@@ -145,7 +145,8 @@ def _parse(spec: str) -> dict[str, str]:
     return found
 
 
-_overrides = _parse(os.environ.get(VARIABLE, ""))
+AUTOMATIC = _parse("")
+_overrides = _parse(os.environ.get(VARIABLE, "")) if os.environ.get(VARIABLE) else AUTOMATIC
 
 
 def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device: str) -> Callable:
@@ -154,6 +155,8 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
         return reference
 
     def run(*arguments: Any) -> Any:
+        if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
+            return reference(*arguments)
         first = chosen(stem, device)[0]
         if first == "reference":
             return reference(*arguments)

@@ -84,12 +84,15 @@ def same_device(op: str, argument: str, value: Tensor, like: Tensor) -> None:
 
 def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...], names: str, remedy: str) -> None:
     """The exact shape; None matches any size. `names` shows the shape in the contract's letters."""
-    fits = value.ndim == len(expected) and all(
-        want is None or have == want for have, want in zip(value.shape, expected, strict=True)
-    )
-    if not fits:
-        sizes = ", ".join("*" if want is None else str(want) for want in expected)
-        raise error(op, argument, f"shape {names} = [{sizes}]", value, remedy)
+    have = value.shape
+    if len(have) == len(expected):
+        for size, want in zip(have, expected, strict=True):
+            if want is not None and want != size:
+                break
+        else:
+            return
+    sizes = ", ".join("*" if want is None else str(want) for want in expected)
+    raise error(op, argument, f"shape {names} = [{sizes}]", value, remedy)
 
 
 def writable(op: str, argument: str, value: Tensor) -> None:

@@ -82,6 +82,18 @@ class LowLatencyDecoder(CollaborativeDecoder):
         if type(self.llm) is LocalLLM and _is_native("llm", self.llm.model):
             self.llm = InStepLLM(self.llm.model, slots, valid_vocab=self.llm.vocabulary)
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes set aside beside the models: "buffers" of keys and values, "merged" weights, captured "graphs"."""
+        if self._step is None:
+            return {"buffers": 0, "merged": 0, "graphs": 0}
+        models = [self._step.model, *([self.llm.static] if isinstance(self.llm, InStepLLM) else [])]
+        return {
+            "buffers": sum(model.nbytes for model in models),
+            "merged": 0 if self._merged is None else self._merged.nbytes,
+            "graphs": sum(model.graphs.nbytes for model in models),
+        }
+
     def _on_buffers(self, selector: Selector, model: StaticModel) -> Selector:
         """The selector with its reranker merged, where it has one of scope "candidate"."""
         if type(selector) is CertainLLM:
@@ -125,7 +137,6 @@ class LowLatencyDecoder(CollaborativeDecoder):
         if self.max_events and isinstance(self.llm, InStepLLM):
             self.llm.begin(row.tokens)
         while True:
-            step.run()
             halt, token, entropy = step.outcome()
             if halt == Halt.NAN:
                 raise ValueError(

@@ -31,8 +31,12 @@ class MergedReranker:
 
     def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
         self.model = model
-        self.rows = Rows.of(ROWS, 1, model.first.device)
+        device = model.first.device
+        self.rows = Rows.of(ROWS, 1, device)
         with torch.inference_mode(False):
+            self._ids = torch.zeros(ROWS, dtype=torch.int64, device=device)
+            self._held = torch.zeros(1, dtype=torch.int32, device=device)
+            self._out = model.last.new_zeros(ROWS, model.last.shape[1])
             self._qkv = [torch.empty_like(layer.qkv.weight) for layer in model.layers]
             self._o = [torch.empty_like(layer.o.weight) for layer in model.layers]
         self.load(reranker)
@@ -91,14 +95,25 @@ class MergedReranker:
 
     def _hidden(self, pool: Tensor, held: int) -> Tensor:
         """[K, D] behind the first `held` tokens."""
-        prefix = torch.full((1,), held, dtype=torch.int32, device=pool.device)
-        positions = prefix.expand(ROWS)
+        self._held.fill_(held)
         parts = []
         for part in pool.split(ROWS):
-            ids = torch.cat([part, part[-1:].expand(ROWS - len(part))])
-            hidden = self.model.forward(ids, positions, prefix, self.rows, layers=self.layers)
-            parts.append(self.model.normed(hidden)[: len(part)])
+            self._ids[: len(part)] = part
+            self._ids[len(part) :] = part[-1]
+            self.model.graphs.run("rerank", self._forward)
+            parts.append(self._out[: len(part)].clone())
         return torch.cat(parts)
+
+    def _forward(self) -> None:
+        """One forward over ROWS candidates with the merged weights."""
+        model = self.model
+        hidden = model.forward(self._ids, self._held.expand(ROWS), self._held, self.rows, layers=self.layers)
+        self._out.copy_(model.normed(hidden))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the merged weights."""
+        return sum(weight.nbytes for weight in (*self._qkv, *self._o))
 
 
 class MergedSelector(FutureBridgeSelector):

@@ -8,6 +8,7 @@ with new tokens in buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.decoder import Layer, NativeDecoder
+from fb_core.runtime.graphs import Graphs
 from fb_kernels import branch_attention, rms_norm, skinny_linear
 
 BUCKETS = (32, 64, 128, 256)
@@ -34,6 +36,15 @@ class Rows(NamedTuple):
         return cls(cu_branch, torch.tensor([0, branches], dtype=torch.int32, device=device), length)
 
 
+class Bucket(NamedTuple):
+    """What a forward over new tokens reads."""
+
+    rows: Rows
+    ids: Tensor  # [size] int64
+    span: Tensor  # [2] int32: how many tokens are held, how many of the ids count
+    places: Tensor  # [size] int32: 0, 1, ..
+
+
 class StaticModel:
     """A model's native decoder, keys and values of up to `slots` tokens, and the model's head.
 
@@ -49,6 +60,8 @@ class StaticModel:
         self.model = model
         self.slots = slots
         self.keys: list[Tensor] = []
+        self.graphs = Graphs(model.device)
+        self._read: list[int] = []
         self.refresh()
         layer = self.layers[0]
         shape = (slots, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
@@ -59,7 +72,16 @@ class StaticModel:
             self.cos, self.sin = self.decoder.rope(torch.arange(slots, device=model.device))
             self.first = torch.zeros(1, dtype=torch.int32, device=model.device)  # where the prefix begins
             self.one = Rows.of(1, 1, model.device)
-            self.buckets = {size: Rows.of(1, size, model.device) for size in BUCKETS}
+            self.last = self.decoder.layers[0].o.weight.new_zeros(1, len(self.decoder.layers[0].o.weight))
+            self.buckets = [
+                Bucket(
+                    Rows.of(1, size, model.device),
+                    torch.zeros(size, dtype=torch.int64, device=model.device),
+                    torch.zeros(2, dtype=torch.int32, device=model.device),
+                    torch.arange(size, dtype=torch.int32, device=model.device),
+                )
+                for size in BUCKETS
+            ]
 
     def refresh(self) -> None:
         """Read the model anew: other values count, another dtype or device does not fit the buffers.
@@ -81,6 +103,15 @@ class StaticModel:
         self.decoder = decoder
         self.layers = decoder.layers
         self.head = hf.lm_head(self.model)
+        read = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if read != self._read:
+            self.graphs.forget()
+        self._read = read
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     @property
     def kv(self) -> hf.PrefixKV:
@@ -143,20 +174,24 @@ class StaticModel:
     def extend(self, ids: Sequence[int], held: int) -> Tensor:
         """Take `ids`, at least one, behind the first `held` tokens; the residual stream [1, D] behind the last of them.
 
-        A few tokens are one forward, padded to the next of BUCKETS; padding is neither kept nor seen.
+        A few tokens are one forward, padded to the next of BUCKETS; padding is neither kept nor seen. The result is
+        overwritten by the next call.
         """
-        device = self.first.device
-        hidden = self.first.new_empty(0)
         for start in range(0, len(ids), BUCKETS[-1]):
             part = ids[start : start + BUCKETS[-1]]
-            size = next(size for size in BUCKETS if len(part) <= size)
-            padded = torch.tensor([*part, *[part[-1]] * (size - len(part))], device=device)
-            place = torch.arange(held + start, held + start + size, dtype=torch.int32, device=device)
-            slots = place.masked_fill(place >= held + start + len(part), -1)
-            prefix = torch.full((1,), held + start, dtype=torch.int32, device=device)
-            rows = self.forward(padded, place.clamp_max(self.slots - 1), prefix, self.buckets[size], slots=slots)
-            hidden = rows[len(part) - 1 : len(part)]
-        return hidden
+            bucket = next(bucket for bucket in self.buckets if len(part) <= len(bucket.ids))
+            bucket.ids[: len(part)] = torch.tensor(part)
+            bucket.span.copy_(torch.tensor([held + start, len(part)]))
+            self.graphs.run(len(bucket.ids), partial(self._take, bucket))
+        return self.last
+
+    def _take(self, bucket: Bucket) -> None:
+        """One forward over a bucket; the stream behind its last token to `last`."""
+        held, count = bucket.span[:1], bucket.span[1:]
+        place = bucket.places + held
+        slots = place.where(bucket.places < count, -1)
+        rows = self.forward(bucket.ids, place.clamp(max=self.slots - 1), held, bucket.rows, slots=slots)
+        self.last.copy_(rows.index_select(0, (count - 1).long()))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:

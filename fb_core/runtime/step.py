@@ -9,6 +9,9 @@ from fb_core.policy import RequestPolicy
 from fb_core.runtime.static import StaticModel
 from fb_kernels import DecodeState, Halt, commit_, topk_entropy
 
+RING = 4
+"""Outcomes on their way to the host."""
+
 
 class DecodeStep:
     """A sequence under way: its state, and the step that appends to it.
@@ -41,6 +44,12 @@ class DecodeStep:
             self.threshold = torch.tensor(policy.threshold, device=device, dtype=torch.float64)
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
+            self.seen = torch.zeros(3, dtype=torch.float64, device=device)  # halt, token, entropy
+            pinned = device.type == "cuda"
+            self.ring = torch.zeros(RING, 3, dtype=torch.float64, pin_memory=pinned)
+            self.copied = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+        self.ahead = 1 if pinned else 0
+        self._begun = self._looked = 0  # runs since the sequence began, and those whose outcome was asked for
 
     @torch.no_grad()
     def begin(self, tokens: Tensor, budget: int) -> None:
@@ -49,14 +58,41 @@ class DecodeStep:
         count = len(tokens)
         self.state.tokens[0, :count] = tokens
         self.state.length.fill_(count)
-        self.state.halt.zero_()
         self.state.budget.fill_(budget)
         if count > 1:
             self.model.extend(tokens[:-1].tolist(), 0)
+        if self.model.graphs.device.type == "cuda":
+            self.state.halt.fill_(Halt.LENGTH)  # so that a capture's runs append nothing
+            self.model.graphs.run("step", self._compute)
+        self.state.halt.zero_()
+        self._looked = self._begun
 
     @torch.no_grad()
     def run(self) -> None:
-        """Append the greedy token or halt; what it saw is in `logits`, `token` and `entropy`."""
+        """Append the greedy token or halt; what it saw is in `logits`, `token` and `entropy`, and goes to the host."""
+        self.model.graphs.run("step", self._compute)
+        place = self._begun % RING
+        self.ring[place].copy_(self.seen, non_blocking=True)
+        if self.copied:
+            self.copied[place].record()
+        self._begun += 1
+        self._looked = max(self._looked, self._begun - RING)  # older ones are overwritten
+
+    def outcome(self) -> tuple[Halt, int, float]:
+        """(why it halted, the greedy token, entropy in nats) of the next run, with `ahead` more enqueued behind it.
+
+        Runs behind one that halted saw the same and are not asked for: `take` forgets them.
+        """
+        while self._begun <= self._looked + self.ahead:
+            self.run()
+        place = self._looked % RING
+        if self.copied:
+            self.copied[place].synchronize()
+        self._looked += 1
+        halt, token, entropy = self.ring[place].tolist()
+        return Halt(int(halt)), int(token), entropy
+
+    def _compute(self) -> None:
         state, model = self.state, self.model
         position = state.length - 1
         last = state.tokens.gather(1, position[:, None].long())[:, 0]
@@ -66,10 +102,7 @@ class DecodeStep:
         self.token.copy_(ids[:, 0])  # the first of equal ones
         self.entropy.copy_(entropy)
         commit_(state, self.token, self.entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
-
-    def outcome(self) -> tuple[Halt, int, float]:
-        """(why it halted, the greedy token, entropy in nats) of the last run; waits for it."""
-        return Halt(int(self.state.halt)), int(self.token), float(self.entropy)
+        self.seen.copy_(torch.cat((state.halt, self.token, self.entropy)))
 
     @torch.no_grad()
     def take(self, place: int, token: int, budget: int) -> None:
@@ -78,3 +111,4 @@ class DecodeStep:
         self.state.length.fill_(place + 1)
         self.state.budget.fill_(budget)
         self.state.halt.zero_()
+        self._looked = self._begun

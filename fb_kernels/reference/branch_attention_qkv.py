@@ -93,14 +93,17 @@ def _on_host(
         q, k, v = qk_norm_rope_out(*inputs, k_cache, v_cache, slots, *options)
     alone = kept == [length]  # the row's own key lies behind those it sees
     first = 0 if window is None else max(0, length + 1 - window)
-    dtype, heads = accumulation_dtype(qkv.dtype), options[1]
+    dtype = accumulation_dtype(qkv.dtype)
     keys, values = (x[first : length + alone].to(dtype) for x in (k_cache, v_cache))
-    query = _fold(q.to(dtype).mul_(scale) if q.dtype != dtype else q * scale, heads)  # [Hkv, rep N, E]
-    scores = query @ keys.permute(1, 2, 0)
+    rows, kv_heads = len(q), options[1]
+    query = q * scale if q.dtype == dtype else q.to(dtype).mul_(scale)
+    query = query.view(kv_heads, -1, q.shape[2]) if rows == 1 else _fold(query, kv_heads)  # [Hkv, rep N, E]
+    scores = torch.bmm(query, keys.permute(1, 2, 0))
     if alone:
-        out = scores.softmax(-1) @ values.transpose(0, 1)
+        out = torch.bmm(scores.softmax(-1), values.transpose(0, 1))
     else:
-        own_k, own_v = (x.to(dtype).transpose(0, 1).repeat(1, q.shape[1] // heads, 1) for x in (k, v))
+        own_k, own_v = (x.to(dtype).transpose(0, 1).repeat(1, q.shape[1] // kv_heads, 1) for x in (k, v))
         p = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1).softmax(-1)
-        out = (p[..., :-1] @ values.transpose(0, 1)).addcmul_(p[..., -1:], own_v)
-    return _unfold(out, q.shape[0]).to(q.dtype).contiguous()
+        out = torch.bmm(p[..., :-1], values.transpose(0, 1)).addcmul_(p[..., -1:], own_v)
+    out = out.view(q.shape) if rows == 1 else _unfold(out, rows).contiguous()
+    return out if out.dtype == q.dtype else out.to(q.dtype)

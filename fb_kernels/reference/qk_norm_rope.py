@@ -10,6 +10,7 @@ from fb_kernels.reference.linear_logprob import accumulation_dtype
 from fb_kernels.reference.rms_norm import normalize, normalize_backward
 
 OP = "qk_norm_rope"
+FORMAT = torch.contiguous_format
 
 
 def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
@@ -21,7 +22,8 @@ def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> li
 def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, 1, E] rows of table[S, E]; NaN where a position lies outside."""
     if _host_reads(positions):  # and has checked them
-        return table.index_select(0, positions).to(dtype)[:, None]
+        rows = table.index_select(0, positions)
+        return (rows if rows.dtype == dtype else rows.to(dtype))[:, None]
     inside = (positions >= 0) & (positions < table.shape[0])
     rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
     return torch.where(inside[:, None], rows, torch.nan)[:, None]
@@ -55,10 +57,10 @@ def _check_positions(positions: Tensor, limit: int) -> None:
         raise checks.error(OP, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
 
 
-def _check_slots(slots: Tensor, size: int) -> None:
-    if not _host_reads(slots):
-        return
-    used = slots[slots >= 0].tolist()
+def _check_slots(slots: Tensor, size: int) -> list[int]:
+    """The slots, each in the cache and no two the same but for negative ones."""
+    values: list[int] = slots.tolist()
+    used = [slot for slot in values if slot >= 0]
     if used and max(used) >= size:
         raise checks.error(
             OP, "kv_out", f"slots below {size}, the caches' rows", max(used), "mark rows not to be written with -1"
@@ -68,6 +70,7 @@ def _check_slots(slots: Tensor, size: int) -> None:
         raise checks.error(
             OP, "kv_out", "a slot of its own for every row", f"slot {repeated} twice", "use -1 for padding"
         )
+    return values
 
 
 def qk_norm_rope(
@@ -97,8 +100,8 @@ def qk_norm_rope(
         if weight is not None:
             x.mul_(weight)
     rotated = _rotate(heads, _gather(cos, positions, dtype), _gather(sin, positions, dtype)).to(qkv.dtype)
-    q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (*rotated.split(parts, 1), v))
-    return q, k, v
+    q, k = rotated.split(parts, 1)
+    return q.clone(memory_format=FORMAT), k.clone(memory_format=FORMAT), v.clone(memory_format=FORMAT)
 
 
 def qk_norm_rope_out(
@@ -117,17 +120,17 @@ def qk_norm_rope_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     size = k_cache.shape[0]
-    _check_slots(slots, size)
+    places = _check_slots(slots, size) if _host_reads(slots) else None
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
-    if _host_reads(slots):
-        kept = slots >= 0
-        if not kept.all():
-            slots, k_kept, v_kept = slots[kept], k[kept], v[kept]
-        else:
-            k_kept, v_kept = k, v
-        slots = slots.long()
-        for cache, rows in ((k_cache, k_kept), (v_cache, v_kept)):
-            cache.index_copy_(0, slots, rows)
+    if places is not None:
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            if len(places) == 1 and places[0] >= 0:
+                cache[places[0]] = rows[0]
+            elif min(places, default=0) >= 0:
+                cache.index_copy_(0, slots.long(), rows)
+            else:
+                kept = slots >= 0
+                cache.index_copy_(0, slots[kept].long(), rows[kept])
     elif size and slots.shape[0]:
         written = (slots >= 0) & (slots < size)
         any_written = written.any()

@@ -10,11 +10,12 @@ from fb_kernels.reference.rms_norm import rms_norm
 from fb_kernels.reference.swiglu import swiglu as gated
 
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # ahead of F.linear's BLAS in float32, as the compiler uses it
+SMALL = 1 << 20  # elements of a weight from which that holds for a single row
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., M] of x[..., K] and weight[M, K]."""
-    if ONEDNN and x.is_cpu and x.dtype == torch.float32:
+    if ONEDNN and x.is_cpu and x.dtype == torch.float32 and (len(x) > 1 or weight.numel() > SMALL):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
 

@@ -399,3 +399,18 @@ def test_buffers_for_no_generation_are_refused(length):
     slm, llm = pair("qwen3")
     with pytest.raises(ValueError, match=f"max_length: expected 2 tokens or more, got {length}"):
         LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), max_length=length)
+
+
+def test_memory_is_reported():
+    slm, llm = pair("qwen3")
+    decoder = LowLatencyDecoder(
+        slm, llm, FutureBridgeSelector(random_reranker(slm)), RequestPolicy(1.0), max_length=32, slm_k=3, llm_k=3
+    )
+    layer = slm.model.layers[0].self_attn
+    attention = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+    merged = len(slm.model.layers) * sum(module.weight.nbytes for module in attention)
+    cached = [
+        2 * 4 * 32 * len(model.model.layers) * len(model.model.layers[0].self_attn.k_proj.weight)
+        for model in (slm, llm)
+    ]
+    assert decoder.memory == {"buffers": sum(cached), "merged": merged, "graphs": 0}
