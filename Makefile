@@ -8,12 +8,12 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench figures aot tune gpu-test gpu-bench gpu-sanitize check clean
+.PHONY: install test demo bench figures aot wheel tune gpu-test gpu-bench gpu-sanitize check clean
 
 install: $(STAMP)
 
 # torch first and pinned, so that no other requirement pulls another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
@@ -33,9 +33,18 @@ bench: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
 
-# Every kernel compiled for three architectures, no GPU needed: registers, stack, shared memory, predicted time.
+# Every kernel compiled for three architectures, no GPU needed: registers, stack, shared memory, predicted time. Then
+# those of csrc/, where nvcc is.
 aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
+	$(BIN)/python -m benchmarks.nvcc
+
+# Two wheels in dist/: without the compiled kernels, and with them where nvcc is.
+wheel: $(STAMP)
+	rm -rf build dist
+	FB_BUILD_CUDA=skip $(BIN)/python -m build --wheel --no-isolation
+	if command -v nvcc; then FB_BUILD_CUDA=force $(BIN)/python -m build --wheel --no-isolation; fi
+	ls -l dist
 
 # On a machine with a GPU, under that machine's own Python: `make gpu-test GPU_PYTHON=python3`.
 GPU_PYTHON ?= $(BIN)/python

@@ -1,0 +1,88 @@
+"""`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print what each kernel takes of the chip.
+
+Fails on a spill or a stack frame. Without nvcc it says so and passes.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ARCHITECTURES = ("80", "90a")
+
+ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'")
+STACK = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill")
+USED = re.compile(r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel."""
+
+    kernel: str
+    arch: str
+    registers: int
+    shared: int  # bytes, static
+    stack: int
+    spills: int  # bytes stored and loaded
+
+    @property
+    def fault(self) -> bool:
+        return bool(self.stack or self.spills)
+
+
+def compiled(source: Path, folder: Path) -> Iterator[Resources]:
+    """The kernels of one source file."""
+    code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+    target = folder / f"{source.stem}.o"
+    command = ["nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *code, "-c", str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source.name}: {done.stderr}")
+    entry = stack = None
+    for line in done.stderr.splitlines():
+        entry = ENTRY.search(line) or entry
+        stack = STACK.search(line) or stack
+        used = USED.search(line)
+        if used and entry and stack:
+            spills = int(stack["stores"]) + int(stack["loads"])
+            name, shared = readable(entry["name"]), int(used["shared"] or 0)
+            yield Resources(name, entry["arch"], int(used["registers"]), shared, int(stack["stack"]), spills)
+            entry = stack = None
+
+
+def readable(name: str) -> str:
+    """A mangled name as `kernel<arguments>`."""
+    if shutil.which("c++filt"):
+        name = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
+        name = name.split("(", 1)[0] if "<" not in name else re.split(r">\(", name)[0] + ">"
+    return name.replace("void ", "").replace("fb::", "").replace("__nv_bfloat16", "bf16").replace("__half", "fp16")
+
+
+def main() -> None:
+    if shutil.which("nvcc") is None:
+        print("csrc: nvcc is not here, nothing compiled")
+        return
+    print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}")
+    count = faults = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sorted(CSRC.glob("*.cu")):
+            for row in compiled(source, Path(folder)):
+                count, faults = count + 1, faults + row.fault
+                print(
+                    f"{row.kernel:<72} {row.arch:<8}{row.registers:>6}{row.shared:>8}{row.stack:>7}{row.spills:>8}"
+                    + ("  FAULT" if row.fault else "")
+                )
+    print(f"{count} compiled, {faults} with a fault")
+    sys.exit(faults > 0)
+
+
+if __name__ == "__main__":
+    main()
