@@ -178,7 +178,10 @@ __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
   *counter = before >= count - 1 ? 0 : before + 1;
 #else
   unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(count - 1)
+               : "memory");
 #endif
   return before == count - 1;
 }
@@ -232,7 +235,9 @@ inline int multiprocessors(int* count) {
   return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-inline int set_zero(void* address, int64_t bytes, Stream stream) { return cudaMemsetAsync(address, 0, bytes, stream); }
+inline int set_zero(void* address, int64_t bytes, Stream stream) {
+  return cudaMemsetAsync(address, 0, bytes, stream);
+}
 
 // Whether what is launched becomes part of a graph. 0 or an error.
 inline int is_capturing(Stream stream, bool* result) {

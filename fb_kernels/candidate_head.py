@@ -112,6 +112,7 @@ _candidate_head = define(
     reference=reference.candidate_head,
     fake=_fake,
     triton=True,
+    compiled=True,
 )
 _candidate_head_backward = define(
     "candidate_head_backward",

@@ -21,9 +21,14 @@ LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
+TOPK_ROWS, TOPK_K, TOPK_GROUPS = 32, 64, 2048  # the most; rows are few, for Triton does many as well
+HEAD_ROWS = HEAD_GROUPS = 1024  # the most
+
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES = {  # p pointer, i int, q int64, f float; the stream behind them is not named
     "commit": "pqq pp pp pp i pi pi i",
+    "topk_entropy": "pqi qii p ppp",
+    "candidate_head": "pq p pi pi pi qqq if ppp",
     "skinny_linear": "pq pq pp f pq pq iii ii",
     "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i",
 }
@@ -66,7 +71,9 @@ def why_not(device: str) -> str:
         return found
     if (device == "cpu") != bool(found.fb_is_emulation()):
         return "compiled kernels are for CUDA tensors" if device == "cpu" else "its library runs CPU tensors"
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    if device == "cuda" and torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs"
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return "the kernels need compute capability 8.0"
     return ""
 
@@ -157,7 +164,7 @@ def branch_attention_qkv(
     taken = launch(
         "branch_attention_qkv", qkv, qkv, qkv.stride(0), q_weight, k_weight, cos, sin, len(cos), positions,
         k_cache, v_cache, k_cache.stride(0), size, held, slots, out, out.stride(0), partials,
-        rows, num_heads, num_kv_heads, width, window or 0, eps, scale, DTYPES[qkv.dtype],
+        rows, num_heads, num_kv_heads, width, min(window or 0, 2**31 - 1), eps, scale, DTYPES[qkv.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented
 
@@ -186,3 +193,49 @@ def skinny_linear(
         rows, width, out.shape[1], swiglu, DTYPES[x.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented
+
+
+def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(entropy[...], values[..., k], indices[..., k])."""
+    shape, width = logits.shape[:-1], logits.shape[-1]
+    rows = shape.numel()
+    if logits.dtype not in DTYPES or rows > TOPK_ROWS or k > TOPK_K:  # before anything of that size is allocated
+        return NotImplemented
+    entropy = logits.new_empty(shape, dtype=torch.float32)
+    values = logits.new_empty((*shape, k), dtype=torch.float32)
+    indices = logits.new_empty((*shape, k), dtype=torch.int64)
+    if not rows:
+        return entropy, values, indices
+    x = logits.reshape(rows, width)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    workspace = logits.new_empty(rows * (min(width, TOPK_GROUPS) + 1), dtype=torch.int64)
+    taken = launch(
+        "topk_entropy", x, x, x.stride(0), rows, width, k, DTYPES[x.dtype], workspace, entropy, values, indices
+    )
+    return (entropy, values, indices) if taken else NotImplemented
+
+
+def candidate_head(
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    cu_group: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(score[N], prob[N], best[G])."""
+    (rows, width), groups = hidden.shape, len(cu_group) - 1
+    if hidden.dtype not in DTYPES or not width or rows > HEAD_ROWS or groups > HEAD_GROUPS:
+        return NotImplemented
+    x = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    head_weight, cu_group = head_weight.contiguous(), cu_group.contiguous()
+    score, prob = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    best = cu_group.new_empty(groups, dtype=torch.int64)
+    wide_bias = head_bias is not None and head_bias.dtype == torch.float32
+    taken = launch(
+        "candidate_head", x, x, x.stride(0), norm_weight, head_weight, head_weight.dtype == torch.float32,
+        head_bias, wide_bias, cu_group, cu_group.dtype == torch.int64, rows, groups, width, DTYPES[x.dtype], eps,
+        score, prob, best,
+    )  # fmt: skip
+    return (score, prob, best) if taken else NotImplemented

@@ -51,4 +51,5 @@ _topk_entropy = define(
     reference=reference.topk_entropy,
     fake=_fake,
     triton=True,
+    compiled=True,
 )

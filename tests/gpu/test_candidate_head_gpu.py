@@ -9,7 +9,7 @@ import torch
 from gpu_checks import DEVICE, DTYPES, PROMISES, Case, filled, large, matches_the_reference, randn, second_device
 from torch import Tensor
 
-from fb_kernels import candidate_head
+from fb_kernels import backend, candidate_head
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -68,9 +68,12 @@ def test_more_than_2_31_elements() -> None:
     with large(24):
         hidden, head = filled(rows, 2048), filled(2048, seed=1)
         offsets = torch.tensor([0, rows - 16, rows], device=DEVICE)
-        score, _, best = candidate_head(hidden, None, head, offsets, eps=EPS)
-        end, _, end_best = candidate_head(
-            hidden[-16:].clone(), None, head, torch.tensor([0, 16], device=DEVICE), eps=EPS
-        )
+        last = torch.tensor([0, 16], device=DEVICE)
+        with backend.override("auto,candidate_head=triton"):  # few rows and many are not one kernel's
+            score, _, best = candidate_head(hidden, None, head, offsets, eps=EPS)
+            end, _, end_best = candidate_head(hidden[-16:].clone(), None, head, last, eps=EPS)
         assert torch.equal(score[-16:], end)
         assert best[1] == end_best[0]
+        far = hidden[::68_750]  # 17 rows
+        pair = [candidate_head(x, None, head, last, eps=EPS) for x in (far, far.clone())]
+        assert all(map(torch.equal, *pair))

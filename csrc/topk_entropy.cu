@@ -1,0 +1,263 @@
+// topk_entropy: the k largest of a row in order and the entropy of their softmax, for few rows of a vocabulary.
+//
+// Keys are unique: (order of the value, ~column). Blocks write the largest key of each group of columns; the last to
+// arrive takes as its bound the k-th largest among pairs of groups, and the row's k-th largest is no less than that.
+// What reaches the bound lies in few groups, which it reads again and ranks. Where too much reaches it, the bound rises
+// until what is left fits, by counting: slower, as exact.
+#include <atomic>
+
+#include "device.cuh"
+
+namespace fb {
+
+constexpr int kTopkThreads = 1024;
+constexpr int kSpan = 128;                     // columns of a group, fewer in short rows, more in very long ones
+constexpr int kFewestGroups = 512;             // where there are as many chunks
+constexpr int kMostGroups = 2 * kTopkThreads;  // as the launcher in Python knows
+constexpr int kMostK = 64;
+constexpr int kMostTopkRows = 32;
+constexpr int kSurvivors = 512;
+constexpr int kMostListed = 2 * (kMostK + kMostK / 4);
+constexpr int kGraphCounters = 1 << 14;
+
+// Each captured launch has counters of its own here for good: they need no clearing, since each run leaves them zero.
+__device__ unsigned graph_counters[kGraphCounters];
+
+struct Groups {
+  int lanes, steps, span, number;  // threads to a group (a power of 2), chunks to a thread, columns, groups of a row
+};
+
+template <typename T>
+constexpr int kZeroBits = __is_same(T, float) ? 0 : __is_same(T, half) ? 13 : 16;  // of an order, which no T sets
+
+// Rises with x, never 0: one zero, one NaN above +inf.
+template <typename T>
+__device__ inline uint32_t order_of(float x) {
+  const int bits = __float_as_int(x);
+  const auto sign = static_cast<uint32_t>(bits >> 31);  // all bits or none
+  const uint32_t order = ((bits & 0x7fffffffu) ^ sign) - sign + 0x80000000u;
+  return x != x ? ~0u << kZeroBits<T> : order;
+}
+
+__device__ inline uint64_t key_of(uint32_t order, uint32_t column) {
+  return static_cast<uint64_t>(order) << 32 | ~column;
+}
+
+__device__ inline uint32_t column_of(uint64_t key) { return ~static_cast<uint32_t>(key); }
+
+// Calls see(order, column) for every column of a chunk, with order 0 behind the row's end.
+template <typename T, typename See>
+__device__ inline void visit(const Chunk<T>& chunk, uint32_t first, uint32_t width, See see) {
+  const int real = first < width ? min(width - first, 16u) : 0;
+#pragma unroll
+  for (int j = 0; j < Chunk<T>::kElements; ++j)
+    see(j < real ? order_of<T>(to_float(chunk.elements[j])) : 0u, first + j);
+}
+
+// The largest bound that at least k keys reach, or a smaller one as soon as no more than `enough` reach it; `count`
+// tells all threads how many do.
+template <typename T, typename Count>
+__device__ inline uint64_t raise_bound(int k, int enough, int column_bits, Count count) {
+  uint64_t bound = 0;
+#pragma unroll 1
+  for (int bit = 63; bit >= 0; --bit) {
+    const uint64_t one = uint64_t{1} << bit;
+    if (bit < 32 && bit >= column_bits) bound |= one;  // as in every key
+    if (bit < 32 + kZeroBits<T> && bit >= column_bits) continue;
+    const int reached = count(bound | one);
+    if (reached < k) continue;
+    bound |= one;
+    if (reached <= enough) break;
+  }
+  return max(bound, uint64_t{1} << 32);  // no order is 0
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kTopkThreads)
+    topk_entropy_kernel(const T* logits, int64_t stride, uint32_t width, int k, Groups groups, int blocks,
+                        int column_bits, uint64_t* maxima, unsigned* counters, int counter, float* entropy,
+                        float* values, int64_t* indices) {
+  constexpr uint32_t kElements = Chunk<T>::kElements;
+  __shared__ uint64_t keys[kSurvivors];
+  __shared__ int listed[kMostListed];
+  __shared__ float top[kMostK];
+  __shared__ int listed_count, found, total;
+  __shared__ bool is_last;
+  let_next_begin();
+  wait_for_previous();
+  const int thread = threadIdx.x;
+  const int64_t row = blockIdx.x / blocks;
+  logits += row * stride;
+  maxima += row * groups.number;
+  const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+
+  const int group = (blockIdx.x % blocks * kTopkThreads + thread) / groups.lanes;
+  const int lane = thread & (groups.lanes - 1);
+  uint64_t largest = 0;
+#pragma unroll 1
+  for (int step = 0; step < groups.steps; ++step) {
+    const uint32_t first = static_cast<uint32_t>(group) * groups.span + (step * groups.lanes + lane) * kElements;
+    uint32_t most = 0, at = 0;
+    visit<T>(load_chunk(logits, first, width, aligned), first, width, [&](uint32_t order, uint32_t column) {
+      const bool more = order > most;
+      most = more ? order : most;
+      at = more ? column : at;
+    });
+    if (most != 0) largest = max(largest, key_of(most, at));
+  }
+  for (int mask = groups.lanes / 2; mask > 0; mask /= 2)
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+  if (lane == 0 && group < groups.number) maxima[group] = largest;
+  __syncthreads();
+  if (thread == 0) {
+    is_last = arrives_last((counters != nullptr ? counters : graph_counters + counter) + row, blocks);
+    listed_count = 0;
+    found = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+
+  uint64_t own[2];  // a pair
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int i = thread + u * kTopkThreads;
+    own[u] = i < groups.number ? __ldcg(maxima + i) : 0;
+  }
+  const uint64_t more = max(own[0], own[1]);
+  uint64_t bound =
+      raise_bound<T>(k, k + k / 4, column_bits, [&](uint64_t next) { return __syncthreads_count(more >= next); });
+#pragma unroll
+  for (int u = 0; u < 2; ++u)
+    if (own[u] >= bound) listed[atomicAdd(&listed_count, 1)] = thread + u * kTopkThreads;
+  __syncthreads();
+
+  const int chunks = groups.lanes * groups.steps;
+  const auto visit_listed = [&](auto see) {
+    const int count = listed_count * chunks;
+    const auto first_of = [&](int item) {
+      if (item >= count) return width;
+      return listed[item / chunks] * static_cast<uint32_t>(groups.span) + item % chunks * kElements;
+    };
+    uint32_t first = first_of(thread);
+    Chunk<T> chunk = load_chunk(logits, first, width, aligned);
+#pragma unroll 1
+    for (int i = thread; i < count; i += kTopkThreads) {  // with the next chunk on its way
+      const uint32_t next_first = first_of(i + kTopkThreads);
+      const Chunk<T> next = load_chunk(logits, next_first, width, aligned);
+      visit<T>(chunk, first, width, see);
+      first = next_first;
+      chunk = next;
+    }
+  };
+  while (true) {
+    visit_listed([&](uint32_t order, uint32_t column) {
+      const uint64_t key = key_of(order, column);
+      if (key < bound) return;
+      const int place = atomicAdd(&found, 1);
+      if (place < kSurvivors) keys[place] = key;
+    });
+    __syncthreads();
+    if (found <= kSurvivors) break;
+    __syncthreads();
+    bound = raise_bound<T>(k, kSurvivors, column_bits, [&](uint64_t next) {
+      if (thread == 0) total = found = 0;
+      __syncthreads();
+      int reached = 0;
+      visit_listed([&](uint32_t order, uint32_t column) { reached += key_of(order, column) >= next; });
+      atomicAdd(&total, reached);
+      __syncthreads();
+      const int result = total;
+      __syncthreads();
+      return result;
+    });
+  }
+
+  // A key's rank is the number of larger ones; several threads count for a key.
+  const int count = found;
+  int each = kWarp;
+  while (each * count > kTopkThreads) each /= 2;
+  const int place = thread / each;
+  const uint64_t key = place < count ? keys[place] : 0;
+  int rank = 0;
+  for (int i = thread % each; i < count; i += each) rank += keys[i] > key;
+  for (int mask = each / 2; mask > 0; mask /= 2) rank += __shfl_xor_sync(0xffffffffu, rank, mask);
+  if (place < count && thread % each == 0 && rank < k) {
+    const auto order = static_cast<uint32_t>(key >> 32);
+    const uint32_t column = column_of(key);
+    float x = __int_as_float(static_cast<int>(order > 0x80000000u ? order - 0x80000000u : 0u - order));
+    if (order == 0x80000000u || order > 0xff800000u) x = to_float(logits[column]);  // which zero, which NaN
+    top[rank] = x;
+    values[row * k + rank] = x;
+    indices[row * k + rank] = column;
+  }
+  __syncthreads();
+  if (thread >= kWarp) return;
+  float sum = 0.0f, weighted = 0.0f;
+  for (int i = thread; i < k; i += kWarp) {
+    const float shifted = top[i] - top[0];
+    const float exponential = expf(shifted);
+    sum += exponential;
+    if (top[i] != -INFINITY) weighted += exponential * shifted;  // 0 * -inf is no term
+  }
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    weighted += __shfl_xor_sync(0xffffffffu, weighted, mask);
+  }
+  if (thread == 0) entropy[row] = logf(sum) - weighted / sum;
+}
+
+inline Groups grouped(int64_t width, int elements) {
+  Groups groups{kSpan / elements, 1, kSpan, 0};
+  while (groups.lanes > 1 && divide_up(width, groups.span) < kFewestGroups) {
+    groups.lanes /= 2;
+    groups.span /= 2;
+  }
+  groups.steps = divide_up(width, static_cast<int64_t>(kMostGroups) * groups.span);
+  groups.span *= groups.steps;
+  groups.number = divide_up(width, groups.span);
+  return groups;
+}
+
+// Counters of the graph that a launch is captured into, or -1 where none are left.
+inline int graph_counters_for(int rows) {
+  static std::atomic<int> taken{0};
+  int first = taken.load();
+  while (first + rows <= kGraphCounters && !taken.compare_exchange_weak(first, first + rows)) {
+  }
+  return first + rows <= kGraphCounters ? first : -1;
+}
+
+template <typename T>
+int topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, int k, int64_t* workspace, float* entropy,
+                 float* values, int64_t* indices, Stream stream) {
+  const Groups groups = grouped(width, Chunk<T>::kElements);
+  const int blocks = divide_up(static_cast<int64_t>(groups.number) * groups.lanes, kTopkThreads);
+  int column_bits = 0;
+  while ((width - 1) >> column_bits != 0) ++column_bits;
+  bool captured = false;
+  if (const int error = is_capturing(stream, &captured)) return error;
+  const int counter = captured ? graph_counters_for(rows) : -1;
+  auto* maxima = reinterpret_cast<uint64_t*>(workspace);
+  unsigned* counters = counter < 0 ? reinterpret_cast<unsigned*>(workspace + int64_t{rows} * groups.number) : nullptr;
+  if (counters != nullptr)
+    if (const int error = set_zero(counters, rows * sizeof(unsigned), stream)) return error;
+  return launch(topk_entropy_kernel<T>, rows * blocks, kTopkThreads, 0, stream, static_cast<const T*>(logits), stride,
+                width, k, groups, blocks, column_bits, maxima, counters, counter, entropy, values, indices);
+}
+
+}  // namespace fb
+
+// logits[rows, width]; workspace of rows * (min(width, kMostGroups) + 1) words.
+extern "C" int fb_topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, int k, int dtype,
+                               int64_t* workspace, float* entropy, float* values, int64_t* indices, void* stream) {
+  if (rows > fb::kMostTopkRows || k > fb::kMostK || width > INT32_MAX) return fb::kNotTaken;
+  const auto run = [&](auto* op) {
+    return op(logits, stride, rows, width, k, workspace, entropy, values, indices, static_cast<fb::Stream>(stream));
+  };
+  switch (dtype) {
+    case fb::kFloat32: return run(fb::topk_entropy<float>);
+    case fb::kFloat16: return run(fb::topk_entropy<fb::half>);
+    case fb::kBFloat16: return run(fb::topk_entropy<fb::bfloat16>);
+    default: return fb::kNotTaken;
+  }
+}
