@@ -57,6 +57,8 @@ def opened(path: Path) -> ctypes.CDLL | str:
     found.fb_error_string.restype = ctypes.c_char_p
     for name, signature in _SIGNATURES.items():
         kinds = [_KINDS[letter] for letter in signature.replace(" ", "")]
+        if not hasattr(found, f"fb_{name}"):
+            return f"built from other sources, without fb_{name}: install it anew"
         getattr(found, f"fb_{name}").argtypes = [*kinds, ctypes.c_void_p]
     for name, signature in _SIZES.items():
         function = getattr(found, f"fb_{name}")

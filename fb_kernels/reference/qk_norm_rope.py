@@ -21,21 +21,23 @@ def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> li
 
 def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, 1, E] rows of table[S, E]; NaN where a position lies outside."""
-    if _host_reads(positions):  # and has checked them
-        rows = table.index_select(0, positions)
-        return (rows if rows.dtype == dtype else rows.to(dtype))[:, None]
-    inside = (positions >= 0) & (positions < table.shape[0])
-    rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
-    return torch.where(inside[:, None], rows, torch.nan)[:, None]
+    if not _host_reads(positions):
+        inside = (positions >= 0) & (positions < table.shape[0])
+        rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
+        return torch.where(inside[:, None], rows, torch.nan)[:, None]
+    if len(positions) == 1:  # and they are checked
+        rows = table[int(positions)].view(1, 1, -1)
+    else:
+        rows = table.index_select(0, positions)[:, None]
+    return rows if rows.dtype == dtype else rows.to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute x cos + rotate_half(x) sin."""
-    (first, second), (sin_first, sin_second) = x.chunk(2, -1), sin.chunk(2, -1)
+    half = x.shape[-1] // 2
     rotated = x * cos
-    to_first, to_second = rotated.chunk(2, -1)
-    to_first.addcmul_(second, sin_first, value=-1)
-    to_second.addcmul_(first, sin_second)
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return rotated
 
 
@@ -51,7 +53,7 @@ def _host_reads(index: Tensor) -> bool:
 def _check_positions(positions: Tensor, limit: int) -> None:
     if not _host_reads(positions) or not len(positions):
         return
-    low, high = map(int, positions.aminmax())
+    low, high = (int(positions),) * 2 if len(positions) == 1 else map(int, positions.aminmax())
     if low < 0 or high >= limit:
         bad = low if low < 0 else high
         raise checks.error(OP, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
@@ -88,19 +90,21 @@ def qk_norm_rope(
     _check_positions(positions, cos.shape[0])
     dtype = accumulation_dtype(qkv.dtype)
     heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
-    heads, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
-    heads, parts = heads.to(dtype), (num_heads, num_kv_heads)
-    weights = [None if weight is None else weight.to(dtype) for weight in (q_weight, k_weight)]
-    if weights[0] is not None and weights[1] is not None:
+    both = num_heads + num_kv_heads
+    heads, v = heads[:, :both], heads[:, both:]
+    heads = heads if heads.dtype == dtype else heads.to(dtype)
+    parts = (slice(num_heads), slice(num_heads, both))
+    if q_weight is not None and k_weight is not None:
         heads = normalize(heads, eps)[0]
-    elif weights != [None, None]:
-        normed = zip(heads.split(parts, 1), weights, strict=True)
-        heads = torch.cat([x if weight is None else normalize(x, eps)[0] for x, weight in normed], 1)
-    for x, weight in zip(heads.split(parts, 1), weights, strict=True):
+    elif q_weight is not None or k_weight is not None:
+        normed = zip(parts, (q_weight, k_weight), strict=True)
+        heads = torch.cat([heads[:, x] if w is None else normalize(heads[:, x], eps)[0] for x, w in normed], 1)
+    for part, weight in zip(parts, (q_weight, k_weight), strict=True):
         if weight is not None:
-            x.mul_(weight)
-    rotated = _rotate(heads, _gather(cos, positions, dtype), _gather(sin, positions, dtype)).to(qkv.dtype)
-    q, k = rotated.split(parts, 1)
+            heads[:, part].mul_(weight)
+    rotated = _rotate(heads, _gather(cos, positions, dtype), _gather(sin, positions, dtype))
+    rotated = rotated if rotated.dtype == qkv.dtype else rotated.to(qkv.dtype)
+    q, k = rotated[:, :num_heads], rotated[:, num_heads:]
     return q.clone(memory_format=FORMAT), k.clone(memory_format=FORMAT), v.clone(memory_format=FORMAT)
 
 

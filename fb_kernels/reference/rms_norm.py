@@ -10,7 +10,7 @@ from fb_kernels.reference.linear_logprob import accumulation_dtype
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x / rms, 1 / rms) over the last dimension of x, in x's dtype; 1 / rms keeps that dimension."""
-    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return x * inverse, inverse
 
 
@@ -23,8 +23,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     """(normed, residual sum); without a residual the second is empty."""
     dtype = accumulation_dtype(x.dtype)
     summed = x.new_empty(0) if residual is None else (x + residual).contiguous()
-    unit, _ = normalize((x if residual is None else summed).to(dtype), eps)
-    return unit.mul_(weight.to(dtype)).to(x.dtype).contiguous(), summed
+    wide, weight = (y if y.dtype == dtype else y.to(dtype) for y in (x if residual is None else summed, weight))
+    normed = torch.nn.functional.rms_norm(wide, weight.shape, weight, eps)
+    return (normed if x.dtype == dtype else normed.to(x.dtype)).contiguous(), summed
 
 
 def rms_norm_backward(

@@ -36,5 +36,9 @@ def skinny_linear(
         y = linear(x, weight, bias)
         return gated(y) if swiglu else y.contiguous()
     dtype = accumulation_dtype(x.dtype)  # rounded once
-    y = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return y.add_(residual).to(x.dtype).contiguous()
+    if x.dtype != dtype:
+        wide = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return wide.add_(residual).to(x.dtype).contiguous()
+    if len(x) == 1 and bias is None and weight.numel() <= SMALL:
+        return torch.addmm(residual, x, weight.t())
+    return linear(x, weight, bias).add_(residual).contiguous()

@@ -10,8 +10,10 @@ from fb_kernels.reference.linear_logprob import accumulation_dtype
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up of gate_up[..., 2F]."""
-    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, -1)
-    return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype).contiguous()
+    dtype, half = accumulation_dtype(gate_up.dtype), gate_up.shape[-1] // 2
+    wide = gate_up if gate_up.dtype == dtype else gate_up.to(dtype)
+    gated = torch.nn.functional.silu(wide[..., :half]).mul_(wide[..., half:])
+    return (gated if gated.dtype == gate_up.dtype else gated.to(gate_up.dtype)).contiguous()
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:

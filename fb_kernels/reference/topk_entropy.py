@@ -15,11 +15,10 @@ _LOW = 0x7FFFFFFF
 
 def _top_indices(x: Tensor, k: int) -> Tensor:
     """Indices [rows, k] of the largest entries of float32 or float64 x[rows, V], ties to the lowest index."""
-    if x.device.type == "cpu" and k:  # what torch.topk takes is settled unless the last value has equals outside
-        values, indices = x.topk(k, dim=1)
-        if bool((((x >= values[:, -1:]).sum(1) == k) & ~values[:, 0].isnan()).all()):
-            indices = indices.sort(dim=1).values
-            return indices.gather(1, x.gather(1, indices).sort(dim=1, descending=True, stable=True).indices)
+    if x.device.type == "cpu" and k:  # what torch.topk says is settled where no two values are equal
+        values, indices = x.topk(min(k + 1, x.shape[1]), dim=1)
+        if bool((values[:, :-1] > values[:, 1:]).all()):  # nor any NaN
+            return indices[:, :k]
     x = torch.where(x.isnan(), torch.nan, x + 0.0)  # one NaN, one zero
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -34,16 +33,16 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = logits.shape[:-1], logits.shape[-1]
     x = logits.reshape(math.prod(rows), width)
     dtype = accumulation_dtype(x.dtype)
-    values = torch.empty((x.shape[0], k), dtype=dtype, device=x.device)
-    indices = torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
-    step = max(1, ELEMENT_BLOCK // width)
-    for start in range(0, x.shape[0], step):
-        block = x[start : start + step].to(dtype)
-        indices[start : start + step] = _top_indices(block, k)
-        values[start : start + step] = block.gather(1, indices[start : start + step])
-    shifted = values - values[:, :1]
+    parts = []
+    for block in x.split(max(1, ELEMENT_BLOCK // width)):
+        block = block if block.dtype == dtype else block.to(dtype)
+        indices = _top_indices(block, k)
+        parts.append((block.gather(1, indices), indices))
+    values, indices = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    top = values[:, :1]
+    shifted = values - top
     exponentials = shifted.exp()
     total = exponentials.sum(1)
-    weighted = (exponentials * shifted).masked_fill(values == -torch.inf, 0.0).sum(1)  # 0 * -inf is no term
-    entropy = torch.where(values[:, 0].isinf(), torch.nan, total.log() - weighted / total)
-    return entropy.view(rows), values.view(*rows, k), indices.view(*rows, k)
+    weighted = exponentials.mul_(shifted).masked_fill_(values == -torch.inf, 0.0).sum(1)  # 0 * -inf is no term
+    entropy = (total.log() - weighted.div_(total)).masked_fill_(top[:, 0].isinf(), torch.nan)
+    return entropy.view(rows), values.view(*rows, k), indices.contiguous().view(*rows, k)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import env
+from fb_kernels import cuda, env
 
 
 def lines(report: str) -> dict[str, str]:
@@ -21,7 +21,8 @@ def test_report_names_software_devices_and_ops() -> None:
     for package in ("torch", "transformers", "peft", "numpy"):
         assert found[package] == metadata.version(package)
     assert found["python"] == sys.version.split()[0]
-    assert found["fb_kernels"].startswith("not built: ")
+    library = cuda.library()
+    assert found["fb_kernels"] == (library if isinstance(library, str) else "interface 1")
     assert "thread(s)" in found["cpu"]
     assert found["swiglu"].startswith("cpu: reference (kernels are for CUDA tensors), cuda: ")
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
