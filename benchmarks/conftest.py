@@ -72,6 +72,7 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
         cost: Cost | None = None,
         dtype: torch.dtype | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
+        per: int = 1,
     ) -> list[Result]:
         reasons = dict(skipped)
         results = harness.compare(
@@ -86,6 +87,7 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
             cost=cost,
             dtype=dtype,
             skipped=reasons,
+            per=per,
         )
         notes = [*(f"{name}: not run: {reason}" for name, reason in reasons.items()), *notes]
         request.config.stash[RESULTS].setdefault(request.path.stem.removeprefix("bench_"), []).extend(results)

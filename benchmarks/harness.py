@@ -127,6 +127,7 @@ def compare(
     cost: Cost | None = None,
     dtype: torch.dtype | None = None,
     skipped: dict[str, str] | None = None,
+    per: int = 1,
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
@@ -144,6 +145,7 @@ def compare(
         cost: what the case has to do at least; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
         dtype: of the inputs, to be reported; the result's own by default.
         skipped: takes peers that raised, by name, with the reason; without it they raise here.
+        per: tokens, or other units, of one call; times are of one of them.
 
     Returns:
         one result an implementation that ran, in the given order.
@@ -179,7 +181,7 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in errors}
 
     def timed(name: str) -> None:
-        times[name].append(calls[name]())
+        times[name].append(calls[name]() / per)
 
     def time_peers() -> None:
         for name in right:

@@ -31,6 +31,24 @@ PACKED = [(g, p, 128) for p in (1024, 2048) for g in (3, 4)] if ON_GPU else [(3,
 TRAJECTORIES = [(g, 2048, 128) for g in (3, 4)] if ON_GPU else [(4, 1024, 64)]  # (G, T, H)
 CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branches
 
+# Deployment: tokens of context, new tokens of a problem, and the large model, Qwen3-32B on a GPU.
+CONTEXTS = (256, 2048) if ON_GPU else (256, 1024)
+PROBLEMS = (500, 1200) if ON_GPU else (120,)
+EVENTS = 4.8  # a problem, as published
+LLM = (
+    {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "vocab_size": 151_936}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+    if ON_GPU
+    else {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2304, "vocab_size": 32_000}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+)
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 8192} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
 # (groups, branch length, prefix length)
 BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
 ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 512)]

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
     from fb_core.reranker import TokenReranker, candidate_features
+    from fb_core.runtime import LowLatencyDecoder
     from fb_core.scorer import BranchGroup, CompatibilityScorer
+    from fb_core.server import ServerError, ServerLLM
     from fb_core.targets import future_compatibility, group_targets
     from fb_core.training import Recipe, TrainingGroup, TrainingTrajectory, train_reranker
     from fb_core.verify import Verdict, Verifier
@@ -44,7 +46,9 @@ _HOMES = {
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
     "fb_core.reranker": ("TokenReranker", "candidate_features"),
+    "fb_core.runtime": ("LowLatencyDecoder",),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
+    "fb_core.server": ("ServerError", "ServerLLM"),
     "fb_core.targets": ("future_compatibility", "group_targets"),
     "fb_core.training": ("Recipe", "TrainingGroup", "TrainingTrajectory", "train_reranker"),
     "fb_core.verify": ("Verdict", "Verifier"),
@@ -61,12 +65,15 @@ __all__ = [
     "Generation",
     "LLMPreference",
     "LocalLLM",
+    "LowLatencyDecoder",
     "Pool",
     "RandomChoice",
     "Recipe",
     "RequestPolicy",
     "SLMPreference",
     "Selector",
+    "ServerError",
+    "ServerLLM",
     "State",
     "TokenReranker",
     "TrainingGroup",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -36,10 +37,105 @@ def env() -> None:
     typer.echo(report())
 
 
+SlmOption = Annotated[str, typer.Option(help="Small model: a folder or hub id.")]
+LlmOption = Annotated[str | None, typer.Option(help="Large model: a folder or hub id, or its name at --server.")]
+ServerOption = Annotated[str | None, typer.Option(help="URL of an inference server that holds the large model.")]
+FlavourOption = Annotated[str, typer.Option(help="The server's kind: vllm, sglang or llama.cpp.")]
+AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without one the LLM's choice is taken.")]
+ThresholdOption = Annotated[float, typer.Option(help="Entropy in nats above which the LLM is asked.")]
+TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
+EventsOption = Annotated[int, typer.Option(help="The most events of an answer.")]
+LengthOption = Annotated[int, typer.Option(help="Tokens of prompt and answer that memory is set aside for.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or the checkpoint's own with auto.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to answer.")] = None,
+    *,
+    slm: SlmOption,
+    llm: LlmOption = None,
+    server: ServerOption = None,
+    flavour: FlavourOption = "vllm",
+    adapter: AdapterOption = None,
+    threshold: ThresholdOption = 1.0,
+    max_new_tokens: TokensOption = 512,
+    max_events: EventsOption = 8,
+    max_length: LengthOption = 8192,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    file: Annotated[Path | None, typer.Option(help="A file that holds the prompt.")] = None,
+) -> None:
+    """Answer one prompt with a pair and an adapter; tokens of events are highlighted."""
+    from rich.console import Console
+
+    from fb_core import chat as terminal
+    from fb_core.config import PairSettings
+
+    settings = PairSettings.model_validate(
+        {name: value for name, value in locals().items() if name in PairSettings.model_fields}
+    )
+    text = terminal.read_prompt(prompt, file)
+    talk, start = terminal.Chat(settings), time.perf_counter()
+    generation = talk.answer([{"role": "user", "content": text}], Console())
+    typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
+
+
+@app.command()
+def chat(
+    slm: SlmOption,
+    llm: LlmOption = None,
+    server: ServerOption = None,
+    flavour: FlavourOption = "vllm",
+    adapter: AdapterOption = None,
+    threshold: ThresholdOption = 1.0,
+    max_new_tokens: TokensOption = 512,
+    max_events: EventsOption = 8,
+    max_length: LengthOption = 8192,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends."""
+    from rich.console import Console
+
+    from fb_core import chat as terminal
+    from fb_core.config import PairSettings
+
+    settings = PairSettings.model_validate(
+        {name: value for name, value in locals().items() if name in PairSettings.model_fields}
+    )
+    talk, console, messages = terminal.Chat(settings), Console(), []
+    while True:
+        try:
+            said = console.input("[bold]> [/bold]")
+        except (EOFError, KeyboardInterrupt):
+            break
+        if not said.strip():
+            break
+        messages.append({"role": "user", "content": said})
+        start = time.perf_counter()
+        try:
+            generation = talk.answer(messages, console)
+        except KeyboardInterrupt:
+            console.print("\n[dim]stopped[/dim]")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": generation.text or ""})
+        typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
+
+
 def main() -> None:
     """Entry point: errors that a user can mend come as one line."""
+    from pydantic import ValidationError
+
     try:
         app()
+    except ValidationError as problem:
+        wrong = "; ".join(error["msg"].removeprefix("Value error, ") for error in problem.errors())
+        names = ", ".join(str(error["loc"][0]) for error in problem.errors() if error["loc"])
+        typer.secho(f"futurebridge: {names}{': ' if names else ''}{wrong}", fg="red", err=True)
+        raise SystemExit(2) from None
     except (ValueError, TypeError, OSError) as problem:
         typer.secho(f"futurebridge: {problem}", fg="red", err=True)
         raise SystemExit(2) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
@@ -63,3 +65,37 @@ class DemoSettings(BaseModel):
         WorldSettings(name="control", quantile=0.92, horizon=24, train_problems=500, own_future=True),
         WorldSettings(name="helpful", quantile=0.92, horizon=24, train_problems=500, sweep=(0.90,)),
     )
+
+
+class PairSettings(BaseModel):
+    """A pair at work in a terminal.
+
+    Attributes:
+        slm: folder or hub id of the small model.
+        llm: of the large one; with a server, the name by which the server knows it, if it wants one.
+        server: URL of an inference server to ask instead.
+        flavour: which server it is.
+        adapter: folder of a reranker; without one the LLM's own preference decides.
+        threshold: entropy in nats above which the LLM is asked.
+        max_length: tokens of prompt and answer at most, which memory is set aside for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slm: str
+    llm: str | None = None
+    server: str | None = None
+    flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    adapter: str | None = None
+    threshold: float = Field(default=1.0, allow_inf_nan=True)
+    max_new_tokens: int = Field(default=512, ge=1)
+    max_events: int = Field(default=8, ge=0)
+    max_length: int = Field(default=8192, ge=2)
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    @model_validator(mode="after")
+    def _some_llm(self) -> PairSettings:
+        if self.llm is None and self.server is None:
+            raise ValueError("llm: expected --llm or --server, got neither; say where candidates come from")
+        return self

@@ -383,12 +383,19 @@ class CollaborativeDecoder:
         self.slm_k = min(slm_k, self.vocabulary)
         self.llm_k = min(llm_k, self.vocabulary)
 
-    def generate(self, input_ids: Tensor | Sequence[int], max_new_tokens: int = 4096) -> Generation:
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int = 4096,
+        *,
+        on_token: Callable[[int, Event | None], None] | None = None,
+    ) -> Generation:
         """Decode one prompt.
 
         Args:
             input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
+            on_token: called with each token as it is appended, and with its event where it came from one.
 
         Returns:
             The new tokens, the end-of-sequence token included, and the events.
@@ -400,7 +407,16 @@ class CollaborativeDecoder:
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]
-        return self.generate_many([input_ids], max_new_tokens)[0]
+        if on_token is None:
+            return self.generate_many([input_ids], max_new_tokens)[0]
+        ends = hf.eos_ids(self.slm)
+
+        def done(row: Row, events: list[Event]) -> bool:
+            last = events[-1] if events and events[-1].step == len(row.new) - 1 else None
+            on_token(row.tokens[-1], last)
+            return row.tokens[-1] in ends
+
+        return self._decode([input_ids], max_new_tokens, done)[0]
 
     def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.

@@ -24,7 +24,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import Cache as HFCache
 
 from fb_core.decoder import NativeDecoder
@@ -393,6 +400,36 @@ class Head:
     bias: Tensor | None
     logit_scale: float
     softcap: float | None
+
+
+def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
+    """A causal LM in eval mode and its tokenizer, from a folder or the hub; safetensors only, no code of its own.
+
+    Args:
+        path: the folder or hub id.
+        device: "auto" for a GPU where there is one.
+        dtype: a name of torch's, or "auto" for the checkpoint's own.
+
+    Raises:
+        OSError: nothing usable there.
+        ValueError: a kind of model that transformers does not know without foreign code.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from problem
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation through the tokenizer's chat template, thinking off, open for the answer."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def lm_head(model: PreTrainedModel) -> Head:

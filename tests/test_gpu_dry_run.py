@@ -29,6 +29,7 @@ import test_linear_logprob_gpu as linear_logprob
 import test_merge_attention_states_gpu as merge_attention_states
 import test_qk_norm_rope_gpu as qk_norm_rope
 import test_rms_norm_gpu as rms_norm
+import test_runtime_gpu as runtime
 import test_scorer_gpu as scorer
 import test_swiglu_gpu as swiglu
 import test_topk_entropy_gpu as topk_entropy
@@ -104,6 +105,10 @@ def test_promises(module: Any, promise: Callable[..., None]) -> None:
 
 
 @ONCE
+def test_runtime() -> None:
+    runtime.tokens_are_the_plain_decoders("cpu")
+
+
 def test_scorer() -> None:
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = scorer.qwen3(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from fb_core.decoding import (
 )
 from fb_core.llm import LLM, LocalLLM, Row, check_max_new_tokens, checked_prompts
 from fb_core.policy import RequestPolicy
+from fb_core.reranker import TokenReranker
 from fb_core.runtime.llm import InStepLLM
 from fb_core.runtime.reranker import MergedReranker, MergedSelector
 from fb_core.runtime.static import StaticModel
@@ -93,6 +95,24 @@ class LowLatencyDecoder(CollaborativeDecoder):
             "merged": 0 if self._merged is None else self._merged.nbytes,
             "graphs": sum(model.graphs.nbytes for model in models),
         }
+
+    def load_adapter(self, directory: str | os.PathLike[str]) -> None:
+        """Take another reranker, from a PEFT directory, in the memory of the one at work: no graph is captured anew.
+
+        Raises:
+            OSError: no adapter there.
+            ValueError: no reranker runs on the buffers, or the adapter is of scope "sequence" or for another model.
+        """
+        if self._merged is None:
+            raise ValueError(
+                "load_adapter: expected a decoder whose reranker runs merged, got one without; "
+                "make it with a FutureBridgeSelector"
+            )
+        reranker = TokenReranker.from_pretrained(directory, self.slm).eval()
+        self._merged.load(reranker)
+        selector = self.selector.selector if isinstance(self.selector, CertainLLM) else self.selector
+        assert isinstance(selector, MergedSelector)
+        selector.reranker = reranker
 
     def _on_buffers(self, selector: Selector, model: StaticModel) -> Selector:
         """The selector with its reranker merged, where it has one of scope "candidate"."""

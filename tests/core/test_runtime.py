@@ -3,6 +3,8 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts
 from tiny import EOS, tiny
 from transformers import StoppingCriteriaList
@@ -414,3 +416,91 @@ def test_memory_is_reported():
         for model in (slm, llm)
     ]
     assert decoder.memory == {"buffers": sum(cached), "merged": merged, "graphs": 0}
+
+
+# --- the reranker on the runtime --------------------------------------------------------------------------------------
+
+
+def alora_scores(model, directory, prefix, candidates):
+    """What PEFT computes of a saved adapter that is active on the last token alone (aLoRA with explicit offsets)."""
+    config = LoraConfig.from_pretrained(directory)
+    config.task_type, config.modules_to_save, config.alora_invocation_tokens = "CAUSAL_LM", None, [0]
+    oracle = get_peft_model(model, config).eval()
+    tensors = load_file(directory / "adapter_model.safetensors")
+    head = tensors.pop("base_model.model.score.weight").to(model.dtype)
+    set_peft_model_state_dict(oracle, tensors)
+    rows = torch.cat([prefix.expand(len(candidates), -1), candidates[:, None]], 1)
+    with torch.no_grad():
+        out = oracle(input_ids=rows, alora_offsets=[1] * len(candidates), output_hidden_states=True)
+    return (out.hidden_states[-1][:, -1] @ head.T)[:, 0]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_scores_through_the_runtime_are_pefts(family, tmp_path):
+    model = tiny(family, 5)
+    random_reranker(model, 3).save_pretrained(tmp_path)
+    prefix, candidates = prompts(21, seed=6)[0], torch.randperm(50)[:20]
+    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), StaticModel(model, 40))
+    want = alora_scores(tiny(family, 5), tmp_path, prefix, candidates)
+    torch.testing.assert_close(merged.scores(prefix, candidates), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(merged.scores(prefix.tolist(), candidates[:3]), want[:3], rtol=1e-5, atol=1e-4)
+
+
+def test_rank_agreement_in_bfloat16(tmp_path, record_property):
+    """Merged weights are rounded once more than an adapter beside them: ranks agree, not bits."""
+    model = tiny("qwen3", 5).to(torch.bfloat16)
+    random_reranker(model, 3).save_pretrained(tmp_path)
+    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), StaticModel(model, 40))
+    pairs = agreeing = 0
+    for seed in range(10):
+        prefix, candidates = (
+            prompts(21, seed=seed)[0],
+            torch.randperm(50, generator=torch.Generator().manual_seed(seed))[:13],
+        )
+        ours = merged.scores(prefix, candidates)
+        truth = alora_scores(tiny("qwen3", 5), tmp_path, prefix, candidates)
+        order = (ours[:, None] - ours).sign() == (truth[:, None] - truth).sign()
+        pairs, agreeing = pairs + 13 * 12, agreeing + int(order.sum()) - 13
+    record_property("rank agreement in bfloat16", agreeing / pairs)
+    assert agreeing / pairs > 0.95
+
+
+def test_another_adapter_takes_the_place_of_the_first(tmp_path):
+    slm, llm = pair("qwen3", 7)
+    adapters = []
+    for seed in (1, 2):
+        random_reranker(slm, seed).save_pretrained(tmp_path / str(seed))
+        adapters.append(TokenReranker.from_pretrained(tmp_path / str(seed), slm).eval())
+    options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
+    fast = LowLatencyDecoder(slm, llm, FutureBridgeSelector(adapters[0]), RequestPolicy(1.0), **options)
+    (ids,) = prompts(9, seed=2)
+    weights = [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)]
+    seen = []
+    for number, adapter in enumerate(adapters, 1):
+        fast.load_adapter(tmp_path / str(number))
+        plainly = CollaborativeDecoder(slm, llm, FutureBridgeSelector(adapter), RequestPolicy(1.0), **options)
+        got, want = fast.generate(ids, 9), plainly.generate(ids, 9)
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        seen.append([event.scores for event in got.events])
+        for mine, theirs in zip(got.events, want.events, strict=True):
+            assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
+    assert seen[0] != seen[1]
+    assert [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)] == weights
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
+    slm, llm = pair("qwen3", 7)
+    random_reranker(tiny("qwen3", 8)).save_pretrained(tmp_path / "other")
+    random_reranker(slm, scope="sequence").save_pretrained(tmp_path / "sequence")
+    selector = CertainLLM(FutureBridgeSelector(random_reranker(slm)), 0.9)
+    decoder = LowLatencyDecoder(slm, llm, selector, RequestPolicy(1.0), slm_k=4, llm_k=4)
+    (ids,) = prompts(9, seed=2)
+    before = decoder.generate(ids, 9)
+    for folder, words in (("other", "with other weights"), ("sequence", "scope"), ("nowhere", "nowhere")):
+        with pytest.raises((ValueError, OSError), match=words):
+            decoder.load_adapter(tmp_path / folder)
+    assert decoder.generate(ids, 9).events == before.events
+    with pytest.raises(ValueError, match="expected a decoder whose reranker runs merged"):
+        LowLatencyDecoder(slm, llm, SLMPreference(), RequestPolicy(1.0)).load_adapter(tmp_path / "other")
+    with pytest.raises(ValueError, match="prefix: expected 1 to 8 tokens"):
+        MergedReranker(random_reranker(slm), StaticModel(slm, 8)).scores(list(range(9)), [1, 2])

@@ -1,0 +1,309 @@
+"""Deployment at batch one: a greedy step, a rerank event, and whole problems by method as the paper counts them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, StaticCache
+
+from benchmarks import harness, peers, shapes
+from benchmarks.harness import OURS, Goal, Implementation, Timing
+from benchmarks.shapes import CANDIDATES
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    Generation,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    Selector,
+    SLMPreference,
+    TokenReranker,
+    hf,
+)
+from fb_core.decoding import Pool, ScoringSelector, State
+from fb_core.runtime import LowLatencyDecoder
+
+NEVER = RequestPolicy(math.inf)
+STEPS = 32 if shapes.ON_GPU else 8  # of one timed call
+NEW = 64  # of a call of generate
+PROMPT = 64
+
+
+def random_model(settings: dict, seed: int) -> PreTrainedModel:
+    """A Qwen3 of random weights that never ends by itself."""
+    with torch.random.fork_rng(), torch.device(harness.DEVICE):
+        torch.manual_seed(seed)
+        config = Qwen3Config(**settings, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None)
+        model = AutoModelForCausalLM.from_config(config, dtype=shapes.DTYPE).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def endless() -> PreTrainedModel:
+    return random_model(shapes.SLM, 0)
+
+
+def tokens(model: PreTrainedModel, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (count,), generator=generator).to(model.device)
+
+
+def decoder(model: PreTrainedModel, length: int, **options: object) -> LowLatencyDecoder:
+    given: dict = {"llm": LocalLLM(model), "selector": SLMPreference(), "policy": NEVER} | options
+    return LowLatencyDecoder(model, given.pop("llm"), given.pop("selector"), given.pop("policy"), max_length=length)
+
+
+@torch.no_grad()
+def next_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """float [1, V] behind ids."""
+    return model(ids[None], logits_to_keep=1).logits[0]
+
+
+class HuggingFace:
+    """Greedy steps of a model's own forward over a cache, which is put back behind every call."""
+
+    def __init__(self, model: PreTrainedModel, context: Tensor, *, static: bool = False) -> None:
+        self.model, self.context = model, context
+        self.forward = torch.compile(model, mode="max-autotune", fullgraph=True) if static else model
+        if static:
+            self.cache = StaticCache(config=model.config, max_cache_len=len(context) + STEPS)
+        else:
+            self.cache = DynamicCache()
+        with torch.no_grad():
+            model(context[None, :-1], past_key_values=self.cache, logits_to_keep=1)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        token, held, first = self.context[-1:], len(self.context) - 1, None
+        for step in range(STEPS):
+            positions = torch.arange(held + step, held + step + 1, device=token.device)
+            out = self.forward(
+                token[None], past_key_values=self.cache, cache_position=positions, position_ids=positions[None]
+            ).logits[0]
+            first = out.clone() if first is None else first
+            token = out.argmax(-1)
+        if isinstance(self.cache, DynamicCache):
+            self.cache.crop(held)
+        assert first is not None
+        return first
+
+
+class Ours:
+    """The same steps over the runtime's buffers."""
+
+    def __init__(self, model: PreTrainedModel, context: Tensor) -> None:
+        step = decoder(model, len(context) + STEPS)._step
+        assert step is not None
+        self.step, self.context = step, context
+        step.begin(context, 0)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        self.step.take(len(self.context) - 1, int(self.context[-1]), 0)
+        self.step.outcome()
+        first = self.step.logits.clone()
+        for _ in range(STEPS - 1):
+            self.step.outcome()
+        return first
+
+
+@pytest.mark.parametrize("context", shapes.CONTEXTS)
+def test_decode_step(compare: Callable, endless: PreTrainedModel, context: int) -> None:
+    ids = tokens(endless, context)
+    expected = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
+    plain = next_logits(endless, ids)
+    runs: dict[str, Callable[[], Tensor]] = {
+        OURS: Ours(endless, ids),
+        "HF eager": HuggingFace(endless, ids),
+    }
+    skipped = {}
+    if shapes.ON_GPU:
+        runs["HF static cache + compile"] = HuggingFace(endless, ids, static=True)
+    else:
+        skipped["HF static cache + compile"] = "compiling for a CPU takes minutes"
+    compare(
+        "decode_step",
+        f"P={context}, mean of {STEPS} steps",
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=10,
+        tolerance=harness.allowed_error(plain, expected),
+        timing=Timing.EAGER,
+        dtype=shapes.DTYPE,
+        skipped=skipped,
+        per=STEPS,
+    )
+
+
+@pytest.mark.parametrize("size", ["small", "slm"])
+def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> None:
+    """Tokens a second against `model.generate`, prompt included."""
+    model = random_model(shapes.SMALL, 1) if size == "small" else endless
+    ids = tokens(model, PROMPT)
+    fast = decoder(model, PROMPT + NEW)
+    mask = torch.ones_like(ids[None])
+
+    def theirs() -> Tensor:
+        return model.generate(ids[None], attention_mask=mask, max_new_tokens=NEW, do_sample=False)[0, PROMPT:]
+
+    wide = copy.deepcopy(model).to(shapes.WIDE)
+    checked = NEW if not shapes.ON_GPU else 4  # in bfloat16 near ties end the agreement
+    expected = wide.generate(ids[None], attention_mask=mask, max_new_tokens=checked, do_sample=False)[0, PROMPT:]
+    runs = {OURS: lambda: fast.generate(ids, NEW).token_ids, "HF generate": theirs}
+    config = model.config
+    compare(
+        "generate",
+        f"hidden {config.hidden_size} x {config.num_hidden_layers}, V={config.vocab_size}, "
+        f"{PROMPT} + {NEW} tokens, time of one",
+        {name: Implementation(run, expected) for name, run in runs.items()},
+        rounds=10,
+        tolerance=0.0,
+        timing=Timing.EAGER,
+        dtype=shapes.DTYPE,
+        goals=[Goal("HF generate", 1.5)],
+        per=NEW,
+    )
+
+
+def as_trained(slm: PreTrainedModel) -> TokenReranker:
+    """A reranker of rank 16 whose adapter and head are not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = TokenReranker.from_base(slm)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name or name == "head":
+                    parameter.normal_(std=0.05)
+    return made.eval()
+
+
+@pytest.mark.parametrize("context", shapes.CONTEXTS)
+def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int) -> None:
+    reranker = as_trained(endless)
+    ids = tokens(endless, context)
+    fast = decoder(endless, context + STEPS, selector=FutureBridgeSelector(reranker))
+    step, merged = fast._step, fast._merged
+    assert step is not None
+    assert merged is not None
+    step.begin(ids, 0)
+    step.outcome()
+    candidates = torch.randperm(endless.config.vocab_size, generator=torch.Generator().manual_seed(1))[:CANDIDATES]
+    candidates = candidates.to(endless.device)
+    prefix = peers.prefill(endless, ids)
+    head = reranker.head.detach()
+    state = (reranker.adapted, head, ids, candidates)
+    adapted = copy.deepcopy(reranker.adapted).to(shapes.WIDE)
+    wide = (adapted, head.to(shapes.WIDE), ids, candidates)
+    expected = peers.rerank_cached_forwards(*wide, peers.prefill(copy.deepcopy(endless).to(shapes.WIDE), ids))
+    plain = peers.rerank_repeated_cache(*state, prefix)
+    views = [hf.Prefix(step.model.kv, start=0, length=context)]
+
+    def one_step() -> Tensor:
+        step.take(context - 1, int(ids[-1]), 0)
+        step.outcome()
+        return step.logits.clone()
+
+    compare(
+        "rerank_event",
+        f"K={CANDIDATES} P={context} (deployed)",
+        {
+            OURS: Implementation(lambda: merged.scores_many(views, [candidates])[0], expected),
+            "one greedy step": Implementation(one_step, next_logits(endless, ids), tolerance=1.0),
+            "PEFT over the repeated cache": Implementation(
+                partial(peers.rerank_repeated_cache, *state, prefix), expected
+            ),
+            "PEFT, K full forwards": Implementation(
+                partial(peers.rerank_full_forwards, *state), peers.rerank_full_forwards(*wide[:-1], candidates[:1])
+            ),
+        },
+        rounds=20 if shapes.ON_GPU else 7,
+        tolerance=max(harness.allowed_error(plain, expected), 1e-4),
+        timing=Timing.EAGER,
+        dtype=shapes.DTYPE,
+        goals=[Goal("one greedy step", 1 / 1.2 if shapes.ON_GPU else 0.5)],
+    )
+
+
+class NaivePEFT(ScoringSelector):
+    """The scorer as PEFT serves it: every candidate behind the whole prefix, no cache."""
+
+    def __init__(self, reranker: TokenReranker) -> None:
+        self.reranker = reranker
+
+    def scores_many(self, states: list[State], pools: list[Pool]) -> list[Tensor]:
+        head = self.reranker.head.detach()
+        return [
+            peers.rerank_full_forwards(self.reranker.adapted, head, state.tokens, pool.ids).float()
+            for state, pool in zip(states, pools, strict=True)
+        ]
+
+
+def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
+    """The policy that would ask EVENTS times in a greedy generation."""
+    step = decoder(slm, len(ids) + new)._step
+    assert step is not None
+    step.begin(ids, 0)
+    entropies = [step.outcome()[2] for _ in range(new)]
+    return RequestPolicy.calibrate(entropies, 1 - shapes.EVENTS / new)
+
+
+@pytest.mark.parametrize("new", shapes.PROBLEMS)
+def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> None:
+    """Calls, pools and latency of a problem by method; SLM and LLM on one device."""
+    llm = random_model(shapes.LLM, 2)
+    reranker, ids = as_trained(endless), tokens(endless, PROMPT)
+    policy = calibrated(endless, ids, new)
+    methods: dict[str, tuple[Selector, RequestPolicy, str]] = {
+        OURS: (FutureBridgeSelector(reranker), policy, "joint"),
+        "greedy": (SLMPreference(), NEVER, "joint"),
+        "S2T": (LLMPreference(), policy, "slm"),
+        "FutureBridge, naive PEFT": (NaivePEFT(reranker), policy, "joint"),
+    }
+    decoders = {
+        name: LowLatencyDecoder(endless, llm, selector, asked, pool=pool, max_length=PROMPT + new)  # type: ignore[arg-type]
+        for name, (selector, asked, pool) in methods.items()
+    }
+    last: dict[str, Generation] = {}
+
+    def run(name: str) -> Tensor:
+        last[name] = decoders[name].generate(ids, new)
+        return last[name].token_ids
+
+    checked = 2 if shapes.ON_GPU else new  # in bfloat16 near ties end the agreement
+    expected = {
+        name: CollaborativeDecoder(endless, llm, selector, asked, pool=pool).generate(ids, checked).token_ids
+        for name, (selector, asked, pool) in methods.items()
+    }
+    results = compare(
+        "end_to_end",
+        f"{PROMPT} + {new} tokens, SLM {endless.num_parameters() / 1e6:,.0f}M, LLM {llm.num_parameters() / 1e6:,.0f}M",
+        {name: Implementation(partial(run, name), expected[name]) for name in methods},
+        rounds=3,
+        tolerance=0.0,
+        timing=Timing.EAGER,
+        dtype=shapes.DTYPE,
+    )
+    print(cost_table(results, last))
+
+
+def cost_table(results: list[harness.Result], last: dict[str, Generation]) -> str:
+    """The paper's cost table; beside its one token an event appends none of the LLM's, so no column says so."""
+    times = {row.impl: row for row in results}
+    greedy = times["greedy"].median_us
+    lines = [f"{'method':26} {'calls':>6} {'mean pool':>10} {'appended':>9} {'vs greedy':>10} {'peak GB':>8}"]
+    for name, generation in last.items():
+        events, row = generation.events, times[name]
+        pool = f"{sum(len(event.pool) for event in events) / len(events):.1f}" if events else ""
+        relative = "" if not greedy or row.median_us is None else f"{row.median_us / greedy:.2f}x"
+        peak = "" if row.peak_bytes is None else f"{(torch.cuda.memory_allocated() + row.peak_bytes) / 1e9:.1f}"
+        shown = "FutureBridge" if name == OURS else name
+        line = f"{shown:26} {len(events):>6} {pool:>10} {len(events):>9} {relative:>10} {peak:>8}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)

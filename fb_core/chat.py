@@ -1,0 +1,118 @@
+"""A pair, an adapter and a terminal: `futurebridge generate` and `futurebridge chat`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from fb_core import hf
+from fb_core.config import PairSettings
+from fb_core.decoding import CollaborativeDecoder, Event, FutureBridgeSelector, Generation, LLMPreference, Selector
+from fb_core.llm import LLM, LocalLLM
+from fb_core.policy import RequestPolicy
+from fb_core.reranker import TokenReranker
+from fb_core.runtime import LowLatencyDecoder
+from fb_core.server import ServerLLM
+
+EVENT_STYLE = "bold black on bright_yellow"
+
+
+class Chat:
+    """One SLM with its helpers, talking to one terminal.
+
+    Args:
+        settings: where the models are and when the LLM is asked.
+
+    Raises:
+        ValueError: models that do not belong together, or settings that no models fit.
+        OSError: a model, adapter or server that is not there.
+    """
+
+    def __init__(self, settings: PairSettings) -> None:
+        self.settings = settings
+        slm, self.tokenizer = hf.load_model(settings.slm, settings.device, settings.dtype)
+        known = 1 + max(self.tokenizer.get_vocab().values())
+        self.decoder: CollaborativeDecoder = LowLatencyDecoder(
+            slm,
+            self._llm(known),
+            self._selector(slm),
+            RequestPolicy(settings.threshold),
+            max_length=settings.max_length,
+            max_events=settings.max_events,
+            tokenizer=self.tokenizer,
+        )
+
+    def _llm(self, known: int) -> LLM:
+        settings = self.settings
+        if settings.server is not None:
+            server = ServerLLM(settings.server, settings.flavour, model=settings.llm, vocabulary=known)
+            server.check_tokenizer(self.tokenizer)
+            return server
+        assert settings.llm is not None
+        llm, tokenizer = hf.load_model(settings.llm, settings.device, settings.dtype)
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"llm: expected the tokenizer of {settings.slm}, got another one with {settings.llm}; "
+                "use two models of one family"
+            )
+        return LocalLLM(llm, valid_vocab=min(known, hf.vocabulary(llm)))
+
+    def _selector(self, slm: hf.CausalLM) -> Selector:
+        if self.settings.adapter is None:
+            return LLMPreference()
+        return FutureBridgeSelector(TokenReranker.from_pretrained(self.settings.adapter, slm).eval())
+
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation: through the tokenizer's chat template, or plain where it has none."""
+        if getattr(self.tokenizer, "chat_template", None):
+            return hf.chat_ids(self.tokenizer, messages)
+        return list(self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+
+    def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
+        """Generate and print as it comes, tokens of events highlighted."""
+        generation = self.decoder.generate(
+            torch.tensor(self.prompt_ids(messages), device=self.decoder.slm.device),
+            self.settings.max_new_tokens,
+            on_token=printer(self.tokenizer, console),
+        )
+        console.print()
+        return generation
+
+
+def printer(tokenizer: hf.Tokenizer, console: Console) -> Callable[[int, Event | None], None]:
+    """What prints each token's text as soon as it is whole characters."""
+    held: list[int] = []
+
+    def show(token: int, event: Event | None) -> None:
+        held.append(token)
+        text = tokenizer.decode(held, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            held.clear()
+            console.print(Text(text, style=EVENT_STYLE if event else ""), end="", soft_wrap=True)
+
+    return show
+
+
+def summary(generation: Generation, seconds: float) -> str:
+    """One line on what was generated."""
+    tokens, events = len(generation.token_ids), len(generation.events)
+    pool = sum(len(event.pool) for event in generation.events) / events if events else math.nan
+    asked = f"{events} event(s), mean pool {pool:.1f}" if events else "no event"
+    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} a second), {asked}"
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt given in either way.
+
+    Raises:
+        ValueError: none or both given.
+    """
+    if (prompt is None) == (file is None):
+        given = "both" if prompt is not None else "neither"
+        raise ValueError(f"prompt: expected a PROMPT or --file, got {given}; give one of them")
+    return prompt if prompt is not None else file.read_text(encoding="utf-8")  # type: ignore[union-attr]

@@ -1,0 +1,534 @@
+"""A large model behind an HTTP server (vLLM, SGLang, llama.cpp), asked by token id, never by text."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import operator
+import random
+import reprlib
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from numbers import Integral
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens
+
+Flavour = Literal["vllm", "sglang", "llama.cpp"]
+MAX_BODY = 64 << 20  # bytes of one answer
+FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
+ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
+TEXTS = (
+    "The answer is \\boxed{42}.\n\nSo 3.14159 * 2 = 6.28318, and 1000000 > 999999!",
+    "def f(x):\n\treturn [x ** 2 for _ in range(10)]  # tabs,   spaces\r\n",
+    "naïve café, Übergröße, Ελληνικά, русский, 中文字符, 日本語, العربية, 🙂👩‍💻, é",
+    "don't WON'T I'll  <b>&amp;</b> $\\frac{a}{b}$ a_b-c/d@e.f",
+)
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(OSError):
+    """A server that did not answer, or not with what was asked for."""
+
+
+class ServerLLM(LLM):
+    r"""A large model behind a server, with temperature 0 and no penalties whatever the server's defaults are.
+
+    A request that fails (no connection, no whole answer in time, status 429 or 5xx) is sent again up to `retries` times
+    with growing pauses; any other failure is final. All calls share one pool of threads, each with its own kept-alive
+    connection. How each flavour is asked:
+
+    - "vllm": `/v1/completions` with `logprobs=k`, which the server bounds (`--max-logprobs`, 20 unless told). It lists
+      its top tokens alone, so the `score_ids` that are not among them are asked for by `logprob_token_ids` (at most 128
+      of them). A server that does not know that field ignores it; then, and from there on, each is appended to the
+      prompt and its `prompt_logprobs` read, all in one request: exact too, but the server prefills the prompt once an
+      id. Completions need `return_token_ids` (0.10.2 or later).
+    - "sglang": `/generate` with `top_logprobs_num` and `token_ids_logprob`.
+    - "llama.cpp": `/completion` with `n_probs`, before sampling. There is no way to ask for given ids, so `n_probs`
+      grows from 128 by factors of 16, up to the vocabulary, until it holds the `score_ids`; the prompt stays cached.
+
+    A continuation ends where the server ends it (its model's end-of-sequence tokens), or behind one of `ends`.
+    Where a server floors the log-probability of impossible tokens (vLLM: -9999) the floor is what comes.
+
+    Args:
+        url: of the server, http or https, e.g. "http://localhost:8000"; a path is put before the server's own.
+        flavour: the dialect that it speaks.
+        model: the name that requests carry, None where the server has one model.
+        vocabulary: number of ids that the served model takes.
+        ends: ids that end a continuation.
+        timeout: seconds to connect, to send, and to receive the whole answer, each.
+        retries: how often a failed request is sent again.
+        in_flight: the most requests under way at once.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        flavour: Flavour = "vllm",
+        *,
+        model: str | None = None,
+        vocabulary: int,
+        ends: Collection[int] = frozenset(),
+        timeout: float = 60.0,
+        retries: int = 3,
+        in_flight: int = 8,
+    ) -> None:
+        self._secure, self._host, self._port, self._path = _parts(url)
+        if flavour not in _DIALECTS:
+            raise ValueError(f"flavour: expected 'vllm', 'sglang' or 'llama.cpp', got {flavour!r}; name the server's")
+        for name, count, least, remedy in (
+            ("vocabulary", vocabulary, 1, "pass the served model's vocab_size"),
+            ("retries", retries, 0, "0 sends every request once"),
+            ("in_flight", in_flight, 1, "1 sends one request at a time"),
+        ):
+            if not isinstance(count, Integral):
+                raise TypeError(f"{name}: expected an int, got {type(count).__name__}; convert it with int()")
+            if count < least:
+                raise ValueError(f"{name}: expected {least} or more, got {count}; {remedy}")
+        if not 0.0 < timeout < math.inf:
+            raise ValueError(f"timeout: expected seconds above 0, got {timeout}; 60 is the default")
+        self.url = url
+        self.flavour = flavour
+        self.model = model
+        self.timeout = timeout
+        self.retries = retries
+        self._vocabulary = vocabulary
+        self._ends = frozenset(_listed("ends", ends, vocabulary))
+        self._dialect = _DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
+        self._pool = ThreadPoolExecutor(in_flight, "fb-server")
+        self._own = threading.local()  # a connection each thread
+        self._connections: list[HTTPConnection] = []
+        self._closing = weakref.finalize(self, _close, self._pool, self._connections)
+        self._random = random.Random()
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of ids that the served model takes."""
+        return self._vocabulary
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a continuation."""
+        return self._ends
+
+    def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
+        """As `LLM.candidates`, on the CPU; raises as `candidates_many`."""
+        return self.candidates_many([ids], k, None if score_ids is None else [score_ids])[0]
+
+    def candidates_many(
+        self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
+    ) -> list[Candidates]:
+        """As `LLM.candidates_many`, at most `in_flight` requests at once; ties go to the lowest of the ids answered.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: no ids, one outside the vocabulary, or k below 1.
+            ServerError: the server did not answer, or not with k candidates and all of `score_ids` in log-probabilities
+                that are numbers up to 0 of ids inside the vocabulary. The object stays usable.
+        """
+        if k < 1:
+            raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
+        checked = self._prompts(prompts)
+        if score_ids is not None and len(score_ids) != len(checked):
+            raise ValueError(
+                f"score_ids: expected one for each of {len(checked)} prompts, got {len(score_ids)}; pass [] for none"
+            )
+        scored: list[list[int] | None] = [None] * len(checked)
+        if score_ids is not None:
+            scored = [_listed("score_ids", ids, self._vocabulary) for ids in score_ids]
+        count = min(k, self._vocabulary)
+        return list(self._pool.map(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored))
+
+    def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
+        """As `LLM.complete`, on the CPU; raises as `complete_many`."""
+        return self.complete_many([ids], max_new_tokens)[0]
+
+    def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
+        """As `LLM.complete_many`, at most `in_flight` requests at once.
+
+        Raises:
+            TypeError: ids or max_new_tokens that are not integers.
+            ValueError: no ids, one outside the vocabulary, or max_new_tokens below 1.
+            ServerError: the server did not answer, or not with ids inside the vocabulary; one that refuses a prompt too
+                long for it is among these. The object stays usable.
+        """
+        check_max_new_tokens(max_new_tokens)
+        return list(self._pool.map(lambda ids: self._complete(ids, max_new_tokens), self._prompts(prompts)))
+
+    def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
+        """Refuse a server whose tokenizer, by its `/tokenize`, disagrees with this one.
+
+        All three flavours document that endpoint; an SGLang from before it was added answers 404, a ServerError.
+
+        Args:
+            tokenizer: the one whose ids this object will be asked with.
+            texts: what both are to turn into the same ids, without special tokens around; None for a few in several
+                scripts and the tokenizer's own special tokens.
+
+        Raises:
+            ValueError: ids beyond the vocabulary, or other ids for a text.
+            ServerError: the server did not answer, or not with ids.
+        """
+        most = max(tokenizer.get_vocab().values()) + 1
+        if most > self._vocabulary:
+            raise ValueError(
+                f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
+                "served model's own tokenizer and vocabulary"
+            )
+        for text in [*TEXTS, "".join(tokenizer.all_special_tokens)] if texts is None else texts:
+            ours = list(tokenizer.encode(text, add_special_tokens=False))
+            theirs = self._pool.submit(self._read, f"the ids of {text!r}", self._dialect.tokenize, text).result()
+            if theirs != ours:
+                raise ValueError(
+                    f"tokenizer: expected the server's ids {reprlib.repr(theirs)} for {text!r}, got "
+                    f"{reprlib.repr(ours)}; use the served model's own tokenizer"
+                )
+
+    def close(self) -> None:
+        """Wait for what is under way and close the connections, as happens too when the object goes.
+
+        Calls on a closed object raise RuntimeError.
+        """
+        self._pool.shutdown()
+        self._closing()
+
+    def _prompts(self, prompts: Sequence[Ids]) -> list[list[int]]:
+        checked = [_listed("ids", ids, self._vocabulary) for ids in prompts]
+        if not all(checked):
+            raise ValueError("ids: expected at least one token, got none; begin with the prompt")
+        return checked
+
+    def _candidates(self, ids: list[int], k: int, wanted: list[int] | None) -> Candidates:
+        asked = f"{k} candidates and {len(wanted or ())} scores behind {len(ids)} tokens"
+        top, known = self._read(asked, self._dialect.candidates, ids, k, sorted(set(wanted or ())))
+        missing = [token for token in wanted or () if token not in known]
+        if len(top) < k or missing:
+            raise ServerError(
+                f"{self.url}: expected {asked}, got {len(top)} and no score of {reprlib.repr(missing)}; check that it "
+                f"is a {self.flavour} server and does not limit its log-probabilities"
+            )
+        ranked = sorted(top, key=lambda token: (-top[token], token))[:k]
+        return Candidates(
+            torch.tensor(ranked),
+            torch.tensor([top[token] for token in ranked], dtype=torch.float32),
+            None if wanted is None else torch.tensor([known[token] for token in wanted], dtype=torch.float32),
+        )
+
+    def _complete(self, ids: list[int], n: int) -> Tensor:
+        asked = f"1 to {n} tokens behind {len(ids)}"
+        new = self._read(asked, self._dialect.complete, ids, n)[:n]
+        if not new:
+            raise ServerError(
+                f"{self.url}: expected {asked}, got none; check that the prompt leaves the server room and that it "
+                "returns end-of-sequence tokens"
+            )
+        last = next((place for place, token in enumerate(new) if token in self._ends), n)
+        return torch.tensor(new[: last + 1])
+
+    def _read(self, asked: str, read: Callable[..., Answer], *arguments: Any) -> Answer:
+        """`read`'s result; an answer that it cannot read is a ServerError."""
+        try:
+            return read(*arguments)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+            raise ServerError(
+                f"{self.url}: expected {asked} as {self.flavour} answers it, got an answer that does not fit "
+                f"({type(problem).__name__}: {problem}); check the flavour and the server's version"
+            ) from problem
+
+    def _post(self, path: str, fields: dict[str, Any]) -> Any:
+        """The JSON that comes for a JSON, with retries."""
+        body = json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5))
+            try:
+                status, answer = self._exchange(self._path + path, body)
+            except ServerError:
+                raise
+            except (OSError, HTTPException) as problem:
+                came = f"{type(problem).__name__}: {str(problem)[:200]!r}"
+                continue
+            if status == 200:
+                return self._parsed(path, answer)
+            came = f"status {status}: {answer[:300].decode(errors='replace')!r}"
+            if status != 429 and status < 500:
+                raise ServerError(
+                    f"{self.url}: expected an answer from {path}, got {came}; check the flavour and what the server "
+                    "allows"
+                )
+        raise ServerError(
+            f"{self.url}: expected an answer from {path}, got {came}, {self.retries + 1} times; check that the server "
+            "runs there, or raise timeout or retries"
+        )
+
+    def _parsed(self, path: str, answer: bytes) -> Any:
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError) as problem:
+            raise ServerError(
+                f"{self.url}: expected JSON from {path}, got {answer[:60]!r} ({problem}); check the "
+                "flavour and what listens there"
+            ) from problem
+
+    def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of one POST on this thread's connection."""
+        connection: HTTPConnection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            kind = HTTPSConnection if self._secure else HTTPConnection
+            connection = self._own.connection = kind(self._host, self._port, timeout=self.timeout)
+            connection.response_class = _Response
+            self._connections.append(connection)
+        if connection.sock is not None:
+            connection.sock.settimeout(self.timeout)
+            try:
+                return self._send(connection, path, body)
+            except ConnectionError:
+                pass  # a kept connection that the server has closed meanwhile
+        return self._send(connection, path, body)
+
+    def _send(self, connection: HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = bytearray()
+            while chunk := response.read(1 << 16):
+                answer += chunk
+                if len(answer) > MAX_BODY:
+                    raise ServerError(
+                        f"{self.url}: expected at most {MAX_BODY} bytes from {path}, got more; check what listens there"
+                    )
+            if response.length:
+                raise IncompleteRead(bytes(answer), response.length)
+        except BaseException:
+            connection.close()  # the next request opens it again
+            raise
+        return response.status, bytes(answer)
+
+
+class _Response(HTTPResponse):
+    """An answer that must be whole within the socket's timeout, however slowly it trickles in."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_Timed(sock, self.fp.detach()))  # type: ignore[arg-type]
+
+
+class _Timed(io.RawIOBase):
+    """A socket's bytes; none later than its timeout from now."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._sock = sock
+        self._raw = raw
+        self._end = time.monotonic() + (sock.gettimeout() or 0.0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0.0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Dialect(ABC):
+    """What is posted to one kind of server, and how its answers are read; what does not fit raises as it comes.
+
+    Args:
+        post: (path, fields) -> the answer.
+        vocabulary: ids from here on do not fit.
+        ends: ids to end a continuation at.
+    """
+
+    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
+        self.post = post
+        self.vocabulary = vocabulary
+        self.ends = ends
+
+    @abstractmethod
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        """Log-probabilities by id: of the k most likely tokens, and of `wanted`; others may be among them."""
+
+    @abstractmethod
+    def complete(self, ids: list[int], n: int) -> list[int]:
+        """The greedy continuation."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around."""
+        return self.tokens(self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
+
+    def token(self, value: Any) -> int:
+        """A token id of an answer."""
+        if type(value) is not int or not 0 <= value < self.vocabulary:
+            raise ValueError(f"token id {reprlib.repr(value)} is not one from 0 below {self.vocabulary}")
+        return value
+
+    def tokens(self, values: Any) -> list[int]:
+        """Token ids of an answer."""
+        if type(values) is not list:
+            raise ValueError(f"{reprlib.repr(values)} is not a list of token ids")
+        return [self.token(value) for value in values]
+
+    def logprobs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
+        """Token ids and log-probabilities of an answer."""
+        known = {}
+        for token, value in pairs:
+            if type(value) not in (float, int) or not value <= ROUNDING:
+                raise ValueError(
+                    f"log-probability {reprlib.repr(value)} of id {reprlib.repr(token)} is not a number up to 0"
+                )
+            known[self.token(token)] = min(float(value), 0.0)
+        return known
+
+
+_PLAIN = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class _VLLM(_Dialect):
+    takes_ids = True  # until the server has ignored logprob_token_ids
+
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        top = self._next(ids, logprobs=k)
+        known = dict(top)
+        missing = [token for token in wanted if token not in known]
+        if missing and self.takes_ids:
+            known |= self._next(ids, logprobs=1, logprob_token_ids=missing)
+            missing = [token for token in missing if token not in known]
+            self.takes_ids = not missing
+        if missing:
+            choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
+            last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
+            known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
+        return top, known
+
+    def complete(self, ids: list[int], n: int) -> list[int]:
+        (choice,) = self._choices(prompt=ids, max_tokens=n, return_token_ids=True, stop_token_ids=self.ends)
+        return self.tokens(choice["token_ids"])
+
+    def _next(self, ids: list[int], **fields: Any) -> dict[int, float]:
+        (choice,) = self._choices(prompt=ids, max_tokens=1, return_tokens_as_token_ids=True, **fields)
+        return self.logprobs((self._id(name), value) for name, value in choice["logprobs"]["top_logprobs"][0].items())
+
+    def _choices(self, **fields: Any) -> Any:
+        return self.post("/v1/completions", _PLAIN | fields)["choices"]
+
+    def _id(self, name: str) -> int:
+        kind, _, digits = name.partition(":")
+        if kind != "token_id":
+            raise ValueError(f"token {reprlib.repr(name)} is not of the form token_id:...")
+        return int(digits)
+
+
+class _SGLang(_Dialect):
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        asked = {"token_ids_logprob": wanted} if wanted else {}
+        found = self._generate(ids, 1, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
+        top = self.logprobs((token, value) for value, token, *_ in found["output_top_logprobs"][0])
+        if not wanted:
+            return top, {}
+        return top, self.logprobs((token, value) for value, token, *_ in found["output_token_ids_logprobs"][0])
+
+    def complete(self, ids: list[int], n: int) -> list[int]:
+        return self.tokens(self._generate(ids, n)["output_ids"])
+
+    def _generate(self, ids: list[int], n: int, **fields: Any) -> Any:
+        sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends}
+        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
+
+
+class _LlamaCpp(_Dialect):
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        n = min(max(k, 128), self.vocabulary) if wanted else k
+        known = self._next(ids, n)
+        while n < self.vocabulary and not known.keys() >= set(wanted):
+            n = min(16 * n, self.vocabulary)
+            known = self._next(ids, n)
+        return known, known
+
+    def complete(self, ids: list[int], n: int) -> list[int]:
+        return self.tokens(self._completion(ids, n, return_tokens=True)["tokens"])
+
+    def tokenize(self, text: str) -> list[int]:
+        fields = {"content": text, "add_special": False, "parse_special": True}
+        return self.tokens(self.post("/tokenize", fields)["tokens"])
+
+    def _next(self, ids: list[int], n: int) -> dict[int, float]:
+        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False)["completion_probabilities"][0]
+        return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
+
+    def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
+        plain = {"temperature": 0, "samplers": ["temperature"], "mirostat": 0, "cache_prompt": True}
+        return self.post("/completion", plain | {"prompt": ids, "n_predict": n} | fields)
+
+
+_DIALECTS: dict[str, type[_Dialect]] = {"vllm": _VLLM, "sglang": _SGLang, "llama.cpp": _LlamaCpp}
+
+
+def _close(pool: ThreadPoolExecutor, connections: list[HTTPConnection]) -> None:
+    pool.shutdown(wait=False)
+    for connection in connections:
+        connection.close()
+
+
+def _parts(url: str) -> tuple[bool, str, int, str]:
+    """(https or not, host, port, path) of a server's URL.
+
+    Raises:
+        TypeError: not a str.
+        ValueError: another scheme, no host, a bad port, or user, query or fragment.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"url: expected a str, got {type(url).__name__}; pass one such as 'http://localhost:8000'")
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        parts, port = urlsplit(""), 0
+    extra = parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isprintable() or " " in url:
+        raise ValueError(
+            f"url: expected http or https, a host, perhaps a port and a path, got {url!r}; pass one such as "
+            "'http://localhost:8000'"
+        )
+    return parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/")
+
+
+def _listed(name: str, ids: Ids | Collection[int], size: int) -> list[int]:
+    """Token ids as a list.
+
+    Raises:
+        TypeError: not a sequence of integers.
+        ValueError: an id outside the vocabulary.
+    """
+    try:
+        listed = [operator.index(value) for value in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+    except TypeError as problem:
+        raise TypeError(
+            f"{name}: expected a sequence of token ids, got one where {problem}; pass a list of ints or an int64 tensor"
+        ) from None
+    outside = [value for value in listed if not 0 <= value < size]
+    if outside:
+        raise ValueError(f"{name}: expected ids from 0 below {size}, got {outside[0]}; use the model's own tokenizer")
+    return listed

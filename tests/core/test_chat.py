@@ -1,0 +1,166 @@
+"""`futurebridge generate` and `futurebridge chat` on saved models, as a user runs them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from test_runtime import random_reranker
+from tiny import EOS, V, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
+from fb_core.chat import EVENT_STYLE, Chat, printer, read_prompt
+from fb_core.config import PairSettings
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+)
+
+
+def tokenizer(words=V):
+    vocabulary = {("<pad>", "</s>", "<unk>")[i] if i < 3 else f"w{i}": i for i in range(words)}
+    built = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Folders of an SLM, an LLM and an adapter."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name, model in (("slm", tiny("qwen3", 1)), ("llm", tiny("qwen3", 2))):
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+        if name == "slm":
+            random_reranker(model).save_pretrained(folder / "adapter")
+    return folder
+
+
+def run(*arguments, typed=None):
+    return subprocess.run(
+        [sys.executable, "-c", "from fb_core.cli import main; main()", *map(str, arguments)],
+        input=typed,
+        capture_output=True,
+        text=True,
+    )
+
+
+def options(pair, **more):
+    given = {"slm": pair / "slm", "llm": pair / "llm", "threshold": 1.2, "max-new-tokens": 12, "max-length": 64} | more
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+def expected(pair, text):
+    slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
+    ids = AutoTokenizer.from_pretrained(pair / "slm")(text)["input_ids"]
+    return CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2)).generate(ids, 12)
+
+
+def test_generate_prints_the_decoders_text(pair):
+    done = run("generate", "w7 w8", *options(pair))
+    want = expected(pair, "w7 w8 w4")
+    words = [f"w{token}" for token in want.token_ids.tolist() if token > 2]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["".join(words)] or done.stdout.split() == words
+    assert f"{len(want.token_ids)} tokens in" in done.stderr
+    assert f"{len(want.events)} event(s), mean pool" in done.stderr
+
+
+def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("w7 w8")
+    done = run("generate", *options(pair, adapter=pair / "adapter", file=prompt))
+    assert done.returncode == 0, done.stderr
+    assert "tokens in" in done.stderr
+
+
+def test_chat_goes_on_until_an_empty_line(pair):
+    done = run("chat", *options(pair), typed="w7 w8\nw9\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokens in") == 2
+    ended = run("chat", *options(pair), typed="")
+    assert ended.returncode == 0
+    assert "tokens in" not in ended.stderr
+
+
+def test_events_are_highlighted(pair):
+    chat = Chat(PairSettings(slm=str(pair / "slm"), llm=str(pair / "llm"), threshold=1.2, max_new_tokens=12))
+    screen = io.StringIO()
+    generation = chat.answer(
+        [{"role": "user", "content": "w7 w8"}], Console(file=screen, force_terminal=True, color_system="standard")
+    )
+    assert generation.events
+    marked = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    marked.print("x", style=EVENT_STYLE, end="")
+    code = marked.file.getvalue().split("x")[0]
+    shown = [event for event in generation.events if event.token > 2]
+    assert screen.getvalue().count(code) == len(shown)
+
+
+def test_characters_are_printed_whole():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    screen = io.StringIO()
+    show = printer(Bytes(), Console(file=screen, width=80))
+    for byte in "a\N{EURO SIGN}b".encode():
+        show(byte, None)
+    assert screen.getvalue() == "a\N{EURO SIGN}b"
+
+
+def test_on_token_sees_every_token_and_its_event(pair):
+    slm, llm = tiny("qwen3", 1), tiny("qwen3", 2)
+    seen = []
+    decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
+    generation = decoder.generate(torch.tensor([7, 8]), 12, on_token=lambda *token: seen.append(token))
+    assert [token for token, _ in seen] == generation.token_ids.tolist()
+    assert [event for _, event in seen if event] == generation.events
+    assert generation.token_ids.tolist() == decoder.generate(torch.tensor([7, 8]), 12).token_ids.tolist()
+    assert EOS in generation.token_ids.tolist()[-1:] or len(generation.token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slm": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"llm": None}, "expected --llm or --server, got neither"),
+        ({"threshold": "nan"}, "threshold"),
+        ({"max-new-tokens": 0}, "max_new_tokens"),
+        ({"adapter": "no-adapter"}, "no-adapter"),
+        ({"flavour": "tgi"}, "flavour"),
+        ({"max-length": 4}, "expected prompt and new tokens to fit buffers of 4 tokens"),
+    ],
+)
+def test_errors_are_one_message(pair, change, words):
+    given = {name: value for name, value in ({"llm": pair / "llm"} | change).items() if value is not None}
+    arguments = options(pair, **given)
+    if change.get("llm", "") is None:
+        place = arguments.index("--llm")
+        del arguments[place : place + 2]
+    done = run("generate", "w7 w8", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_models_of_two_families_are_refused(pair, tmp_path):
+    tiny("qwen3", 2, vocab_size=V + 1).save_pretrained(tmp_path)
+    tokenizer(V + 1).save_pretrained(tmp_path)
+    done = run("generate", "w7", *options(pair, llm=tmp_path))
+    assert done.returncode == 2
+    assert "expected the tokenizer of" in done.stderr
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_one_prompt_is_needed(tmp_path, both):
+    with pytest.raises(ValueError, match=f"expected a PROMPT or --file, got {'both' if both else 'neither'}"):
+        read_prompt("x" if both else None, tmp_path / "p" if both else None)

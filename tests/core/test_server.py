@@ -1,0 +1,573 @@
+import gc
+import json
+import math
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from dialects import FAMILY, OLD, SEED, byte_tokenizer
+from tiny import EOS, V, tiny
+
+from fb_core import ServerError, ServerLLM, server
+from fb_core.decoding import CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.llm import LocalLLM
+from fb_core.policy import RequestPolicy
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+SERVED = [("vllm", ""), ("vllm", OLD), ("sglang", ""), ("llama.cpp", "")]
+served = pytest.mark.parametrize(("flavour", "prefix"), SERVED, ids=["vllm", "vllm-old", "sglang", "llama.cpp"])
+flavours = pytest.mark.parametrize("flavour", ["vllm", "sglang", "llama.cpp"])
+
+
+def prompts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Of a process that serves the tiny model in all dialects."""
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "dialects.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
+        port = int(process.stdout.readline())
+        yield f"http://127.0.0.1:{port}"
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def local():
+    return LocalLLM(tiny(FAMILY, SEED))
+
+
+def check(found, wanted):
+    assert found.ids.tolist() == wanted.ids.tolist()
+    assert (found.ids.dtype, found.logprob.dtype) == (torch.int64, torch.float32)
+    torch.testing.assert_close(found.logprob, wanted.logprob, **TOLERANCE)
+    if wanted.score_logprob is None:
+        assert found.score_logprob is None
+    else:
+        assert found.score_logprob.dtype == torch.float32
+        torch.testing.assert_close(found.score_logprob, wanted.score_logprob, **TOLERANCE)
+
+
+@served
+def test_candidates_equal_those_of_the_model_in_process(url, local, flavour, prefix):
+    llm = ServerLLM(url + prefix + "/", flavour, vocabulary=V)
+    asked = prompts(4, 1, 20, 9)
+    scored = [[7, 3, 3], [], [int(local.candidates(asked[2], 1).ids)], list(range(20))]
+    for ids, score_ids in zip(asked, scored, strict=True):
+        check(llm.candidates(ids, 5, score_ids), local.candidates(ids, 5, score_ids))
+        check(llm.candidates(ids.tolist(), 1), local.candidates(ids, 1))
+    for found, wanted in zip(
+        llm.candidates_many(asked, 8, [torch.tensor(ids, dtype=torch.long) for ids in scored]),
+        local.candidates_many(asked, 8, scored),
+        strict=True,
+    ):
+        check(found, wanted)
+    for found, wanted in zip(llm.candidates_many(asked, 3), local.candidates_many(asked, 3), strict=True):
+        check(found, wanted)
+    assert llm.candidates_many([], 3) == llm.complete_many([], 3) == []
+
+
+@pytest.mark.parametrize("flavour", ["sglang", "llama.cpp"])
+def test_k_is_clamped_to_the_vocabulary(url, local, flavour):
+    (ids,) = prompts(6)
+    check(ServerLLM(url, flavour, vocabulary=V).candidates(ids, 1000, [9]), local.candidates(ids, 1000, [9]))
+
+
+@served
+def test_completions_equal_those_of_the_model_in_process(url, flavour, prefix):
+    model = tiny(FAMILY, SEED)
+    asked = prompts(4, 6, 1, 9, 12, seed=1)
+    whole = LocalLLM(model).complete_many(asked, 12)
+    ends = {EOS, int(whole[0][3]), int(whole[3][5])}
+    model.generation_config.eos_token_id = sorted(ends)
+    local, llm = LocalLLM(model), ServerLLM(url + prefix, flavour, vocabulary=V, ends=ends)
+    assert llm.ends == local.ends
+    wanted = local.complete_many(asked, 12)
+    assert {len(new) for new in wanted} > {12}
+    for ids, found, expected in zip(asked, llm.complete_many(asked, 12), wanted, strict=True):
+        assert found.tolist() == expected.tolist()
+        assert found.dtype == torch.int64
+        assert llm.complete(ids, 1).tolist() == expected[:1].tolist()
+
+
+@pytest.mark.parametrize("pool", ["joint", "slm", "llm"])
+@served
+def test_decoding_with_a_server_gives_the_tokens_of_the_model_in_process(url, local, flavour, prefix, pool):
+    slm = tiny("qwen3", 1)
+    asked = prompts(5, 9, 2, seed=3)
+
+    def decode(llm):
+        selector = SLMPreference() if pool == "llm" else LLMPreference()
+        decoder = CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.5), pool=pool, slm_k=4, llm_k=4)
+        return decoder.generate_many(asked, 10)
+
+    events = 0
+    for found, wanted in zip(decode(ServerLLM(url + prefix, flavour, vocabulary=V)), decode(local), strict=True):
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+        events += len(wanted.events)
+        for event, expected in zip(found.events, wanted.events, strict=True):
+            assert (event.step, event.pool, event.choice) == (expected.step, expected.pool, expected.choice)
+            assert event.llm_logprob == pytest.approx(expected.llm_logprob, abs=1e-4)
+    assert events > 3
+
+
+@flavours
+def test_tokenizers_are_compared(url, flavour):
+    llm = ServerLLM(url, flavour, vocabulary=300)
+    llm.check_tokenizer(byte_tokenizer())
+    llm.check_tokenizer(byte_tokenizer(swapped=True), ["other bytes", ""])
+    with pytest.raises(ValueError, match=r"tokenizer: expected the server's ids .* for 'a!b', got .*; use"):
+        llm.check_tokenizer(byte_tokenizer(swapped=True), ["a b", "a!b"])
+    with pytest.raises(ValueError, match="tokenizer: expected at most the 50 ids of the served model, got 259; use"):
+        ServerLLM(url, flavour, vocabulary=V).check_tokenizer(byte_tokenizer())
+
+
+def test_a_server_of_another_flavour_or_limit_is_named(url):
+    for flavour, path in (("sglang", "/nowhere"), ("llama.cpp", OLD)):
+        with pytest.raises(ServerError, match=r"http://127.*: expected an answer from /\w+, got status 404: .*; check"):
+            ServerLLM(url + path, flavour, vocabulary=V).candidates([5], 3)
+    with pytest.raises(ServerError, match=r"got status 400: .*greater than max allowed"):
+        ServerLLM(url, vocabulary=V).candidates([5], 30)
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers its requests by a list of functions of a handler, the last one again and again."""
+
+    daemon_threads = True
+
+    def __init__(self, answers):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = answers
+        self.asked = []  # what was posted
+        self.connections = set()
+        self.lock = threading.Lock()
+        self.open = self.most = 0
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # the client hangs up on purpose
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self):
+        fields = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        scripted = self.server
+        with scripted.lock:
+            answer = scripted.answers[min(len(scripted.asked), len(scripted.answers) - 1)]
+            scripted.asked.append(fields)
+            scripted.connections.add(self.client_address)
+            scripted.open += 1
+            scripted.most = max(scripted.most, scripted.open)
+        try:
+            answer(self)
+        finally:
+            with scripted.lock:
+                scripted.open -= 1
+
+    def reply(self, status, body, length=None):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def scripted(*answers):
+    with Scripted(answers) as scripted:
+        thread = threading.Thread(target=scripted.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield scripted
+        finally:
+            scripted.shutdown()
+            thread.join()
+
+
+def says(body, status=200):
+    return lambda handler: handler.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def probs(*pairs):
+    """As llama.cpp."""
+    top = [{"id": token, "logprob": value} for token, value in pairs]
+    return {"completion_probabilities": [{"top_logprobs": top}]}
+
+
+FINE = probs((4, -1.5), (3, -0.5), (9, -1.5))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
+
+
+def ask(url, k=3, score_ids=None, flavour="llama.cpp", **options):
+    return ServerLLM(url, flavour, **{"vocabulary": V, "timeout": 5.0} | options).candidates([5, 6], k, score_ids)
+
+
+@contextmanager
+def within(seconds):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def test_candidates_are_sorted_ties_to_the_lowest_id_and_rounding_is_cut():
+    with scripted(says(probs((4, -1.5), (3, 2e-4), (9, -math.inf), (2, -1.5)))) as there:
+        found = ask(there.url, 4, [9, 4])
+    assert found.ids.tolist() == [3, 2, 4, 9]
+    assert found.logprob.tolist() == [0.0, -1.5, -1.5, -math.inf]
+    assert found.score_logprob.tolist() == [-math.inf, -1.5]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        says(b"no", 500),
+        says(b"no", 503),
+        says(b"later", 429),
+        lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
+        lambda handler: handler.reply(200, b'{"completion', 100) or handler.connection.shutdown(socket.SHUT_RDWR),
+        lambda handler: handler.wfile.write(b"what is this\r\n\r\n"),
+        lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+    ],
+    ids=["500", "503", "429", "closed", "truncated", "no-http", "bad-chunk"],
+)
+def test_passing_failures_are_tried_again_and_lasting_ones_end(failure):
+    with within(5.0), scripted(failure, failure, says(FINE)) as there:
+        assert ask(there.url).ids.tolist() == [3, 4, 9]
+        assert len(there.asked) == 3
+    with within(5.0), scripted(failure) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, retries=2, timeout=5.0)
+        with pytest.raises(
+            ServerError, match=rf"{there.url}: expected an answer from /completion, got .*, 3 times; check"
+        ):
+            llm.candidates([5, 6], 3)
+        assert len(there.asked) == 3
+        there.answers = (says(FINE),)
+        assert llm.candidates([5, 6], 3).ids.tolist() == [3, 4, 9]
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with (
+        within(5.0),
+        pytest.raises(ServerError, match=r"ConnectionRefusedError.*, 2 times; check that the server runs"),
+    ):
+        ask(f"http://127.0.0.1:{port}", retries=1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 301])
+def test_refusals_are_not_repeated_and_quote_the_server(status):
+    with scripted(says({"error": "n_probs is too large"}, status)) as there:
+        with pytest.raises(ServerError, match=f"got status {status}: .*too large.*; check the flavour"):
+            ask(there.url)
+        assert len(there.asked) == 1
+
+
+def trickle(handler):
+    """A byte of a header each 0.02 seconds."""
+    for _ in range(1000):
+        handler.wfile.write(b"X")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda handler: time.sleep(1.0),
+        lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\n") and trickle(handler),
+        lambda handler: handler.reply(200, b"", 10**6) or trickle(handler),
+    ],
+    ids=["silent", "slow-header", "slow-body"],
+)
+def test_slow_answers_end_at_the_timeout(answer):
+    with scripted(answer) as there:
+        with within(0.9), pytest.raises(ServerError, match=r"got TimeoutError: 'timed out', 2 times; .*raise timeout"):
+            ask(there.url, timeout=0.2, retries=1)
+        assert len(there.asked) == 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_answers_are_bounded(monkeypatch, chunked):
+    monkeypatch.setattr(server, "MAX_BODY", 10**6)
+
+    def flood(handler):
+        length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 99999999999"
+        handler.wfile.write(f"HTTP/1.1 200 OK\r\n{length}\r\n\r\n".encode())
+        while True:
+            handler.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n" if chunked else bytes(0x10000))
+
+    with within(5.0), scripted(flood) as there:
+        with pytest.raises(ServerError, match="expected at most 1000000 bytes from /completion, got more; check"):
+            ask(there.url)
+        assert len(there.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "expected JSON from /completion, got"),
+        (b'{"completion_probabilities": [', "expected JSON from /completion, got"),
+        (b"\xff\xfe", "expected JSON from /completion, got"),
+        (b"[" * 10**6, "expected JSON from /completion, got"),
+        (b"9" * 10**6, "expected JSON from /completion, got"),
+        ([], "an answer that does not fit"),
+        ({}, "an answer that does not fit .KeyError: 'completion_probabilities'"),
+        ({"completion_probabilities": []}, "an answer that does not fit .IndexError"),
+        ({"completion_probabilities": [None]}, "an answer that does not fit .TypeError"),
+        ({"completion_probabilities": [{"top_logprobs": [[1, 2]]}]}, "an answer that does not fit"),
+        (probs((4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores behind 2 tokens, got 2 and no score"),
+        (probs((4, -1.5), (4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores behind 2 tokens, got 2"),
+        (probs((4, math.nan)), "log-probability nan of id 4 is not a number up to 0"),
+        (probs((4, 0.01)), "log-probability 0.01 of id 4 is not a number up to 0"),
+        (probs((4, math.inf)), "log-probability inf of id 4"),
+        (probs((4, None)), "log-probability None of id 4"),
+        (probs((4, "-1.5")), "log-probability '-1.5' of id 4"),
+        (probs((4, True)), "log-probability True of id 4"),
+        (probs((4, -(10**400))), "an answer that does not fit .OverflowError"),
+        (probs((V, -1.0)), "token id 50 is not one from 0 below 50"),
+        (probs((-1, -1.0)), "token id -1 is not one from 0 below 50"),
+        (probs((1.0, -1.0)), "token id 1.0 is not one from 0 below 50"),
+        (probs(("a" * 10**6, -1.0)), "token id 'a{1,20}.*a' is not one from 0 below 50"),
+        (probs((True, -1.0)), "token id True is not one from 0 below 50"),
+    ],
+)
+def test_answers_that_do_not_fit_are_named_and_final(body, sentence):
+    with within(5.0), scripted(says(body)) as there:
+        with pytest.raises(ServerError, match=rf"{there.url}: .*{sentence}") as raised:
+            ask(there.url)
+        assert len(there.asked) == 1
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("flavour", "body", "sentence"),
+    [
+        ("vllm", {"choices": [{"logprobs": {"top_logprobs": [{"7": -1.0}]}}]}, "token '7' is not of the form token_id"),
+        ("vllm", {"choices": [{"logprobs": {"top_logprobs": [{"token_id:x": -1.0}]}}]}, "invalid literal"),
+        ("vllm", {"choices": [{"logprobs": None}]}, "TypeError"),
+        ("vllm", {"choices": []}, "not enough values"),
+        ("sglang", {"meta_info": {}}, "KeyError: 'output_top_logprobs'"),
+        ("sglang", {"meta_info": {"output_top_logprobs": [[[-1.0]]]}}, "not enough values"),
+        ("sglang", {"meta_info": {"output_top_logprobs": [[[-1.0, 99, None]]]}}, "token id 99"),
+    ],
+)
+def test_answers_that_do_not_fit_their_flavour(flavour, body, sentence):
+    with (
+        scripted(says(body)) as there,
+        pytest.raises(ServerError, match=f"as {flavour} answers it, got an answer that does not fit .*{sentence}"),
+    ):
+        ask(there.url, flavour=flavour)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "wrap"),
+    [
+        ("vllm", lambda ids: {"choices": [{"token_ids": ids}]}),
+        ("sglang", lambda ids: {"output_ids": ids}),
+        ("llama.cpp", lambda ids: {"tokens": ids}),
+    ],
+)
+def test_completions_that_do_not_fit(flavour, wrap):
+    for ids, sentence in (
+        ([], "expected 1 to 4 tokens behind 2, got none"),
+        ([5, V], "token id 50 is not one"),
+        (None, "None is not a list of token ids"),
+        ("56", "'56' is not a list of token ids"),
+    ):
+        with scripted(says(wrap(ids))) as there, pytest.raises(ServerError, match=sentence):
+            ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4)
+    with scripted(says(wrap([5, 6, 7, 8, 9]))) as there:
+        assert ServerLLM(there.url, flavour, vocabulary=V).complete([5, 6], 4).tolist() == [5, 6, 7, 8]
+        assert ServerLLM(there.url, flavour, vocabulary=V, ends=[7]).complete([5, 6], 4).tolist() == [5, 6, 7]
+
+
+def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
+    size = 5000
+
+    def top(handler):
+        n = handler.server.asked[-1]["n_probs"]
+        says(probs(*((token, -0.01 * token) for token in range(n))))(handler)
+
+    with scripted(top) as there:
+        assert ask(there.url, 2, [1, 60], vocabulary=size).score_logprob.tolist() == pytest.approx([-0.01, -0.6])
+        assert [fields.pop("n_probs") for fields in there.asked] == [128]
+        there.asked.clear()
+        assert ask(there.url, 2, [4999], vocabulary=size).score_logprob.tolist() == pytest.approx([-49.99])
+        assert [fields["n_probs"] for fields in there.asked] == [128, 2048, 5000]
+    with scripted(says(FINE)) as there:
+        with pytest.raises(ServerError, match=r"expected 3 candidates and 2 scores .* got 3 and no score of \[7\]"):
+            ask(there.url, 3, [4, 7], vocabulary=size)
+        assert len(there.asked) == 3
+
+
+def test_vllm_that_ignores_ids_is_asked_so_once():
+    def listed(handler):
+        fields = handler.server.asked[-1]
+        if "prompt_logprobs" in fields:
+            choices = [
+                {"index": place, "prompt_logprobs": [None, {str(ids[-1]): {"logprob": -ids[-1], "rank": 1}}]}
+                for place, ids in enumerate(fields["prompt"])
+            ]
+            says({"choices": choices[::-1]})(handler)
+        else:
+            says({"choices": [{"logprobs": {"top_logprobs": [{"token_id:3": -0.1}]}}]})(handler)
+
+    with scripted(listed) as there:
+        llm = ServerLLM(there.url, model="big", vocabulary=V)
+        assert llm.candidates([5], 1, [3, 9, 8]).score_logprob.tolist() == pytest.approx([-0.1, -9.0, -8.0])
+        assert len(there.asked) == 3
+        assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
+        assert llm.candidates([5], 1, [3]).score_logprob.tolist() == pytest.approx([-0.1])
+    assert ["logprob_token_ids" in fields for fields in there.asked] == [False, True, False, False, False, False]
+    assert {fields["model"] for fields in there.asked} == {"big"}
+    assert {fields["temperature"] for fields in there.asked} == {0}
+    assert there.asked[2]["prompt"] == [[5, 8], [5, 9]]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_at_most_so_many_requests_are_under_way_each_thread_with_one_connection(in_flight):
+    def slowly(handler):
+        time.sleep(0.03)
+        says(FINE)(handler)
+
+    with scripted(slowly) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, in_flight=in_flight)
+        users = [threading.Thread(target=llm.candidates_many, args=([[5]] * 6, 3)) for _ in range(2)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join()
+        assert len(there.asked) == 12
+        assert there.most == len(there.connections) == in_flight
+
+
+def test_answers_come_in_the_order_of_the_prompts_and_one_failure_ends_the_call():
+    class Echo(Handler):
+        def do_POST(self):
+            (token,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            time.sleep(0.03 if token == 10 else 0.0)
+            says(b"" if token == 40 else {"tokens": [token]})(self)
+
+    with scripted() as there:
+        there.RequestHandlerClass = Echo
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V)
+        asked = [[token] for token in range(10, 40)]
+        assert [new.tolist() for new in llm.complete_many(asked, 1)] == asked
+        with pytest.raises(ServerError, match="expected JSON"):
+            llm.complete_many([[10], [40], *asked], 1)
+        assert llm.complete([10], 1).tolist() == [10]
+
+
+def test_a_kept_connection_that_the_server_has_closed_costs_no_retry():
+    def once(handler):
+        says(FINE)(handler)
+        handler.close_connection = True  # without a word of it
+
+    with scripted(once) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, retries=0, in_flight=1)
+        for _ in range(3):
+            assert llm.candidates([5], 3).ids.tolist() == [3, 4, 9]
+            time.sleep(0.05)
+        assert len(there.connections) == 3
+
+
+def test_connections_close_with_the_object_or_when_told():
+    told, gone = threading.Event(), threading.Event()
+
+    def wait(handler, closed):
+        says(FINE)(handler)
+        handler.rfile.read()  # until the client hangs up
+        closed.set()
+
+    with scripted(lambda handler: wait(handler, told), lambda handler: wait(handler, gone)) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V)
+        llm.candidates([5], 3)
+        assert not told.wait(0.1)
+        llm.close()
+        assert told.wait(5.0)
+        with pytest.raises(RuntimeError):
+            llm.candidates([5], 3)
+        ask(there.url)
+        gc.collect()
+        assert gone.wait(5.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "sentence"),
+    [
+        ({"url": "ftp://host"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "localhost:8000"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://host:99999"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://host:x"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://me:secret@host"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://host/?a=b"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://host/a\r\nX: y"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "http://[::1"}, ValueError, "url: expected http or https, a host"),
+        ({"url": "file:///x"}, ValueError, "url: expected http or https, a host"),
+        ({"url": None}, TypeError, "url: expected a str, got NoneType"),
+        ({"flavour": "tgi"}, ValueError, "flavour: expected 'vllm', 'sglang' or 'llama.cpp', got 'tgi'"),
+        ({"vocabulary": 0}, ValueError, "vocabulary: expected 1 or more, got 0"),
+        ({"vocabulary": None}, TypeError, "vocabulary: expected an int, got NoneType"),
+        ({"ends": [V]}, ValueError, "ends: expected ids from 0 below 50, got 50"),
+        ({"timeout": 0.0}, ValueError, "timeout: expected seconds above 0, got 0.0"),
+        ({"timeout": math.nan}, ValueError, "timeout: expected seconds above 0, got nan"),
+        ({"retries": -1}, ValueError, "retries: expected 0 or more, got -1"),
+        ({"retries": 1.5}, TypeError, "retries: expected an int, got float"),
+        ({"in_flight": 0}, ValueError, "in_flight: expected 1 or more, got 0"),
+    ],
+)
+def test_bad_settings(arguments, kind, sentence):
+    with pytest.raises(kind, match=sentence):
+        ServerLLM(**{"url": "http://localhost:1", "vocabulary": V} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (lambda llm: llm.candidates([], 3), ValueError, "ids: expected at least one token"),
+        (lambda llm: llm.candidates([5], 0), ValueError, "k: expected 1 or more"),
+        (lambda llm: llm.candidates([5], 3, [V]), ValueError, "score_ids: expected ids from 0 below 50, got 50"),
+        (lambda llm: llm.candidates([3, -1], 3), ValueError, "ids: expected ids from 0 below 50, got -1"),
+        (lambda llm: llm.candidates(torch.ones(2), 3), TypeError, "ids: expected a sequence of token ids"),
+        (lambda llm: llm.candidates(torch.ones(2, 2).long(), 3), TypeError, "ids: expected a sequence of token ids"),
+        (lambda llm: llm.candidates("text", 3), TypeError, "ids: expected a sequence of token ids"),
+        (lambda llm: llm.candidates_many([[5], []], 3), ValueError, "ids: expected at least one token"),
+        (lambda llm: llm.candidates_many([[5]], 3, [[1], [2]]), ValueError, "score_ids: expected one for each of 1"),
+        (lambda llm: llm.complete([5], 0), ValueError, "max_new_tokens: expected 1 or more"),
+        (lambda llm: llm.complete([5], 1.5), TypeError, "max_new_tokens: expected an int"),
+        (lambda llm: llm.complete(None, 3), TypeError, "ids: expected a sequence of token ids"),
+    ],
+)
+def test_bad_arguments_send_nothing(call, kind, sentence):
+    with scripted(says(FINE)) as there:
+        with pytest.raises(kind, match=sentence):
+            call(ServerLLM(there.url, "llama.cpp", vocabulary=V))
+        assert there.asked == []
+
+
+def test_https_is_spoken_to_https_servers():
+    with scripted(says(FINE)) as there, pytest.raises(ServerError, match=r"got SSLError: .*, 1 times"):
+        ask(there.url.replace("http", "https"), retries=0)

@@ -1,0 +1,127 @@
+"""The low-latency decoder on a GPU: graphs against eager runs, tokens against the plain decoder, no sync in a step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpu_checks import DEVICE, needs_memory
+from test_scorer_gpu import qwen3, random_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    SLMPreference,
+    TokenReranker,
+)
+from fb_core.runtime import LowLatencyDecoder
+from fb_core.runtime.static import StaticModel
+from fb_core.runtime.step import DecodeStep
+
+pytestmark = pytest.mark.gpu
+SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def model(dtype: torch.dtype, device: str = DEVICE, **overrides: int) -> PreTrainedModel:
+    """Small by default; it never ends by itself."""
+    made = random_model(qwen3(**SMALL | overrides), dtype, device)
+    made.generation_config.eos_token_id = made.config.eos_token_id = None
+    return made
+
+
+def tokens(count: int, device: str = DEVICE, vocabulary: int = 1000) -> Tensor:
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(count)).to(device)
+
+
+def reranker(slm: PreTrainedModel) -> TokenReranker:
+    made = TokenReranker.from_base(slm, rank=4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return made.eval()
+
+
+def tokens_are_the_plain_decoders(device: str = DEVICE) -> None:
+    slm, llm = model(torch.float32, device), model(torch.float32, device, num_hidden_layers=3)
+    for selector in (LLMPreference(), FutureBridgeSelector(reranker(slm))):
+        policy = RequestPolicy(-math.inf)
+        fast = LowLatencyDecoder(slm, llm, selector, policy, max_length=400)
+        slow = CollaborativeDecoder(slm, LocalLLM(llm), selector, policy)
+        for ids in (tokens(5, device), tokens(300, device), tokens(40, device)):
+            got, want = fast.generate(ids, 24), slow.generate(ids, 24)
+            assert got.token_ids.tolist() == want.token_ids.tolist()
+            assert [event.pool for event in got.events] == [event.pool for event in want.events]
+            assert len(want.events) == 8
+
+
+@pytest.mark.parametrize("kind", ["small"])
+def test_tokens_are_the_plain_decoders(kind: str) -> None:
+    tokens_are_the_plain_decoders()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
+    """Bit for bit, over 50 steps."""
+    slm = model(dtype)
+    steps = [DecodeStep(StaticModel(slm, 200), 1000, RequestPolicy(math.inf), frozenset()) for _ in range(2)]
+    steps[1].model.graphs.run = lambda key, compute: compute()  # type: ignore[method-assign]
+    seen = []
+    for step in steps:
+        step.begin(tokens(70), 0)
+        seen.append([(*step.outcome(), step.logits.clone()) for _ in range(50)])
+    for graph, eager in zip(*seen, strict=True):
+        assert graph[:3] == eager[:3]
+    assert steps[0].model.graphs.nbytes >= 0
+
+
+def test_small_a_warm_step_never_syncs() -> None:
+    step = DecodeStep(StaticModel(model(torch.bfloat16), 200), 1000, RequestPolicy(math.inf), frozenset())
+    step.begin(tokens(9), 0)
+    step.outcome()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            step.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_small_other_weights_are_captured_anew() -> None:
+    slm = model(torch.bfloat16)
+    decoder = LowLatencyDecoder(slm, LocalLLM(slm), SLMPreference(), RequestPolicy(math.inf), max_length=100)
+    first = decoder.generate(tokens(9), 12).token_ids.tolist()
+    with torch.no_grad():
+        for parameter in slm.parameters():
+            parameter.mul_(-1.5)
+    changed = decoder.generate(tokens(9), 12).token_ids.tolist()
+    assert changed != first
+    fresh = LowLatencyDecoder(slm, LocalLLM(slm), SLMPreference(), RequestPolicy(math.inf), max_length=100)
+    assert fresh.generate(tokens(9), 12).token_ids.tolist() == changed
+
+
+def test_real_sizes_decode() -> None:
+    """Qwen3-1.7B's shapes: the first tokens are the model's own greedy ones, in float32 as in bfloat16's logits."""
+    needs_memory(12)
+    slm = random_model(qwen3(), torch.bfloat16)
+    ids = tokens(256, vocabulary=151_936)
+    step = DecodeStep(StaticModel(slm, 300), 151_936, RequestPolicy(math.inf), frozenset())
+    step.begin(ids, 0)
+    step.outcome()
+    with torch.no_grad():
+        plain = slm(ids[None], logits_to_keep=1).logits[0].float()
+        truth = slm.float()(ids[None], logits_to_keep=1).logits[0]
+    error, native = (float((x - truth).abs().max()) for x in (step.logits, plain))
+    assert error <= 2 * native + 0.05
