@@ -1,4 +1,4 @@
-"""A tiny model behind HTTP as vLLM, SGLang and llama.cpp answer it: `python dialects.py` prints the port it serves."""
+"""A tiny model behind HTTP in the dialects of vLLM, SGLang and llama.cpp: `python dialects.py [vocabulary]`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 FAMILY, SEED = "llama", 2
+SIZE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else V  # of the vocabulary
 MAX_LOGPROBS = 20  # of vLLM
 OLD = "/old"  # in front of a path: a vLLM that does not know logprob_token_ids
 
@@ -38,7 +39,7 @@ class Model:
     """The tiny model's log-probabilities, from a full forward each."""
 
     def __init__(self) -> None:
-        self.model = tiny(FAMILY, SEED)
+        self.model = tiny(FAMILY, SEED, vocab_size=SIZE)
         self.tokenizer = byte_tokenizer()
         self.lock = threading.Lock()
 
@@ -49,7 +50,7 @@ class Model:
             return self.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 
     def top(self, row: torch.Tensor, k: int) -> list[tuple[int, float]]:
-        values, ids = row.topk(min(k, V))
+        values, ids = row.topk(min(k, SIZE))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
     def greedy(self, ids: list[int], n: int, ends: list[int]) -> list[tuple[int, torch.Tensor]]:

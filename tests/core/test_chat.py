@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from dialects import FAMILY, SEED, byte_tokenizer
 from rich.console import Console
 from test_runtime import random_reranker
 from tiny import EOS, V, tiny
@@ -164,3 +166,24 @@ def test_models_of_two_families_are_refused(pair, tmp_path):
 def test_one_prompt_is_needed(tmp_path, both):
     with pytest.raises(ValueError, match=f"expected a PROMPT or --file, got {'both' if both else 'neither'}"):
         read_prompt("x" if both else None, tmp_path / "p" if both else None)
+
+
+def test_the_llm_may_be_behind_a_server(tmp_path):
+    """A process that answers as vLLM does; the tokens are those of the same model in this process."""
+    words = byte_tokenizer()
+    slm, llm = (tiny(family, seed, vocab_size=len(words)) for family, seed in (("qwen3", 1), (FAMILY, SEED)))
+    slm.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "dialects.py"), str(len(words))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        arguments = ("--slm", tmp_path, "--server", url, "--threshold", 1.2, "--max-new-tokens", 12, "--max-length", 64)
+        done = run("generate", "hello", *arguments)
+        process.stdin.close()
+    decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
+    want = decoder.generate(torch.tensor(words("hello")["input_ids"]), 12)
+    assert done.returncode == 0, done.stderr
+    assert want.events
+    assert f"{len(want.token_ids)} tokens in" in done.stderr
+    assert f"{len(want.events)} event(s)" in done.stderr
