@@ -39,11 +39,11 @@ aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
 	$(BIN)/python -m benchmarks.nvcc
 
-# Two wheels in dist/: without the compiled kernels, and with them where nvcc is.
+# Two wheels in dist/: without compiled kernels, and with those whose compiler is here.
 wheel: $(STAMP)
 	rm -rf build dist
-	FB_BUILD_CUDA=skip $(BIN)/python -m build --wheel --no-isolation
-	if command -v nvcc; then FB_BUILD_CUDA=force $(BIN)/python -m build --wheel --no-isolation; fi
+	FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(BIN)/python -m build --wheel --no-isolation
+	FB_BUILD_CUDA=$$(command -v nvcc > /dev/null && echo force || echo skip) $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
 
 # On a machine with a GPU, under that machine's own Python: `make gpu-test GPU_PYTHON=python3`.
@@ -56,7 +56,7 @@ gpu-test:
 	done; exit $$status
 
 gpu-sanitize:
-	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \
+	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py %runtime_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \
 		TRITON_INTERPRET=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
 	done; done; exit $$status

@@ -110,9 +110,9 @@ class Ours:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         self.step.take(len(self.context) - 1, int(self.context[-1]), 0)
-        self.step.outcome()
+        self.step.run()  # alone, for its logits
         first = self.step.logits.clone()
-        for _ in range(STEPS - 1):
+        for _ in range(STEPS):
             self.step.outcome()
         return first
 
@@ -209,7 +209,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
 
     def one_step() -> Tensor:
         step.take(context - 1, int(ids[-1]), 0)
-        step.outcome()
+        step.run()
         return step.logits.clone()
 
     compare(

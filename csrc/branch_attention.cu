@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) chunk_kernel(Call 
   const int block = static_cast<int>(blockIdx.x) - call.own_blocks;
   const int chunk = block / call.kv_heads, kv_head = block - chunk * call.kv_heads, first = chunk * kChunk;
   let_next_begin();
-  if (call.q_weight != nullptr) q_weight.load(static_cast<const T*>(call.q_weight));
   wait_for_previous();
+  if (call.q_weight != nullptr) q_weight.load(static_cast<const T*>(call.q_weight));
   const int held = *call.held;
   if (block < 0) {
     const int row = static_cast<int>(blockIdx.x) / call.kv_heads * kWarps + warp;

@@ -36,7 +36,7 @@ __device__ inline Chunk<T> head_chunk(const T* row, int first, int width) {
   if constexpr (!kWide) return load_chunk(row, first, width, false);
   Chunk<T> chunk;
   chunk.bits = {0, 0, 0, 0};
-  if (first < width) chunk.bits = kOnce ? load_streaming(row + first) : *reinterpret_cast<const uint4*>(row + first);
+  if (first < width) chunk.bits = kOnce ? load_once(row + first) : *reinterpret_cast<const uint4*>(row + first);
   return chunk;
 }
 

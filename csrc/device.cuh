@@ -78,7 +78,7 @@ __device__ inline uint32_t pack(float first, float second) {
 #endif
 }
 
-// 16 bytes of memory that no kernel of the launch writes, read once: they leave the first cache to others.
+// 16 bytes of memory that nothing writes while the kernel runs, read once: they leave the first cache to others.
 __device__ inline uint4 load_streaming(const void* address) {
 #if defined(FB_HOST_EMULATION)
   return *static_cast<const uint4*>(address);
@@ -91,7 +91,21 @@ __device__ inline uint4 load_streaming(const void* address) {
 #endif
 }
 
-// The same, or zero without a look at the address.
+// 16 bytes that an earlier launch may have written, read once.
+__device__ inline uint4 load_once(const void* address) {
+#if defined(FB_HOST_EMULATION)
+  return *static_cast<const uint4*>(address);
+#else
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+#endif
+}
+
+// As load_streaming, or zero without a look at the address.
 __device__ inline uint4 load_streaming_if(bool inside, const void* address) {
 #if defined(FB_HOST_EMULATION)
   return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
@@ -119,7 +133,7 @@ template <typename T>
 __device__ inline Chunk<T> load_chunk(const T* row, int64_t first, int64_t width, bool aligned) {
   Chunk<T> chunk;
   if (aligned && first + Chunk<T>::kElements <= width) {
-    chunk.bits = load_streaming(row + first);
+    chunk.bits = load_once(row + first);
   } else {
     chunk.bits = {0, 0, 0, 0};
 #pragma unroll
@@ -268,7 +282,8 @@ int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes,
   configuration.attrs = &dependent;
   configuration.numAttrs = major >= 9 ? 1 : 0;
   error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
-  return error != cudaSuccess ? error : cudaPeekAtLastError();
+  if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
+  return error;
 }
 
 #endif

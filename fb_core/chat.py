@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,27 +74,42 @@ class Chat:
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted."""
-        generation = self.decoder.generate(
-            torch.tensor(self.prompt_ids(messages), device=self.decoder.slm.device),
-            self.settings.max_new_tokens,
-            on_token=printer(self.tokenizer, console),
-        )
-        console.print()
-        return generation
+        printer = Printer(self.tokenizer, console)
+        prompt = torch.tensor(self.prompt_ids(messages), device=self.decoder.slm.device)
+        try:
+            return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
+        finally:
+            printer.end()
 
 
-def printer(tokenizer: hf.Tokenizer, console: Console) -> Callable[[int, Event | None], None]:
-    """What prints each token's text as soon as it is whole characters."""
-    held: list[int] = []
+class Printer:
+    """Prints each token's text as soon as it is whole characters; what was printed is never changed."""
 
-    def show(token: int, event: Event | None) -> None:
-        held.append(token)
-        text = tokenizer.decode(held, skip_special_tokens=True)
+    def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
+        self.tokenizer, self.console = tokenizer, console
+        self._line: list[int] = []  # tokens since the last line break: some tokenizers join words by what is before
+        self._shown = 0  # characters of it
+
+    def __call__(self, token: int, event: Event | None) -> None:
+        """Take one token, of an event or not."""
+        self._line.append(token)
+        text = self._text()
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            held.clear()
-            console.print(Text(text, style=EVENT_STYLE if event else ""), end="", soft_wrap=True)
+            self._print(text, EVENT_STYLE if event else "")
 
-    return show
+    def end(self) -> None:
+        """Print what is left, whole or not."""
+        self._print(self._text(), "")
+        self.console.print()
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self._line, skip_special_tokens=True))
+
+    def _print(self, text: str, style: str) -> None:
+        self.console.print(Text(text[self._shown :], style=style), end="", soft_wrap=True)
+        self._shown = len(text)
+        if text.endswith("\n"):
+            self._line, self._shown = [], 0
 
 
 def summary(generation: Generation, seconds: float) -> str:

@@ -66,17 +66,23 @@ def opened(path: Path) -> ctypes.CDLL | str:
     return found
 
 
+@cache
 def why_not(device: str) -> str:
     """Why the compiled kernels cannot be launched on tensors of a device; empty where they can."""
-    found = library()
+    return _why_not(library(), device)
+
+
+def _why_not(found: ctypes.CDLL | str, device: str) -> str:
     if isinstance(found, str):
         return found
     if (device == "cpu") != bool(found.fb_is_emulation()):
         return "compiled kernels are for CUDA tensors" if device == "cpu" else "its library runs CPU tensors"
     if device == "cuda" and torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
-    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return "the kernels need compute capability 8.0"
+    if device == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability[0] != 8 and capability != (9, 0):
+            return f"its kernels are for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
     return ""
 
 

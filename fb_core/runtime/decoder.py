@@ -151,6 +151,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         assert self._step is not None
         step, row, events = self._step, Row(index, prompt.tolist(), len(prompt)), []
         limit = min(len(prompt) + max_new_tokens, step.model.slots)
+        step.threshold.fill_(self.policy.threshold)
         step.begin(prompt, self.max_events)
         if self._merged is not None:
             self._merged.refresh()

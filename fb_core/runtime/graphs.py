@@ -26,6 +26,11 @@ class Graphs:
         """Memory that the captured graphs hold."""
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the computation needs no capture any more."""
+        return self.device.type != "cuda" or key in self._graphs
 
     def run(self, key: Hashable, compute: Callable[[], None]) -> None:
         """Compute; the first time on a GPU eagerly, and several times over: it must not matter how often.
@@ -44,18 +49,18 @@ class Graphs:
     def forget(self) -> None:
         """Drop all graphs: what they read has moved."""
         self._graphs.clear()
-        self._pool, self.nbytes = None, 0
+        self._pool, self._side, self.nbytes = None, None, 0
 
     def _capture(self, key: Hashable, compute: Callable[[], None]) -> None:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(self.device), self._side
         side.wait_stream(current)
         with torch.cuda.device(self.device), torch.cuda.stream(side):
             for _ in range(WARM_RUNS):
                 compute()
             side.synchronize()
+            torch.cuda.empty_cache()  # as the capture does, which would hide its own memory
             before = torch.cuda.memory_reserved(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):

@@ -36,6 +36,7 @@ class MergedReranker:
         with torch.inference_mode(False):
             self._ids = torch.zeros(ROWS, dtype=torch.int64, device=device)
             self._held = torch.zeros(1, dtype=torch.int32, device=device)
+            self._positions = torch.zeros(ROWS, dtype=torch.int32, device=device)
             self._out = model.last.new_zeros(ROWS, model.last.shape[1])
             self._qkv = [torch.empty_like(layer.qkv.weight) for layer in model.layers]
             self._o = [torch.empty_like(layer.o.weight) for layer in model.layers]
@@ -100,6 +101,7 @@ class MergedReranker:
                 "make the decoder with a larger max_length"
             )
         model.refresh()
+        self.refresh()
         model.extend(tokens.tolist(), 0)
         prefixes = [hf.Prefix(model.kv, start=0, length=len(tokens))]
         return self.scores_many(prefixes, [pool], None if features is None else [features])[0]
@@ -125,6 +127,7 @@ class MergedReranker:
     def _hidden(self, pool: Tensor, held: int) -> Tensor:
         """[K, D] behind the first `held` tokens."""
         self._held.fill_(held)
+        self._positions.fill_(held)
         parts = []
         for part in pool.split(ROWS):
             self._ids[: len(part)] = part
@@ -136,7 +139,7 @@ class MergedReranker:
     def _forward(self) -> None:
         """One forward over ROWS candidates with the merged weights."""
         model = self.model
-        hidden = model.forward(self._ids, self._held.expand(ROWS), self._held, self.rows, layers=self.layers)
+        hidden = model.forward(self._ids, self._positions, self._held, self.rows, layers=self.layers)
         self._out.copy_(model.normed(hidden))
 
     @property

@@ -95,10 +95,11 @@ class StaticModel:
                 f"{type(self.model).__name__}: expected an unchanged Llama, Mistral, Qwen2 or Qwen3, got another model "
                 "or one with adapters or hooks; use CollaborativeDecoder"
             )
-        if self.keys and decoder.layers[0].qkv.weight.type() != self.keys[0].type():
+        weight = decoder.layers[0].qkv.weight
+        if self.keys and (weight.dtype, weight.device) != (self.keys[0].dtype, self.keys[0].device):
             raise ValueError(
-                f"{type(self.model).__name__}: expected {self.keys[0].type()} as when the buffers were made, got "
-                f"{decoder.layers[0].qkv.weight.type()}; make the decoder after converting its models"
+                f"{type(self.model).__name__}: expected {self.keys[0].dtype} on {self.keys[0].device} as when the "
+                f"buffers were made, got {weight.dtype} on {weight.device}; make the decoder after moving its models"
             )
         self.decoder = decoder
         self.layers = decoder.layers

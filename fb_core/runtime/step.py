@@ -54,6 +54,8 @@ class DecodeStep:
     @torch.no_grad()
     def begin(self, tokens: Tensor, budget: int) -> None:
         """A new sequence of tokens [P], the first P - 1 of which go through the model now."""
+        if self.copied and self._begun:  # a step may still be under way, on another stream
+            torch.cuda.current_stream(self.seen.device).wait_event(self.copied[(self._begun - 1) % RING])
         self.model.refresh()
         count = len(tokens)
         self.state.tokens[0, :count] = tokens
@@ -61,20 +63,22 @@ class DecodeStep:
         self.state.budget.fill_(budget)
         if count > 1:
             self.model.extend(tokens[:-1].tolist(), 0)
-        if self.model.graphs.device.type == "cuda":
-            self.state.halt.fill_(Halt.LENGTH)  # so that a capture's runs append nothing
-            self.model.graphs.run("step", self._compute)
         self.state.halt.zero_()
         self._looked = self._begun
 
     @torch.no_grad()
     def run(self) -> None:
         """Append the greedy token or halt; what it saw is in `logits`, `token` and `entropy`, and goes to the host."""
+        if "step" not in self.model.graphs:
+            halt = self.state.halt.clone()
+            self.state.halt.fill_(Halt.LENGTH)  # so that a capture's runs append nothing
+            self.model.graphs.run("step", self._compute)
+            self.state.halt.copy_(halt)
         self.model.graphs.run("step", self._compute)
         place = self._begun % RING
         self.ring[place].copy_(self.seen, non_blocking=True)
         if self.copied:
-            self.copied[place].record()
+            self.copied[place].record(torch.cuda.current_stream(self.seen.device))
         self._begun += 1
         self._looked = max(self._looked, self._begun - RING)  # older ones are overwritten
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
-from fb_core.chat import EVENT_STYLE, Chat, printer, read_prompt
+from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings
 
 TEMPLATE = (
@@ -113,10 +113,26 @@ def test_characters_are_printed_whole():
             return bytes(ids).decode("utf-8", errors="replace")
 
     screen = io.StringIO()
-    show = printer(Bytes(), Console(file=screen, width=80))
-    for byte in "a\N{EURO SIGN}b".encode():
+    show = Printer(Bytes(), Console(file=screen, width=80))
+    for byte in "a\N{EURO SIGN}b\nc\N{EURO SIGN}".encode()[:-1]:
         show(byte, None)
-    assert screen.getvalue() == "a\N{EURO SIGN}b"
+    assert screen.getvalue() == "a\N{EURO SIGN}b\nc"
+    show.end()
+    assert screen.getvalue() == "a\N{EURO SIGN}b\nc\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_words_keep_the_spaces_that_only_their_neighbours_show():
+    class Joined:
+        """A tokenizer that joins words by a space when it decodes them."""
+
+        def decode(self, ids, skip_special_tokens):
+            return " ".join(f"w{token}" for token in ids)
+
+    screen = io.StringIO()
+    show = Printer(Joined(), Console(file=screen, width=80))
+    for token in (4, 5, 6):
+        show(token, None)
+    assert screen.getvalue() == "w4 w5 w6"
 
 
 def test_on_token_sees_every_token_and_its_event(pair):

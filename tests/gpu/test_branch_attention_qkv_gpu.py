@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 import pytest
@@ -66,24 +68,27 @@ class Indices(NamedTuple):
         return cls(positions, held, slots)
 
 
+@lru_cache
 def tables(width: int, device: str) -> tuple[Tensor, Tensor]:
+    """(cos, sin), made once: nothing is copied inside a capture."""
     angle = torch.outer(torch.arange(float(POSITIONS)), 1e4 ** -(torch.arange(0, width, 2) / width)).repeat(1, 2)
     return angle.cos().to(device), angle.sin().to(device)
 
 
 def attend(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *weights: Tensor) -> Tensor:
     q_weight, k_weight = weights or (None, None)
-    return cuda.branch_attention_qkv(
-        *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
-        *(indices.held, indices.slots, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
-    )
+    with torch.cuda.device(qkv.device) if qkv.is_cuda else nullcontext():
+        return cuda.branch_attention_qkv(
+            *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
+            *(indices.held, indices.slots, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
+        )
 
 
 def make(size: Size, dtype: torch.dtype, device: str = DEVICE) -> Case:
     """Outputs are the attention, and what the caches then hold in the rows' slots."""
     rows, held, heads, kv_heads, width, window, norm = size
     indices = Indices.of(size, device)
-    cos, sin = tables(width, device)
+    cos, sin = tables(width, str(indices.held.device))
 
     def plain(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         *both, v = qkv.unflatten(-1, (-1, width)).split([heads, kv_heads, kv_heads], 1)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpu_checks import DEVICE, needs_memory
+from gpu_checks import DEVICE, needs_memory, second_device
 from test_scorer_gpu import qwen3, random_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from fb_core import (
 from fb_core.runtime import LowLatencyDecoder
 from fb_core.runtime.static import StaticModel
 from fb_core.runtime.step import DecodeStep
+from fb_kernels import backend, cuda
 
 pytestmark = pytest.mark.gpu
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | {
@@ -66,9 +67,24 @@ def tokens_are_the_plain_decoders(device: str = DEVICE) -> None:
             assert len(want.events) == 8
 
 
-@pytest.mark.parametrize("kind", ["small"])
-def test_tokens_are_the_plain_decoders(kind: str) -> None:
-    tokens_are_the_plain_decoders()
+@pytest.mark.parametrize("where", ["current", "other"])
+def test_small_tokens_are_the_plain_decoders(where: str) -> None:
+    tokens_are_the_plain_decoders(DEVICE if where == "current" else second_device())
+
+
+def test_small_there_is_a_compiled_library() -> None:
+    """Without it the tests of compiled kernels would all be skipped, and the run look green."""
+    assert cuda.why_not(DEVICE) == ""
+
+
+def test_small_no_operation_of_a_step_or_rerank_misses_its_compiled_kernel() -> None:
+    """Under "cuda" an op refuses what its kernel does not take."""
+    slm = model(torch.bfloat16)
+    with backend.override("auto,skinny_linear=cuda,branch_attention_qkv=cuda,topk_entropy=cuda,commit=cuda"):
+        decoder = LowLatencyDecoder(
+            slm, LocalLLM(slm), FutureBridgeSelector(reranker(slm)), RequestPolicy(-math.inf), max_length=100
+        )
+        assert len(decoder.generate(tokens(9), 12).events) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -80,10 +96,12 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
     seen = []
     for step in steps:
         step.begin(tokens(70), 0)
-        seen.append([(*step.outcome(), step.logits.clone()) for _ in range(50)])
+        step.ahead = 0  # so that the logits are those of the outcome
+        seen.append([(step.outcome(), step.logits.clone()) for _ in range(50)])
     for graph, eager in zip(*seen, strict=True):
-        assert graph[:3] == eager[:3]
-    assert steps[0].model.graphs.nbytes >= 0
+        assert graph[0] == eager[0]
+        assert torch.equal(graph[1], eager[1])
+    assert steps[0].model.graphs.nbytes > 0
 
 
 def test_small_a_warm_step_never_syncs() -> None:
@@ -119,7 +137,7 @@ def test_real_sizes_decode() -> None:
     ids = tokens(256, vocabulary=151_936)
     step = DecodeStep(StaticModel(slm, 300), 151_936, RequestPolicy(math.inf), frozenset())
     step.begin(ids, 0)
-    step.outcome()
+    step.run()
     with torch.no_grad():
         plain = slm(ids[None], logits_to_keep=1).logits[0].float()
         truth = slm.float()(ids[None], logits_to_keep=1).logits[0]

@@ -32,5 +32,6 @@ def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(cuda, "library", emulation.library)
+        monkeypatch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
     with backend.override("cuda"):
         yield
