@@ -1,6 +1,7 @@
 """The compiled kernels of csrc/; everything else is in pyproject.toml.
 
-FB_BUILD_CUDA=auto|force|skip: build them where nvcc is, always (and fail where it is not), or never.
+FB_BUILD_CUDA=auto|force|skip: build those for GPUs where nvcc is, always (and fail where it is not), or never.
+FB_BUILD_CPU=auto|force|skip: likewise those for CPUs where a C++ compiler is: $CXX, c++, g++ or clang++.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
+CUDA, CPU = "fb_kernels.libfb_kernels", "fb_kernels.libfb_cpu"
 ARCHITECTURES = ("80", "90a")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
+CPU_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
 
 
 def nvcc() -> str | None:
@@ -27,27 +30,35 @@ def nvcc() -> str | None:
     return str(candidate) if candidate and candidate.is_file() else shutil.which("nvcc")
 
 
+def cxx() -> str | None:
+    """The C++ compiler of $CXX, or the first on the path."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+
+
 class BuildLibrary(build_ext):
-    """One shared library by one call of nvcc, with no Python in it."""
+    """Each shared library by one call of its compiler, with no Python in it."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """The same name for every Python: the library knows none."""
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile csrc/*.cu for all architectures."""
+        """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-        command = [str(nvcc()), *FLAGS, *code, "--threads", "0", *ext.sources, "-o", str(target)]
+        command = [str(cxx()), *CPU_FLAGS]
+        if ext.name == CUDA:
+            code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
+            command = [str(nvcc()), *FLAGS, *code, "--threads", "0"]
+        command += [*ext.sources, "-o", str(target)]
         self.announce(" ".join(command), level=2)
         try:
             subprocess.run(command, check=True)
-        except subprocess.CalledProcessError as problem:
+        except (OSError, subprocess.CalledProcessError) as problem:
             if not ext.optional:
                 raise
             target.unlink(missing_ok=True)
-            print(f"csrc: {problem}; going on without compiled kernels", file=sys.stderr)
+            print(f"csrc: {problem}; going on without {ext.name}", file=sys.stderr)
 
     def copy_extensions_to_source(self) -> None:
         """For an editable installation: built beside the package, unless it could not be built."""
@@ -65,17 +76,25 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def wanted(variable: str, compiler: str | None, needed: str) -> str:
+    """What an environment variable asks for: auto, force or skip; skip without a compiler."""
+    value = os.environ.get(variable, "auto")
+    if value not in ("auto", "force", "skip"):
+        raise SystemExit(f"{variable}: expected auto, force or skip, got {value}; leave it out for auto")
+    if value == "force" and compiler is None:
+        raise SystemExit(f"{variable}=force: expected {needed}, got none; install it")
+    return value if compiler else "skip"
+
+
 def extensions() -> list[Extension]:
-    """The library, or nothing."""
-    wanted = os.environ.get("FB_BUILD_CUDA", "auto")
-    if wanted not in ("auto", "force", "skip"):
-        raise SystemExit(f"FB_BUILD_CUDA: expected auto, force or skip, got {wanted}; leave it out for auto")
-    if wanted == "force" and nvcc() is None:
-        raise SystemExit("FB_BUILD_CUDA=force: expected nvcc on the path or in $CUDA_HOME, got none; install CUDA")
-    if wanted == "skip" or nvcc() is None:
-        return []
+    """The libraries that are wanted and can be built."""
+    cuda = wanted("FB_BUILD_CUDA", nvcc(), "nvcc on the path or in $CUDA_HOME")
+    cpu = wanted("FB_BUILD_CPU", cxx(), "a C++ compiler on the path or in $CXX")
     sources, headers = (sorted(map(str, CSRC.glob(pattern))) for pattern in ("*.cu", "*.*h"))
-    return [Extension("fb_kernels.libfb_kernels", sources, depends=headers, optional=wanted == "auto")]
+    built = [Extension(CUDA, sources, depends=headers, optional=cuda == "auto")] if cuda != "skip" else []
+    if cpu != "skip":
+        built.append(Extension(CPU, [str(CSRC / "cpu.cpp")], depends=headers, optional=cpu == "auto"))
+    return built
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})

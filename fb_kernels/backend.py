@@ -2,10 +2,12 @@
 
 Every op has one definition (`fb::<op>`), a fake for tracing and a reference that runs on any device. A Triton
 implementation is the function of the op's name in `fb_kernels/triton/<stem>.py`, a compiled one that in
-`fb_kernels/cuda.py`. Either returns NotImplemented for arguments that it was not made for (float64, an unusual head
-size), and the next one takes those: compiled, then Triton, then the reference.
+`fb_kernels/cuda.py`, for CPU tensors that in `fb_kernels/cpu.py`. Each returns NotImplemented for arguments that it was
+not made for (float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then Triton, then
+the reference; on CPU tensors compiled, then the reference.
 
-`FB_KERNELS_BACKEND=auto|reference|triton|cuda[,op=...]` overrides what runs, for all ops or for those named by stem.
+`FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
+stem.
 """
 
 from __future__ import annotations
@@ -22,19 +24,36 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fb_kernels import cuda
+from fb_kernels import cpu, cuda
 
 LIBRARY = torch.library.Library("fb", "DEF")
 VARIABLE = "FB_KERNELS_BACKEND"
-BACKENDS = ("auto", "reference", "triton", "cuda")
+BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
 
-KERNELS = ("cuda", "triton")  # in the order of preference
+KERNELS = ("cuda", "triton", "cpu")
+_TRIED = {  # (backend, device): kinds of kernels in the order of preference
+    ("auto", "cpu"): ("cpu",),
+    ("auto", "cuda"): ("cuda", "triton"),
+    ("triton", "cpu"): ("triton",),
+    ("triton", "cuda"): ("triton",),
+    ("cuda", "cpu"): ("cuda",),
+    ("cuda", "cuda"): ("cuda", "triton"),
+    ("cpu", "cpu"): ("cpu",),
+    ("cpu", "cuda"): (),
+}
 
 _with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems
 
 
 def define(
-    name: str, signature: str, *, reference: Callable, fake: Callable, triton: bool = False, compiled: bool = False
+    name: str,
+    signature: str,
+    *,
+    reference: Callable,
+    fake: Callable,
+    triton: bool = False,
+    compiled: bool = False,
+    cpu: bool = False,
 ) -> OpOverload:
     """Define `fb::<name><signature>`, attach its implementations and its fake, and return the overload to call.
 
@@ -45,9 +64,10 @@ def define(
         fake: shapes and dtypes of the results.
         triton: whether `fb_kernels/triton/<stem>.py` has a function `name`.
         compiled: whether `fb_kernels/cuda.py` has one.
+        cpu: whether `fb_kernels/cpu.py` has one.
     """
     stem = reference.__module__.rpartition(".")[2]
-    own = [kind for kind, has in (("cuda", compiled), ("triton", triton)) if has]
+    own = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
     for kind in own:
         _with[kind].add(stem)
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
@@ -73,20 +93,21 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
     wanted = _overrides.get(stem, _overrides[""])
     if wanted == "reference":
         return "reference", f"{VARIABLE} asks for it"
-    kinds = [kind for kind in KERNELS if stem in _with[kind]]
-    if not kinds:
+    own = [kind for kind in KERNELS if stem in _with[kind]]
+    if not own:
         return "reference", "it has no kernel"
-    if device == "cpu" and wanted == "auto":
-        return "reference", "kernels are for CUDA tensors"
+    kinds = [kind for kind in _TRIED[wanted, device] if kind in own]
+    if not kinds:
+        others = "CUDA" if device == "cpu" else "CPU"
+        why = f"kernels are for {others} tensors" if wanted in ("auto", *own) else f"it has no {wanted} kernel"
+        return "reference", why
     absent: list[str] = []
     for kind in kinds:
-        if kind != wanted and (device == "cpu" or wanted == "triton"):
-            continue
         why = _why_not(kind, device)
         if not why:
             return kind, _reason(kind, wanted, stem, absent)
         absent.append(f"{kind}: {why}" if len(kinds) > 1 else why)
-    return "reference", "; ".join(absent) or f"it has no {wanted} kernel"
+    return "reference", "; ".join(absent)
 
 
 def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
@@ -99,7 +120,9 @@ def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
 
 def _why_not(kind: str, device: str) -> str:
     """Why kernels of a kind cannot be launched on tensors of a device; empty where they can."""
-    return _why_no_triton(device) if kind == "triton" else cuda.why_not(device)
+    if kind == "triton":
+        return _why_no_triton(device)
+    return cuda.why_not(device) if kind == "cuda" else cpu.why_not()
 
 
 @cache
@@ -138,7 +161,7 @@ def _parse(spec: str) -> dict[str, str]:
         known = not stem or (stem.isidentifier() and (Path(__file__).parent / "reference" / f"{stem}.py").is_file())
         if backend not in BACKENDS or not known:
             raise ValueError(
-                f"{VARIABLE}: expected auto, reference, triton or cuda, then op=backend pairs, got {part!r}; "
+                f"{VARIABLE}: expected auto, reference, triton, cuda or cpu, then op=backend pairs, got {part!r}; "
                 "write for example auto,branch_attention=reference"
             )
         found[stem] = backend
@@ -153,23 +176,25 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
     """The callable that runs the chosen implementation."""
     if not own:
         return reference
+    quick = getattr(cpu, name) if "cpu" in own else None
 
     def run(*arguments: Any) -> Any:
         if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
-            return reference(*arguments)
+            out = quick(*arguments) if quick else NotImplemented
+            return reference(*arguments) if out is NotImplemented else out
         first = chosen(stem, device)[0]
         if first == "reference":
             return reference(*arguments)
-        kinds = [kind for kind in own if KERNELS.index(kind) >= KERNELS.index(first)]
-        for kind in kinds:
-            if kind != first and _why_not(kind, device):
+        wanted = _overrides.get(stem, _overrides[""])
+        tried = _TRIED[wanted, device]
+        for kind in tried[tried.index(first) :]:
+            if kind not in own or (kind != first and _why_not(kind, device)):
                 continue
             with _on_device_of(arguments, device):
                 out = getattr(_module(kind, stem), name)(*arguments)
             if out is not NotImplemented:
                 return out
-        wanted = _overrides.get(stem, _overrides[""])
-        if wanted in kinds:
+        if wanted == first and first in own:
             raise ValueError(
                 f"{name}: expected arguments that the {wanted} kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
@@ -182,7 +207,7 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
 
 @cache
 def _module(kind: str, stem: str) -> Any:
-    return cuda if kind == "cuda" else import_module(f"fb_kernels.triton.{stem}")
+    return {"cuda": cuda, "cpu": cpu}.get(kind) or import_module(f"fb_kernels.triton.{stem}")
 
 
 def _on_device_of(arguments: tuple, device: str) -> Any:

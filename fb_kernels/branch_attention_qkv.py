@@ -135,4 +135,5 @@ _branch_attention_qkv = define(
     fake=_fake,
     triton=True,
     compiled=True,
+    cpu=True,
 )

@@ -8,15 +8,16 @@ import inspect
 import os
 import platform
 from importlib import metadata
+from types import ModuleType
 
 import torch
 
 import fb_kernels
-from fb_kernels import backend, cuda
+from fb_kernels import backend, cpu, cuda
 
 
 def report() -> str:
-    """A plain table: versions, devices, the compiled library, and what runs each op on the CPU and on CUDA.
+    """A plain table: versions, devices, the compiled libraries, and what runs each op on the CPU and on CUDA.
 
     Never raises on a machine where something is missing; the table says what and why.
     """
@@ -28,7 +29,7 @@ def report() -> str:
             [("built for", torch.version.cuda or "none: this torch is built without CUDA"), ("driver", _driver())],
         ),
         ("devices", _devices()),
-        ("compiled library", [("fb_kernels", _compiled())]),
+        ("compiled libraries", [("fb_kernels", _shown(cuda)), ("fb_cpu", _shown(cpu))]),
         (
             f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')})",
             [(name, _what_runs(stem)) for name, stem in _ops()] or [("none", "")],
@@ -58,9 +59,10 @@ def _triton() -> str:
         return f"absent: {type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else 'no reason given'}"
 
 
-def _compiled() -> str:
-    found = cuda.library()
-    return found if isinstance(found, str) else f"interface {cuda.ABI_VERSION}"
+def _shown(kernels: ModuleType) -> str:
+    """What there is of a compiled library."""
+    found = kernels.library()
+    return found if isinstance(found, str) else f"interface {kernels.ABI_VERSION}"
 
 
 def _driver() -> str:

@@ -86,4 +86,5 @@ _skinny_linear = define(
     fake=_fake,
     triton=True,
     compiled=True,
+    cpu=True,
 )

@@ -52,4 +52,5 @@ _topk_entropy = define(
     fake=_fake,
     triton=True,
     compiled=True,
+    cpu=True,
 )

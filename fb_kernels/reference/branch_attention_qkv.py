@@ -69,6 +69,19 @@ def layout(qkv: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows, groups, torch.zeros_like(held), held
 
 
+def check_held(k_cache: Tensor, held: Tensor, slots: Tensor | None) -> tuple[int, list[int]]:
+    """(held, slots) as the host's numbers, held within the cache and no slot below it (CPU only)."""
+    length, size = int(held), k_cache.shape[0]
+    if not 0 <= length <= size:
+        raise checks.error(OP, "held", f"0 to {size}, the caches' rows", length, "count the sequence's tokens")
+    kept: list[int] = [] if slots is None else slots.tolist()
+    for slot in kept:
+        if 0 <= slot < length:
+            least = min(filter(lambda s: s >= 0, kept))
+            raise checks.error(OP, "slots", f"slots from {length} on", least, "keep what is held")
+    return length, kept
+
+
 def _on_host(
     inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor],
     k_cache: Tensor,
@@ -79,14 +92,8 @@ def _on_host(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    length, size, qkv = int(held), k_cache.shape[0], inputs[0]
-    if not 0 <= length <= size:
-        raise checks.error(OP, "held", f"0 to {size}, the caches' rows", length, "count the sequence's tokens")
-    kept = [] if slots is None else slots.tolist()
-    if any(0 <= slot < length for slot in kept):
-        raise checks.error(
-            OP, "slots", f"slots from {length} on", min(filter(lambda s: s >= 0, kept)), "keep what is held"
-        )
+    length, kept = check_held(k_cache, held, slots)
+    qkv = inputs[0]
     if slots is None:
         q, k, v = qk_norm_rope(*inputs, *options)
     else:

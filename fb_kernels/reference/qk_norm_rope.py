@@ -25,10 +25,8 @@ def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         inside = (positions >= 0) & (positions < table.shape[0])
         rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
         return torch.where(inside[:, None], rows, torch.nan)[:, None]
-    if len(positions) == 1:  # and they are checked
-        rows = table[int(positions)].view(1, 1, -1)
-    else:
-        rows = table.index_select(0, positions)[:, None]
+    one = len(positions) == 1  # and they are checked
+    rows = table[int(positions)].view(1, 1, -1) if one else table.index_select(0, positions)[:, None]
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
@@ -50,7 +48,8 @@ def _host_reads(index: Tensor) -> bool:
     return index.device.type == "cpu"
 
 
-def _check_positions(positions: Tensor, limit: int) -> None:
+def check_positions(positions: Tensor, limit: int) -> None:
+    """Every position a row of the tables, where the host reads them."""
     if not _host_reads(positions) or not len(positions):
         return
     low, high = (int(positions),) * 2 if len(positions) == 1 else map(int, positions.aminmax())
@@ -59,7 +58,7 @@ def _check_positions(positions: Tensor, limit: int) -> None:
         raise checks.error(OP, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
 
 
-def _check_slots(slots: Tensor, size: int) -> list[int]:
+def check_slots(slots: Tensor, size: int) -> list[int]:
     """The slots, each in the cache and no two the same but for negative ones."""
     values: list[int] = slots.tolist()
     used = [slot for slot in values if slot >= 0]
@@ -87,7 +86,7 @@ def qk_norm_rope(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v), normed where a weight is given, q and k rotated."""
-    _check_positions(positions, cos.shape[0])
+    check_positions(positions, cos.shape[0])
     dtype = accumulation_dtype(qkv.dtype)
     heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
     both = num_heads + num_kv_heads
@@ -124,7 +123,7 @@ def qk_norm_rope_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     size = k_cache.shape[0]
-    places = _check_slots(slots, size) if _host_reads(slots) else None
+    places = check_slots(slots, size) if _host_reads(slots) else None
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     if places is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):

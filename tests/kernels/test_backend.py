@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fb_kernels import backend, branch_attention, linear_logprob, swiglu
+from fb_kernels import backend, branch_attention, cpu, cuda, linear_logprob, skinny_linear, swiglu
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 
@@ -51,6 +51,8 @@ def test_ops_live_in_the_namespace(op: str) -> None:
         ("triton, swiglu=reference", "reference", "reference"),
         ("reference,swiglu=triton", "triton", "triton"),
         ("reference,rms_norm=triton", "reference", "reference"),
+        ("cpu", "reference", "reference"),
+        ("cpu,swiglu=triton", "triton", "triton"),
     ],
 )
 @pytest.mark.usefixtures("triton_kernels")
@@ -58,6 +60,39 @@ def test_what_is_chosen(spec: str, cpu: str, cuda: str) -> None:
     with backend.override(spec):
         assert [backend.chosen("swiglu", device)[0] for device in ("cpu", "cuda")] == [cpu, cuda]
         assert backend.chosen("joint_pool", "cuda")[0] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "expected"),
+    [
+        ("", "cpu", ("cpu", "it has a kernel")),
+        ("cpu", "cpu", ("cpu", "FB_KERNELS_BACKEND asks for it")),
+        ("reference", "cpu", ("reference", "FB_KERNELS_BACKEND asks for it")),
+        ("triton", "cpu", ("triton", "FB_KERNELS_BACKEND asks for it")),
+        ("cuda", "cpu", ("reference", "there is no library")),
+        ("", "cuda", ("triton", "it has a kernel; cuda: there is no library")),
+        ("cpu", "cuda", ("reference", "kernels are for CPU tensors")),
+        ("cuda", "cuda", ("triton", "it has a kernel; cuda: there is no library")),
+    ],
+)
+@pytest.mark.usefixtures("triton_kernels")
+def test_what_is_chosen_where_there_are_all_kinds(
+    monkeypatch: pytest.MonkeyPatch, spec: str, device: str, expected: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(cuda, "why_not", lambda _: "there is no library")
+    monkeypatch.setattr(cpu, "why_not", lambda: "")
+    with backend.override(spec):
+        assert backend.chosen("skinny_linear", device) == expected
+
+
+@pytest.mark.parametrize("spec", ["auto", "cpu"])
+def test_without_a_library_for_the_cpu_the_reference_runs(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: "there is no library")
+    with backend.override("reference"):
+        expected = skinny_linear(X, X)
+    with backend.override(spec):
+        assert backend.chosen("skinny_linear", "cpu") == ("reference", "there is no library")
+        assert torch.equal(skinny_linear(X, X), expected)
 
 
 def test_the_override_ends_with_its_context() -> None:
@@ -88,7 +123,8 @@ def test_a_kernel_runs_and_what_it_refuses_goes_to_the_reference(monkeypatch: py
         return NotImplemented if gate_up.dtype == torch.float64 else torch.zeros(2, 6)
 
     monkeypatch.setattr(backend, "_module", lambda _, __: SimpleNamespace(swiglu=kernel))
-    monkeypatch.setattr(backend, "chosen", lambda *_: ("triton", ""))
+    monkeypatch.setattr(backend, "_TRIED", {(wanted, "cpu"): ("triton",) for wanted in ("auto", "triton")})
+    monkeypatch.setattr(backend, "_why_not", lambda *_: "")
     monkeypatch.setattr(backend, "AUTOMATIC", None)
     assert torch.equal(swiglu(X), torch.zeros(2, 6))
     assert swiglu(X.double()).abs().sum() > 0

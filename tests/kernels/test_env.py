@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fb_kernels
-from fb_kernels import cuda, env
+from fb_kernels import cpu, cuda, env
 
 
 def lines(report: str) -> dict[str, str]:
@@ -21,10 +21,14 @@ def test_report_names_software_devices_and_ops() -> None:
     for package in ("torch", "transformers", "peft", "numpy"):
         assert found[package] == metadata.version(package)
     assert found["python"] == sys.version.split()[0]
-    library = cuda.library()
-    assert found["fb_kernels"] == (library if isinstance(library, str) else "interface 1")
+    for name, kernels in (("fb_kernels", cuda), ("fb_cpu", cpu)):
+        library = kernels.library()
+        assert found[name] == (library if isinstance(library, str) else "interface 1")
     assert "thread(s)" in found["cpu"]
     assert found["swiglu"].startswith("cpu: reference (kernels are for CUDA tensors), cuda: ")
+    why = cpu.why_not()
+    expected = f"cpu: reference ({why}), cuda: " if why else "cpu: cpu (it has a kernel), cuda: "
+    assert found["skinny_linear"].startswith(expected)
     assert {name for name, _ in env._ops()} <= set(fb_kernels.__all__) & set(found)
 
 

@@ -1,0 +1,146 @@
+// The ops of a decode step on the CPU: float32, one thread, plain C functions for fb_kernels/cpu.py, which checks what
+// it passes. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t Order __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, Order{i, j, k, l})
+#endif
+
+namespace {
+
+constexpr int OUT_OF_MEMORY = 1;
+
+struct Memory {
+  float* data = nullptr;
+  int64_t size = 0;
+  ~Memory() { std::free(data); }
+};
+
+// So many floats, the thread's own until its next call; null where there is no memory.
+float* scratch(int64_t size) {
+  static thread_local Memory memory;
+  if (size > memory.size || !memory.data) {
+    std::free(memory.data);
+    memory.size = (size + 1023) / 1024 * 1024 + 1024;
+    memory.data = static_cast<float*>(std::aligned_alloc(64, memory.size * sizeof(float)));
+    if (!memory.data) memory.size = 0;
+  }
+  return memory.data;
+}
+
+INLINE int64_t entry(const void* from, int wide, int64_t index) {
+  return wide ? static_cast<const int64_t*>(from)[index] : static_cast<const int32_t*>(from)[index];
+}
+
+// Here and not among the variants: instances of templates belong to the whole library.
+void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // the k-th largest is the last of them
+  std::nth_element(found, found + k - 1, found + count, std::greater<int64_t>());
+}
+
+void sort_largest(int64_t k, int64_t* found, int64_t count) {
+  std::partial_sort(found, found + k, found + count, std::greater<int64_t>());
+}
+
+#define VARIANT plain
+#define LANES 4
+#include "cpu_kernels.h"
+#undef VARIANT
+#undef LANES
+
+#ifndef WIDEST  // bits of a vector; tests build narrower libraries
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDEST 512
+#else
+#define WIDEST 128
+#endif
+#endif
+
+#if WIDEST >= 256
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define VARIANT avx2
+#define LANES 8
+#include "cpu_kernels.h"
+#undef VARIANT
+#undef LANES
+#pragma GCC pop_options
+#endif
+
+#if WIDEST >= 512
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx2,fma")
+#define VARIANT avx512
+#define LANES 16
+#include "cpu_kernels.h"
+#undef VARIANT
+#undef LANES
+#pragma GCC pop_options
+#endif
+
+struct Kernels {
+  decltype(&plain::skinny_linear) skinny_linear;
+  decltype(&plain::branch_attention_qkv) branch_attention_qkv;
+  decltype(&plain::topk_entropy) topk_entropy;
+};
+
+#define KERNELS(variant) {variant::skinny_linear, variant::branch_attention_qkv, variant::topk_entropy}
+
+Kernels fitting() {
+#if WIDEST >= 256
+  const bool fused = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+#if WIDEST >= 512
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl");
+  if (fused && wide) return KERNELS(avx512);
+#endif
+#if WIDEST >= 256
+  if (fused) return KERNELS(avx2);
+#endif
+  return KERNELS(plain);
+}
+
+const Kernels kernels = fitting();
+
+}  // namespace
+
+extern "C" {
+
+int fbcpu_abi_version() { return 1; }
+
+int fbcpu_skinny_linear(
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
+    const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
+    int64_t rows, int64_t width, int64_t outputs, int swiglu) {
+  return kernels.skinny_linear(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride,
+                               out, out_stride, rows, width, outputs, swiglu);
+}
+
+int fbcpu_branch_attention_qkv(
+    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
+    const float* sin, const void* positions, int wide_positions, float* k_cache, int64_t k_slot, int64_t k_head,
+    float* v_cache, int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots,
+    float* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale) {
+  return kernels.branch_attention_qkv(qkv, qkv_stride, q_weight, k_weight, cos, sin, positions, wide_positions, k_cache,
+                                      k_slot, k_head, v_cache, v_slot, v_head, first, held, slots, wide_slots, out,
+                                      rows, heads, kv_heads, width, eps, scale);
+}
+
+int fbcpu_topk_entropy(
+    const float* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
+    int64_t* indices) {
+  return kernels.topk_entropy(logits, stride, rows, width, k, entropy, values, indices);
+}
+
+}  // extern "C"

@@ -1,0 +1,349 @@
+// The bodies of cpu.cpp, which includes them once for each instruction set, under its LANES and VARIANT.
+// A sum over a row takes the same order wherever the row lies and however many there are: results are bit-equal.
+
+namespace VARIANT {
+
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef float Quad __attribute__((vector_size(16)));
+
+constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
+constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
+
+INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+INLINE Lanes load(const float* from) {
+  Lanes v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+INLINE Lanes load(const float* from, int64_t n) {  // fewer than LANES, then zeros
+  Lanes v = {};
+  std::memcpy(&v, from, n * sizeof(float));
+  return v;
+}
+
+INLINE void store(float* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
+
+INLINE Quad quarter(Lanes v) {  // lanes folded to four
+  Quad part[LANES / 4];
+  std::memcpy(part, &v, sizeof v);
+#if LANES == 16
+  return (part[0] + part[2]) + (part[1] + part[3]);
+#elif LANES == 8
+  return part[0] + part[1];
+#else
+  return part[0];
+#endif
+}
+
+INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
+  Quad p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
+  Quad pq = SHUFFLE(p, q, 0, 4, 1, 5) + SHUFFLE(p, q, 2, 6, 3, 7);
+  Quad rs = SHUFFLE(r, s, 0, 4, 1, 5) + SHUFFLE(r, s, 2, 6, 3, 7);
+  return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
+}
+
+// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not.
+template <int R, int T>
+INLINE void products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float out[R][T]) {
+  Lanes acc[R][T][2] = {};
+  const int64_t pairs = width / (2 * LANES) * (2 * LANES);
+  if (R == 1 && width <= 2048) {  // w as it lies: half the time of T rows at once, while x stays in the nearest cache
+    for (int t = 0; t < T; ++t)
+      for (int64_t k = 0; k < pairs; k += 2 * LANES)
+        for (int part = 0; part < 2; ++part)
+          acc[0][t][part] += load(x + k + part * LANES) * load(w + t * w_stride + k + part * LANES);
+  } else {
+    for (int64_t k = 0; k < pairs; k += 2 * LANES)
+      for (int part = 0; part < 2; ++part) {
+        Lanes a[R];
+        for (int r = 0; r < R; ++r) a[r] = load(x + r * x_stride + k + part * LANES);
+        for (int t = 0; t < T; ++t) {
+          Lanes b = load(w + t * w_stride + k + part * LANES);
+          for (int r = 0; r < R; ++r) acc[r][t][part] += a[r] * b;
+        }
+      }
+  }
+  int64_t k = pairs;
+  if (k + LANES <= width) {
+    for (int t = 0; t < T; ++t) {
+      Lanes b = load(w + t * w_stride + k);
+      for (int r = 0; r < R; ++r) acc[r][t][0] += load(x + r * x_stride + k) * b;
+    }
+    k += LANES;
+  }
+  if (k < width)
+    for (int t = 0; t < T; ++t) {
+      Lanes b = load(w + t * w_stride + k, width - k);
+      for (int r = 0; r < R; ++r) acc[r][t][1] += load(x + r * x_stride + k) * b;
+    }
+  for (int r = 0; r < R; ++r) {
+    Lanes one[TILE];
+    for (int t = 0; t < TILE; ++t) one[t] = acc[r][t % T][0] + acc[r][t % T][1];
+    Quad total = sums(one[0], one[1], one[2], one[3]);
+    std::memcpy(out[r], &total, T * sizeof(float));
+  }
+}
+
+// e^x to 1 ulp or two: Cephes' polynomial; 0 and inf beyond the range, subnormals in between, NaN of NaN.
+INLINE Lanes exponential(Lanes x) {
+  x = x > 89.0f ? Lanes{} + 89.0f : x;
+  x = x < -104.0f ? Lanes{} - 104.0f : x;
+  Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // its low bits are the nearest integer
+  Lanes n = shifted - 12582912.0f;
+  Lanes r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Ints whole = (Ints)shifted - 0x4B400000;
+  Ints half = whole >> 1;  // in two factors: either is a normal number
+  return p * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
+}
+
+// to[i] = from[i] / rms(from) * weight[i]; without a weight a copy. Whole lanes of `to` are written.
+INLINE void normed(const float* from, const float* weight, float eps, int64_t width, float* to) {
+  int64_t whole = width / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(from + i));
+  if (whole < width) store(to + whole, load(from + whole, width - whole));
+  if (!weight) return;
+  float square[1][1];
+  products<1, 1>(to, 0, to, 0, padded(width), square);
+  float inverse = 1.0f / std::sqrt(square[0][0] / width + eps);
+  for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(to + i) * inverse * load(weight + i));
+  if (whole < width) store(to + whole, load(to + whole) * inverse * load(weight + whole, width - whole));
+  for (int64_t i = width; i < padded(width); ++i) to[i] = 0;  // where inverse is NaN
+}
+
+static int skinny_linear(
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
+    const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
+    int64_t rows, int64_t width, int64_t outputs, int swiglu) {
+  int64_t stride = padded(width), products_stride = swiglu ? outputs : out_stride;
+  float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
+  if (!input) return OUT_OF_MEMORY;
+  float* result = swiglu ? input + rows * stride : out;
+  for (int64_t row = 0; row < rows; ++row) normed(x + row * x_stride, norm_weight, eps, width, input + row * stride);
+
+  auto finish = [&](int64_t row, int64_t first, int64_t count, const float* sum) {
+    float* to = result + row * products_stride + first;
+    for (int64_t t = 0; t < count; ++t) {
+      float y = bias ? sum[t] + bias[first + t] : sum[t];
+      to[t] = residual ? y + residual[row * residual_stride + first + t] : y;
+    }
+  };
+  int64_t output = 0;
+  for (; output + TILE <= outputs; output += TILE) {  // of each tile all rows, while it lies in the cache
+    const float* w = weight + output * weight_stride;
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) {
+      float sum[ROWS][TILE];
+      products<ROWS, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
+      for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
+    }
+    for (; row < rows; ++row) {
+      float sum[1][TILE];
+      products<1, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
+      finish(row, output, TILE, sum[0]);
+    }
+  }
+  for (; output < outputs; ++output)
+    for (int64_t row = 0; row < rows; ++row) {
+      float sum[1][1];
+      products<1, 1>(input + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
+      finish(row, output, 1, sum[0]);
+    }
+  if (!swiglu) return 0;
+  int64_t half = outputs / 2;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *gate = result + row * outputs, *up = gate + half;
+    float* to = out + row * out_stride;
+    for (int64_t i = 0; i < half; i += LANES) {
+      int64_t n = half - i < LANES ? half - i : LANES;
+      Lanes g = load(gate + i, n), gated = g / (1.0f + exponential(-g)) * load(up + i, n);
+      std::memcpy(to + i, &gated, n * sizeof(float));
+    }
+  }
+  return 0;
+}
+
+// A head x[width], normed and rotated, to to[padded(width)].
+INLINE void turned(
+    const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
+    float* buffer, float* to) {
+  normed(x, weight, eps, width, buffer);
+  int64_t half = width / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    to[i] = (buffer[i] * cos[i] - buffer[i + half] * sin[i]) * scale;
+    to[i + half] = (buffer[i + half] * cos[i + half] + buffer[i] * sin[i + half]) * scale;
+  }
+  for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
+}
+
+INLINE void softmax(float* score, int64_t count) {
+  for (int64_t i = count; i < padded(count); ++i) score[i] = -INFINITY;
+  Lanes most = Lanes{} - INFINITY, total = {};
+  for (int64_t i = 0; i < count; i += LANES) {
+    Lanes s = load(score + i);
+    most = s > most ? s : most;
+  }
+  float top = most[0], sum = 0;
+  for (int i = 1; i < LANES; ++i) top = most[i] > top ? most[i] : top;
+  for (int64_t i = 0; i < count; i += LANES) {
+    Lanes p = exponential(load(score + i) - top);
+    store(score + i, p);
+    total += p;
+  }
+  for (int i = 0; i < LANES; ++i) sum += total[i];
+  float inverse = 1.0f / sum;
+  for (int64_t i = 0; i < count; i += LANES) store(score + i, load(score + i) * inverse);
+}
+
+// out[r] = sum_j p[r][j] v[j] + p[r][count] own over a block of V vectors, the last of `tail` columns where given.
+template <int R, int V>
+INLINE void weighted(
+    const float* p, int64_t p_stride, const float* v, int64_t v_stride, int64_t count, const float* own, int64_t tail,
+    float* out, int64_t out_stride) {
+  Lanes acc[R][V] = {};
+  for (int64_t j = 0; j <= count; ++j) {
+    const float* row = j < count ? v + j * v_stride : own;
+    for (int i = 0; i < V; ++i) {
+      Lanes value = tail ? load(row, tail) : load(row + i * LANES);
+      for (int r = 0; r < R; ++r) acc[r][i] += p[r * p_stride + j] * value;
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < V; ++i)
+      std::memcpy(out + r * out_stride + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
+}
+
+struct Head {  // what the heads of a group see
+  const float *keys, *values, *own_key, *own_value;
+  int64_t key_stride, value_stride, count, width;
+};
+
+template <int R>
+INLINE void attend(const Head& head, const float* query, float* score, int64_t score_stride, float* out) {
+  int64_t stride = padded(head.width), j = 0;
+  float tile[R][TILE], one[R][1];
+  for (; j + TILE <= head.count; j += TILE) {
+    products<R, TILE>(query, stride, head.keys + j * head.key_stride, head.key_stride, head.width, tile);
+    for (int r = 0; r < R; ++r) std::memcpy(score + r * score_stride + j, tile[r], sizeof tile[r]);
+  }
+  for (; j <= head.count; ++j) {
+    const float* key = j < head.count ? head.keys + j * head.key_stride : head.own_key;
+    products<R, 1>(query, stride, key, 0, head.width, one);
+    for (int r = 0; r < R; ++r) score[r * score_stride + j] = one[r][0];
+  }
+  for (int r = 0; r < R; ++r) softmax(score + r * score_stride, head.count + 1);
+  int64_t e = 0;
+  for (; e + 4 * LANES <= head.width; e += 4 * LANES)
+    weighted<R, 4>(score, score_stride, head.values + e, head.value_stride, head.count, head.own_value + e, 0, out + e,
+                   head.width);
+  for (; e < head.width; e += LANES) {
+    int64_t tail = head.width - e < LANES ? head.width - e : 0;
+    weighted<R, 1>(score, score_stride, head.values + e, head.value_stride, head.count, head.own_value + e, tail,
+                   out + e, head.width);
+  }
+}
+
+static int branch_attention_qkv(
+    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
+    const float* sin, const void* positions, int wide_positions, float* k_cache, int64_t k_slot, int64_t k_head,
+    float* v_cache, int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots,
+    float* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale) {
+  int64_t stride = padded(width), count = held - first, score_stride = padded(count + 1), group = heads / kv_heads;
+  float* buffer = scratch((heads + kv_heads + 1) * stride + ROWS * score_stride);
+  if (!buffer) return OUT_OF_MEMORY;
+  float *query = buffer + stride, *key = query + heads * stride, *score = key + kv_heads * stride;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *x = qkv + row * qkv_stride, *value = x + (heads + kv_heads) * width;
+    int64_t place = entry(positions, wide_positions, row) * width;
+    int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
+    for (int64_t h = 0; h < heads; ++h)
+      turned(x + h * width, q_weight, eps, cos + place, sin + place, width, scale, buffer, query + h * stride);
+    for (int64_t g = 0; g < kv_heads; ++g) {
+      float* own = key + g * stride;
+      turned(x + (heads + g) * width, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, own);
+      if (slot >= 0) {
+        std::memcpy(k_cache + slot * k_slot + g * k_head, own, width * sizeof(float));
+        std::memcpy(v_cache + slot * v_slot + g * v_head, value + g * width, width * sizeof(float));
+      }
+      Head head = {k_cache + first * k_slot + g * k_head, v_cache + first * v_slot + g * v_head, own,
+                   value + g * width, k_slot, v_slot, count, width};
+      for (int64_t h = g * group; h < (g + 1) * group;) {
+        float* to = out + (row * heads + h) * width;
+        if (h + ROWS <= (g + 1) * group) {
+          attend<ROWS>(head, query + h * stride, score, score_stride, to);
+          h += ROWS;
+        } else {
+          attend<1>(head, query + h * stride, score, score_stride, to);
+          ++h;
+        }
+      }
+    }
+  }
+  return 0;
+}
+
+// Indices that may be among the k largest are collected until there is no more room, then all but k are dropped.
+static int topk_entropy(
+    const float* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
+    int64_t* indices) {
+  constexpr int64_t ROOM = 512;
+  int64_t found[ROOM + LANES];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = logits + row * stride;
+    int64_t kept = 0, i = 0;
+    int32_t least = INT32_MIN;  // the k-th largest so far
+    auto consider = [&](int32_t order, int64_t index) {
+      if (order > least || kept < k) found[kept++] = (int64_t)order * (INT64_C(1) << 32) + (INT32_MAX - index);
+    };
+    auto shrink = [&] {
+      drop_all_but(k, found, kept);
+      kept = k;
+      least = (int32_t)(found[k - 1] >> 32);
+    };
+    for (; i + LANES <= width; i += LANES) {
+      Lanes v = load(x + i) + 0.0f;  // one zero
+      v = v == v ? v : (Lanes{} + NAN);
+      Ints bits = (Ints)v, order = bits < 0 ? bits ^ INT32_MAX : bits, above = order > least;
+      int32_t any = 0;
+      for (int l = 0; l < LANES; ++l) any |= above[l];
+      if (!any && kept >= k) continue;
+      for (int l = 0; l < LANES; ++l) consider(order[l], i + l);
+      if (kept >= ROOM || (kept >= 2 * k && least == INT32_MIN)) shrink();
+    }
+    for (; i < width; ++i) {
+      float v = x[i] == x[i] ? x[i] + 0.0f : NAN;
+      int32_t bits;
+      std::memcpy(&bits, &v, sizeof v);
+      consider(bits < 0 ? bits ^ INT32_MAX : bits, i);
+    }
+    sort_largest(k, found, kept);
+    float* value = values + row * k;
+    for (int64_t j = 0; j < k; ++j) {
+      int64_t index = INT32_MAX - (found[j] & UINT32_MAX);
+      indices[row * k + j] = index;
+      value[j] = x[index];
+    }
+    float top = value[0], total = 0, weight = 0;
+    for (int64_t j = 0; j < k; j += LANES) {
+      int64_t n = k - j < LANES ? k - j : LANES;
+      Lanes shifted = load(value + j, n) - top, e = exponential(shifted);
+      for (int64_t l = 0; l < n; ++l) {
+        total += e[l];
+        if (value[j + l] != -INFINITY) weight += e[l] * shifted[l];
+      }
+    }
+    entropy[row] = std::isinf(top) ? NAN : std::log(total) - weight / total;
+  }
+  return 0;
+}
+
+}  // namespace VARIANT

@@ -1,0 +1,326 @@
+"""The compiled kernels for CPU tensors, for every width of vectors, against float64 and against plain PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_branch_attention_qkv as attention
+import test_skinny_linear as linear
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_topk_entropy import HOSTILE, assert_matches
+from torch import Tensor
+
+from fb_kernels import backend, cpu
+from fb_kernels.branch_attention_qkv import branch_attention_qkv
+from fb_kernels.reference import branch_attention_qkv as attention_reference
+from fb_kernels.reference import skinny_linear as linear_reference
+from fb_kernels.skinny_linear import skinny_linear
+from fb_kernels.testing import assert_close_to_reference, poisoned_memory
+from fb_kernels.topk_entropy import topk_entropy
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+NAN, INF = float("nan"), float("inf")
+WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
+given_here = settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@cache
+def built(widest: int) -> ctypes.CDLL:
+    """The library of the sources as they are, compiled once for all processes."""
+    digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
+    target = Path(tempfile.gettempdir()) / f"libfb_cpu_{widest}_{os.getuid()}_{digest.hexdigest()[:16]}.so"
+    if not target.is_file():
+        compiler = shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            pytest.skip("no C++ compiler")
+        partial = target.with_suffix(f".{os.getpid()}")
+        command = [compiler, *FLAGS, f"-DWIDEST={widest}", str(SOURCES / "cpu.cpp"), "-o", str(partial)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(partial, target)
+    found = cpu.opened(target)
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
+@pytest.fixture(autouse=True, params=[128, 256, 512])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every op runs its compiled CPU kernel, and refuses arguments that it was not made for."""
+    library = built(request.param)
+    monkeypatch.setattr(cpu, "library", lambda: library)
+    with backend.override("cpu"):
+        yield
+
+
+def wide(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
+def apart(x: Tensor, offset: int) -> Tensor:
+    """The same values in rows that lie apart, from an odd address on, with NaN around."""
+    whole = torch.full((*x.shape[:-1], x.shape[-1] + offset + 3), NAN)
+    whole[..., offset : offset + x.shape[-1]] = x
+    return whole[..., offset : offset + x.shape[-1]]
+
+
+@given_here
+@given(
+    rows=st.integers(0, 9),
+    width=st.sampled_from(WIDTHS),
+    half=st.integers(0, 9),
+    names=linear.given_names,
+    offset=st.none() | st.integers(0, 5),
+)
+def test_linear_matches_float64(rows: int, width: int, half: int, names: tuple[str, ...], offset: int | None) -> None:
+    arguments = linear.arguments(rows, width, 2 * half, names, torch.float32)
+    if offset is not None:
+        arguments |= {name: apart(arguments[name], offset) for name in ("x", "weight")}
+        if "residual" in names:
+            arguments["residual"] = apart(arguments["residual"], offset + 1)
+    with poisoned_memory():  # what is not written is NaN
+        out = skinny_linear(**arguments)
+        assert torch.equal(out, skinny_linear(**arguments))
+    assert out.is_contiguous()
+    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments))
+    for row in range(rows):
+        alone = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
+        assert torch.equal(skinny_linear(**(arguments | alone)), out[row : row + 1])
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 512, 3072), (16, 300, 1000), (3, 4096, 10), (2, 2048, 7)])
+def test_linear_of_a_model(rows: int, width: int, outputs: int) -> None:
+    arguments = linear.arguments(rows, width, outputs, ("norm_weight", "bias"), torch.float32)
+    out = skinny_linear(**arguments)
+    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments))
+    assert torch.equal(skinny_linear(**(arguments | {"x": arguments["x"][-1:]})), out[-1:])
+
+
+@pytest.mark.parametrize(
+    "names", [("bias", "residual"), ("norm_weight", "residual"), ("norm_weight", "swiglu")], ids=str
+)
+def test_linear_hostile_values_stay_in_their_row(names: tuple[str, ...]) -> None:
+    arguments = linear.arguments(6, 37, 10, names, torch.float32)
+    clean = skinny_linear(**arguments)
+    arguments["x"][1], arguments["x"][2, 35], arguments["x"][4, 0] = NAN, INF, -INF
+    out = skinny_linear(**arguments)
+    assert torch.equal(out[[0, 3, 5]], clean[[0, 3, 5]])
+    assert out[1].isnan().all()
+    with backend.override("reference"):
+        expected = skinny_linear(**arguments)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_gating_of_every_size() -> None:
+    """silu from where its exponential overflows to where it vanishes."""
+    gate = torch.cat((torch.linspace(-130, 130, 4001), torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-40, -3e38, 3e38])))
+    weight = torch.cat((gate, torch.ones_like(gate)))[:, None]
+    out = skinny_linear(torch.ones(1, 1), weight, swiglu=True)[0]
+    expected = torch.nn.functional.silu(gate.double())
+    whole = (gate > -88) & (gate.abs() > 1e-37)  # below, the exponential is inf, as in PyTorch
+    torch.testing.assert_close(out[whole], expected[whole].float(), rtol=6e-7, atol=0)
+    torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
+
+
+@given_here
+@given(
+    rows=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    repeat=st.integers(1, 4),
+    half=st.sampled_from([1, 2, 3, 4, 8, 9, 16, 32, 40]),
+    held=st.integers(0, 40),
+    weights=st.sampled_from(["qk", "q", "k", ""]),
+    window=st.none() | st.integers(1, 45),
+    keep=st.sampled_from(["none", "all", "some"]),
+    wide_indices=st.booleans(),
+    relaid=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attention_matches_float64(
+    rows: int,
+    kv_heads: int,
+    repeat: int,
+    half: int,
+    held: int,
+    weights: str,
+    window: int | None,
+    keep: str,
+    wide_indices: bool,
+    relaid: bool,
+    seed: int,
+) -> None:
+    slots = None
+    if keep != "none":
+        slots = [held + row if keep == "all" or row % 2 else -1 - row for row in range(rows)]
+    arguments = attention.case(
+        rows, kv_heads, repeat, 2 * half, held, 46, slots=slots, seed=seed, window=window, dtype=torch.float32
+    )
+    for name in ("q", "k"):
+        if name not in weights:
+            arguments[f"{name}_weight"] = None
+    if wide_indices:
+        for name in ("positions", "held", "slots"):
+            arguments[name] = None if arguments[name] is None else arguments[name].long()
+    if relaid:
+        arguments |= {name: apart(arguments[name], 1) for name in ("qkv", "k_cache")}
+        arguments["v_cache"] = arguments["v_cache"].transpose(0, 1).contiguous().transpose(0, 1)
+    expected, k, v = attention.naive(wide(arguments))
+    plain = attention.naive(arguments)[0]
+    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    with poisoned_memory():
+        out = branch_attention_qkv(**arguments)
+    assert_close_to_reference(out, expected, plain)
+    for name, new in (("k_cache", k), ("v_cache", v)):
+        for row, slot in enumerate(slots or []):
+            if slot >= 0:
+                caches[name][slot] = new[row].float()
+        torch.testing.assert_close(arguments[name], caches[name], rtol=1e-5, atol=1e-5, equal_nan=True)
+    for row in range(rows):
+        names = ("qkv", "positions", "slots")
+        alone = {name: None if arguments[name] is None else arguments[name][row : row + 1] for name in names}
+        assert torch.equal(branch_attention_qkv(**(arguments | alone)), out[row : row + 1])
+
+
+def test_attention_over_a_long_context() -> None:
+    arguments = attention.case(1, 2, 2, 64, 3000, 3001, slots=[3000], dtype=torch.float32)
+    expected = attention.naive(wide(arguments))[0]
+    assert_close_to_reference(branch_attention_qkv(**arguments), expected, attention.naive(arguments)[0])
+
+
+def test_attention_hostile_values() -> None:
+    """What a row holds stays in it, what is seen shows, and what lies behind the held keys does not."""
+    arguments = attention.case(4, head_dim=32, held=19, size=40, dtype=torch.float32)
+    clean = branch_attention_qkv(**arguments)
+    assert clean.isfinite().all()
+    for value in (NAN, INF):
+        poisoned = arguments | {"qkv": arguments["qkv"].clone()}
+        poisoned["qkv"][1] = value
+        out = branch_attention_qkv(**poisoned)
+        assert torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
+        assert out[1].isnan().all()
+        for name in ("k_cache", "v_cache"):
+            seen = arguments | {name: arguments[name].clone()}
+            seen[name][7, 1, 3] = value
+            out = branch_attention_qkv(**seen)
+            with backend.override("reference"):
+                expected = branch_attention_qkv(**seen)
+            torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+            assert torch.equal(out[:, :2], clean[:, :2])
+            assert not out[:, 2:].isfinite().all()
+
+
+def test_attention_to_large_scores() -> None:
+    arguments = attention.case(2, head_dim=16, held=30, size=31, dtype=torch.float32, scale=50.0)
+    out = branch_attention_qkv(**arguments)
+    torch.testing.assert_close(out.double(), attention.naive(wide(arguments))[0], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "change", [{"held": [41]}, {"held": [-1]}, {"slots": [5]}, {"slots": [40]}, {"positions": [41]}]
+)
+def test_attention_out_of_range_writes_nothing(change: dict[str, list[int]]) -> None:
+    arguments = attention.case(1, held=19, size=40, slots=[19], dtype=torch.float32)
+    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
+    before = arguments["k_cache"].clone()
+    with pytest.raises(ValueError, match=f"{next(iter(change))}|kv_out"):
+        branch_attention_qkv(**arguments)
+    torch.testing.assert_close(arguments["k_cache"], before, rtol=0, atol=0, equal_nan=True)
+
+
+@given_here
+@given(data=st.data())
+def test_topk_matches_on_hostile_rows(data: st.DataObject) -> None:
+    batch = data.draw(st.sampled_from([(), (1,), (3,), (2, 4)]))
+    width = data.draw(st.sampled_from([1, 2, 7, 63, 64, 65, 127, 129, 511, 513, 1100]))
+    k = data.draw(st.one_of(st.just(min(width, 64)), st.integers(1, min(width, 64))))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(*batch, width, generator=generator)
+    pool = torch.tensor(data.draw(st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=4)))
+    picks = torch.randint(0, len(pool), logits.shape, generator=generator)
+    hostile = torch.rand(logits.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+    logits = torch.where(hostile, pool[picks], logits.round(decimals=1))
+    with poisoned_memory():
+        assert_matches(apart(logits, data.draw(st.integers(0, 5))), k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 63, 64])
+@pytest.mark.parametrize("order", ["rising", "falling", "equal", "masked"])
+def test_topk_wherever_the_largest_lie(order: str, k: int) -> None:
+    row = torch.linspace(-5, 5, 5003)
+    row = {"rising": row, "falling": row.flip(0), "equal": row * 0, "masked": row.masked_fill(row < 4.99, -INF)}[order]
+    assert_matches(row[None], k)
+
+
+def calls() -> list[tuple[str, Callable[[], object]]]:
+    """Arguments that are not taken."""
+    one = attention.case(1, held=5, dtype=torch.float32)
+    many = attention.case(33, dtype=torch.float32)
+    longer = one | {"v_cache": one["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
+    return [
+        ("skinny_linear", lambda: skinny_linear(**linear.arguments())),
+        ("skinny_linear", lambda: skinny_linear(**linear.arguments(17, dtype=torch.float32))),
+        ("skinny_linear", lambda: skinny_linear(torch.ones(3, 4).t(), torch.ones(5, 3))),
+        ("skinny_linear", lambda: skinny_linear(torch.ones(1, 3), torch.ones(3, 5).t())),
+        ("branch_attention_qkv", lambda: branch_attention_qkv(**attention.case())),
+        ("branch_attention_qkv", lambda: branch_attention_qkv(**many)),
+        ("branch_attention_qkv", lambda: branch_attention_qkv(**longer)),
+        ("topk_entropy", lambda: topk_entropy(torch.ones(2, 9, dtype=torch.float64), 3)),
+        ("topk_entropy", lambda: topk_entropy(torch.ones(9, 9), 3)),
+        ("topk_entropy", lambda: topk_entropy(torch.ones(2, 99), 65)),
+    ]
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_what_others_do_is_not_taken(index: int) -> None:
+    op, call = calls()[index]
+    with pytest.raises(ValueError, match=f"{op}: expected arguments that the cpu kernel takes"):
+        call()
+    with backend.override("reference"):
+        expected = call()
+    with backend.override("auto"):
+        got = call()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_large_weight_is_left_to_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "LINEAR_WEIGHT", 15)
+    x, weight = torch.ones(1, 4), torch.ones(4, 4)
+    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False) is not NotImplemented
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False) is NotImplemented
+
+
+def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(linear_reference, "linear", refuse)
+    monkeypatch.setattr(attention_reference, "_on_host", refuse)
+    with backend.override("auto"):
+        skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
+        branch_attention_qkv(**attention.case(1, dtype=torch.float32))
+
+
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    assert str(cpu.opened(tmp_path / "absent.so")).startswith("cannot be loaded")
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" int fbcpu_abi_version() { return 0; }\n')
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    subprocess.run([str(compiler), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "other.so")], check=True)
+    assert cpu.opened(tmp_path / "other.so") == "built from other sources: install it anew"
