@@ -28,7 +28,7 @@ struct SkinnyLinear {
   int64_t out_stride;
   float eps;
   int rows, in_features, out_features, tiles, tile_outputs;
-  bool swiglu;
+  bool swiglu, frozen;  // frozen: what the kernel before may still write is not the weight
 };
 
 // Where step u of what a thread holds begins, behind the thread's first column.
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   uint4 low[kDepth] = {}, high[kDepth] = {};
   Cursor<T> weight;
   weight.begin(of, blockIdx.x, g, first);
+  if (!of.frozen) wait_for_previous();
   if (of.in_features > 0) {  // a branch, across which the compiler does not move the wait ahead of the loads
 #pragma unroll
     for (int u = 0; u < kDepth; ++u) {
@@ -255,12 +256,12 @@ int pick_kernel(const SkinnyLinear<T>& of, Stream stream) {
 template <typename T>
 int run(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
         const void* norm_weight, float eps, const void* residual, int64_t residual_stride, void* out,
-        int64_t out_stride, int rows, int in_features, int out_features, int swiglu, Stream stream) {
+        int64_t out_stride, int rows, int in_features, int out_features, int swiglu, int frozen, Stream stream) {
   const auto typed = [](const void* address) { return static_cast<const T*>(address); };
   const int tile_outputs = swiglu ? kTileRows / 2 : kTileRows, tiles = divide_up(out_features, tile_outputs);
   return pick_kernel<T>({typed(x), x_stride, typed(weight), weight_stride, typed(bias), typed(norm_weight),
                          typed(residual), residual_stride, static_cast<T*>(out), out_stride, eps, rows, in_features,
-                         out_features, tiles, tile_outputs, swiglu != 0},
+                         out_features, tiles, tile_outputs, swiglu != 0, frozen != 0},
                         stream);
 }
 
@@ -270,7 +271,7 @@ int run(const void* x, int64_t x_stride, const void* weight, int64_t weight_stri
 extern "C" int fb_skinny_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride,
                                 const void* bias, const void* norm_weight, float eps, const void* residual,
                                 int64_t residual_stride, void* out, int64_t out_stride, int rows, int in_features,
-                                int out_features, int swiglu, int dtype, void* stream) {
+                                int out_features, int swiglu, int frozen, int dtype, void* stream) {
   using namespace fb;
   const bool taken = rows <= skinny::kMostRows && in_features <= skinny::kMostColumns &&
                      out_features <= skinny::kMostColumns && !(swiglu && residual);
@@ -278,5 +279,5 @@ extern "C" int fb_skinny_linear(const void* x, int64_t x_stride, const void* wei
   if (rows <= 0 || out_features <= 0) return 0;
   const auto typed = dtype == kFloat16 ? skinny::run<half> : skinny::run<bfloat16>;
   return typed(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride, out, out_stride,
-               rows, in_features, out_features, swiglu, static_cast<Stream>(stream));
+               rows, in_features, out_features, swiglu, frozen, static_cast<Stream>(stream));
 }

@@ -122,8 +122,9 @@ class Layer:
             held: [1], how many of them count.
             slots: [N], where k and v are written, or None.
         """
+        frozen = True  # no work under way writes the weights
         before, after, eps = self.input_norm, self.mlp_norm, self.q_norm.eps if self.q_norm else 1e-6
-        qkv = _linear(hidden, *self.qkv, before.weight, before.eps, None, False)
+        qkv = _linear(hidden, *self.qkv, before.weight, before.eps, None, False, frozen)
         attended = _attention(
             qkv,
             self.q_norm and self.q_norm.weight,
@@ -141,9 +142,9 @@ class Layer:
             self.window,
             self.scale,
         )
-        hidden = _linear(attended.flatten(1), *self.o, None, eps, hidden, False)
-        gated = _linear(hidden, *self.gate_up, after.weight, after.eps, None, True)
-        return _linear(gated, *self.down, None, eps, hidden, False)
+        hidden = _linear(attended.flatten(1), *self.o, None, eps, hidden, False, frozen)
+        gated = _linear(hidden, *self.gate_up, after.weight, after.eps, None, True, frozen)
+        return _linear(gated, *self.down, None, eps, hidden, False, frozen)
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""

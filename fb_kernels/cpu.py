@@ -69,6 +69,7 @@ def skinny_linear(
     eps: float,
     residual: Tensor | None,
     swiglu: bool,
+    frozen: bool,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated, of a few rows."""
     found, float32 = library(), torch.float32

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -29,7 +29,7 @@ _SIGNATURES = {  # p pointer, i int, q int64, f float; the stream behind them is
     "commit": "pqq pp pp pp i pi pi i",
     "topk_entropy": "pqi qii p ppp",
     "candidate_head": "pq p pi pi pi qqq if ppp",
-    "skinny_linear": "pq pq pp f pq pq iii ii",
+    "skinny_linear": "pq pq pp f pq pq iii iii",
     "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i",
 }
 _SIZES = {  # functions of numbers that give an int64 and launch nothing
@@ -185,6 +185,7 @@ def skinny_linear(
     eps: float,
     residual: Tensor | None,
     swiglu: bool,
+    frozen: bool = False,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated, of up to 32 rows."""
     tensors = [value for value in (x, weight, bias, norm_weight, residual) if value is not None]
@@ -198,7 +199,7 @@ def skinny_linear(
     taken = launch(
         "skinny_linear", x, x, x.stride(0), weight, weight.stride(0), bias, norm_weight, eps,
         residual, 0 if residual is None else residual.stride(0), out, out.stride(0),
-        rows, width, out.shape[1], swiglu, DTYPES[x.dtype],
+        rows, width, out.shape[1], swiglu, frozen, DTYPES[x.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented
 

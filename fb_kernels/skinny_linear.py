@@ -18,6 +18,7 @@ def skinny_linear(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     swiglu: bool = False,
+    frozen: bool = False,
 ) -> Tensor:
     """Project rows: norm before, residual or gated activation behind, in one pass over the weight.
 
@@ -34,6 +35,8 @@ def skinny_linear(
         eps: of the norm, above 0.
         residual: [N, M] like x, or None; not together with swiglu.
         swiglu: whether the result is gated; M is even then.
+        frozen: says that work still under way on the stream does not write the weight: then a kernel may begin to read
+            it before that work has ended.
 
     Returns:
         [N, M], with swiglu [N, M / 2], in x's dtype, contiguous. For inference: no argument may require grad.
@@ -64,7 +67,7 @@ def skinny_linear(
     if swiglu and outputs % 2:
         raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
     checks.no_grad(op, x=x, weight=weight, bias=bias, norm_weight=norm_weight, residual=residual)
-    return _skinny_linear(x, weight, bias, norm_weight, eps, residual, bool(swiglu))
+    return _skinny_linear(x, weight, bias, norm_weight, eps, residual, bool(swiglu), bool(frozen))
 
 
 def _fake(
@@ -75,13 +78,15 @@ def _fake(
     eps: float,
     residual: Tensor | None,
     gated: bool,
+    frozen: bool,
 ) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
 
 
 _skinny_linear = define(
     "skinny_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "bool frozen) -> Tensor",
     reference=reference.skinny_linear,
     fake=_fake,
     triton=True,

@@ -200,7 +200,7 @@ class StaticModel:
         weight, bias = self.head.weight[:vocabulary], self.head.bias
         bias = None if bias is None else bias[:vocabulary]
         norm = self.decoder.norm
-        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps).float()
+        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True).float()
 
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:

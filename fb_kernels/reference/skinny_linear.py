@@ -28,6 +28,7 @@ def skinny_linear(
     eps: float,
     residual: Tensor | None,
     swiglu: bool,
+    frozen: bool = False,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated."""
     if norm_weight is not None:

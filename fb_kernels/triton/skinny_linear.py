@@ -17,6 +17,7 @@ def skinny_linear(
     eps: float,
     residual: Tensor | None,
     swiglu: bool,
+    frozen: bool,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated."""
     if x.dtype == torch.float64:

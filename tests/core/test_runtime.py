@@ -293,7 +293,7 @@ def test_changed_weights_count_and_a_changed_dtype_is_refused():
     )
     assert after != before
     slm.double()
-    with pytest.raises(ValueError, match="make the decoder after converting its models"):
+    with pytest.raises(ValueError, match="make the decoder after moving its models"):
         decoder.generate(ids, 6)
 
 

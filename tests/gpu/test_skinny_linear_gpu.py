@@ -120,3 +120,15 @@ def test_another_device() -> None:
     device = second_device()
     with torch.cuda.device(device):  # as the public op does
         matches_the_reference(make(SIZES["small"], torch.bfloat16, device))
+
+
+def test_small_a_weight_that_the_kernel_before_writes() -> None:
+    """Dependent launches overlap: only what is said to be frozen may be read ahead."""
+    a, b, x = randn(32, 256, dtype=torch.bfloat16), randn(264, 256, dtype=torch.bfloat16), randn(3, 264).bfloat16()
+    whole = cuda.skinny_linear(a, b, None, None, EPS, None, False)
+    torch.cuda.synchronize()
+    expected = cuda.skinny_linear(x, whole, None, None, EPS, None, False)
+    for _ in range(200):
+        made = cuda.skinny_linear(a, b, None, None, EPS, None, False)
+        assert torch.equal(cuda.skinny_linear(x, made, None, None, EPS, None, False), expected)
+        made.zero_()

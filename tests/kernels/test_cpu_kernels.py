@@ -301,9 +301,9 @@ def test_what_others_do_is_not_taken(index: int) -> None:
 def test_a_large_weight_is_left_to_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LINEAR_WEIGHT", 15)
     x, weight = torch.ones(1, 4), torch.ones(4, 4)
-    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False) is not NotImplemented
+    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is not NotImplemented
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False) is NotImplemented
+    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is NotImplemented
 
 
 def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

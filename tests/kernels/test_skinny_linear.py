@@ -108,7 +108,8 @@ def test_hostile_values_stay_in_their_row() -> None:
 @pytest.mark.parametrize("names", [(), ("bias", "norm_weight", "residual"), ("swiglu",)], ids=str)
 def test_opcheck(names: tuple[str, ...]) -> None:
     built = {"bias": None, "norm_weight": None, "residual": None, "swiglu": False} | arguments(3, 5, 8, names)
-    order = ("x", "weight", "bias", "norm_weight", "eps", "residual", "swiglu")
+    built["frozen"] = bool(names)
+    order = ("x", "weight", "bias", "norm_weight", "eps", "residual", "swiglu", "frozen")
     values = tuple((built | {"eps": 1e-6})[name] for name in order)
     torch.library.opcheck(torch.ops.fb.skinny_linear.default, values)
 
