@@ -69,7 +69,8 @@ class StaticModel:
             like = layer.qkv.weight
             self.keys = [like.new_zeros(shape) for _ in self.layers]
             self.values = [like.new_zeros(shape) for _ in self.layers]
-            self.cos, self.sin = self.decoder.rope(torch.arange(slots, device=model.device))
+            self._positions = torch.arange(slots, device=model.device)
+            self.cos, self.sin = self.decoder.rope(self._positions)
             self.first = torch.zeros(1, dtype=torch.int32, device=model.device)  # where the prefix begins
             self.one = Rows.of(1, 1, model.device)
             self.last = self.decoder.layers[0].o.weight.new_zeros(1, len(self.decoder.layers[0].o.weight))
@@ -104,6 +105,9 @@ class StaticModel:
         self.decoder = decoder
         self.layers = decoder.layers
         self.head = hf.lm_head(self.model)
+        if self.keys:
+            for table, now in zip((self.cos, self.sin), decoder.rope(self._positions), strict=True):
+                table.copy_(now)
         read = [parameter.data_ptr() for parameter in self.model.parameters()]
         if read != self._read:
             self.graphs.forget()
