@@ -26,7 +26,9 @@ def render(readme: str, root: Path = ROOT) -> str:
     readme = _replace(readme, "demo table", [*report.summary(demo), "", note])
     cpu, gpu = load(root, "cpu"), load(root, GPU)
     speed = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
-    readme = _replace(readme, "speed", [*speed, headline(cpu["scorer"], cpu["linear_logprob"], bool(speed))])
+    readme = _replace(
+        readme, "speed", [*speed, headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(speed))]
+    )
     lines = [line for result in gpu.values() for line in against_the_best(result)]
     lines += [f"![{name}](docs/{GPU}/{name}.svg)" for name in plot_names(root)]
     if gpu:
@@ -85,17 +87,21 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def headline(scorer: dict[str, Any], head: dict[str, Any], gpu: bool) -> str:
-    """One sentence of what was measured of the scorer and of the LM head's memory."""
+def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any], gpu: bool) -> str:
+    """One sentence of what was measured of the scorer, of the LM head's memory and of decoding."""
     shape = "K=13 H=64 P=512"
     group = {case["impl"]: case["median_us"] for case in scorer["cases"] if case["shape"] == shape}
     peaks = {case["impl"]: case["peak_bytes"] for case in head["cases"]}
     full, repeated = (group[peer] / group["fb"] for peer in ("K full forwards, needed logits", "repeated cache"))
     saved = peaks["logits, log_softmax"] / peaks["fb"]
+    steps = [(case["impl"], case["median_us"]) for case in decode["cases"] if case["op"] == "generate"]
+    ours, theirs = ([us for impl, us in steps if impl == name] for name in (OURS, "HF generate"))
+    faster = sorted(slow / fast for fast, slow in zip(ours, theirs, strict=True))
     return (
         f"Measured on {scorer['device']}{'' if gpu else ', no GPU yet'}: a group ({shape}, hidden 512 x 8 layers) is "
         f"scored **{full:.1f}x** faster than by K full forwards and {repeated:.1f}x faster than over a repeated cache; "
-        f"log-probs ({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits."
+        f"log-probs ({head['cases'][0]['shape']}) take {saved:.0f}x less memory than log_softmax on logits; "
+        f"small models decode greedily **{faster[0]:.1f}x** to {faster[-1]:.1f}x faster than by `model.generate`."
     )
 
 

@@ -33,7 +33,7 @@ CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branch
 
 # Deployment: tokens of context, new tokens of a problem, and the large model, Qwen3-32B on a GPU.
 CONTEXTS = (256, 2048) if ON_GPU else (256, 1024)
-PROBLEMS = (500, 1200) if ON_GPU else (120,)
+PROBLEMS = (500, 1200) if ON_GPU else (250,)
 EVENTS = 4.8  # a problem, as published
 LLM = (
     {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "vocab_size": 151_936}

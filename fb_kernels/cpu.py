@@ -21,8 +21,8 @@ from fb_kernels.reference.qk_norm_rope import check_positions, check_slots
 ABI_VERSION = 1
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
-LINEAR_ROWS = 16  # the most: from there on oneDNN's blocks are ahead
-LINEAR_WEIGHT = 1 << 20  # elements, the most where torch has more threads than one; with one it is never ahead
+LINEAR_ROWS = 16  # the most, on one thread: from there on oneDNN's blocks are ahead
+LINEAR_WEIGHT = 1 << 20  # elements, the most where torch has more threads than one: there it takes all but one row
 ATTENTION_ROWS, ATTENTION_KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
 TOPK_ROWS, TOPK_K = 8, 64  # the most
 
@@ -77,7 +77,7 @@ def skinny_linear(
     outputs = weight.shape[0]
     if isinstance(found, str) or rows > LINEAR_ROWS or not width:
         return NotImplemented
-    if outputs * width > LINEAR_WEIGHT and torch.get_num_threads() > 1:
+    if (rows > 1 or outputs * width > LINEAR_WEIGHT) and torch.get_num_threads() > 1:
         return NotImplemented
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if x.dtype is not float32 or weight.dtype is not float32 or (width > 1 and not x_step == weight_step == 1):
@@ -146,7 +146,7 @@ def branch_attention_qkv(
         return NotImplemented
     length = check_held(k_cache, held, slots)[0]
     first = 0 if window is None else max(0, length + 1 - window)
-    if rows * (length - first) > ATTENTION_KEYS:
+    if rows * (length - first) * min(2, torch.get_num_threads()) > ATTENTION_KEYS:
         return NotImplemented
     if slots is not None:
         check_slots(slots, k_cache.shape[0])

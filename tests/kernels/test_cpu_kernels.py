@@ -302,8 +302,11 @@ def test_a_large_weight_is_left_to_more_threads(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cpu, "LINEAR_WEIGHT", 15)
     x, weight = torch.ones(1, 4), torch.ones(4, 4)
     assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is not NotImplemented
+    assert cpu.skinny_linear(x.expand(2, -1), weight[:2], None, None, 1e-6, None, False, False) is not NotImplemented
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is NotImplemented
+    assert cpu.skinny_linear(x.expand(2, -1), weight[:2], None, None, 1e-6, None, False, False) is NotImplemented
+    assert cpu.skinny_linear(x, weight[:2], None, None, 1e-6, None, False, False) is not NotImplemented
 
 
 def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
