@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -132,15 +133,17 @@ class MergedReranker:
         for part in pool.split(ROWS):
             self._ids[: len(part)] = part
             self._ids[len(part) :] = part[-1]
-            self.model.graphs.run("rerank", self._forward)
+            rows = ROWS if self.model.graphs.device.type == "cuda" else len(part)  # a graph has one size
+            self.model.graphs.run("rerank", partial(self._forward, rows))
             parts.append(self._out[: len(part)].clone())
         return torch.cat(parts)
 
-    def _forward(self) -> None:
-        """One forward over ROWS candidates with the merged weights."""
+    def _forward(self, rows: int) -> None:
+        """One forward over so many candidates with the merged weights."""
         model = self.model
-        hidden = model.forward(self._ids, self._positions, self._held, self.rows, layers=self.layers)
-        self._out.copy_(model.normed(hidden))
+        ids, positions = self._ids[:rows], self._positions[:rows]
+        hidden = model.forward(ids, positions, self._held, self.rows, layers=self.layers)
+        self._out[:rows].copy_(model.normed(hidden))
 
     @property
     def nbytes(self) -> int:
