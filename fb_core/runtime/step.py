@@ -39,8 +39,6 @@ class DecodeStep:
                 budget=torch.zeros(1, dtype=torch.int32, device=device),
             )
             self.logits = torch.zeros(1, vocabulary, device=device)
-            self.token = torch.zeros(1, dtype=torch.int64, device=device)
-            self.entropy = torch.zeros(1, device=device)
             self.threshold = torch.tensor(policy.threshold, device=device, dtype=torch.float64)
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
@@ -68,7 +66,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Append the greedy token or halt; what it saw is in `logits`, `token` and `entropy`, and goes to the host."""
+        """Append the greedy token or halt; what it saw is in `logits`, and its outcome goes to the host."""
         if "step" not in self.model.graphs:
             halt = self.state.halt.clone()
             self.state.halt.fill_(Halt.LENGTH)  # so that a capture's runs append nothing
@@ -103,10 +101,9 @@ class DecodeStep:
         hidden = model.forward(last, position, position, model.one, slots=position)
         self.logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(self.logits, self.top_k)
-        self.token.copy_(ids[:, 0])  # the first of equal ones
-        self.entropy.copy_(entropy)
-        commit_(state, self.token, self.entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
-        self.seen.copy_(torch.cat((state.halt, self.token, self.entropy)))
+        token = ids[:, 0]  # the first of equal ones
+        commit_(state, token, entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
+        self.seen.copy_(torch.cat((state.halt, token, entropy)))
 
     @torch.no_grad()
     def take(self, place: int, token: int, budget: int) -> None:
