@@ -12,7 +12,7 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.decoding import CollaborativeDecoder, Event, FutureBridgeSelector, Generation, LLMPreference, Selector
-from fb_core.llm import LLM, LocalLLM
+from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
@@ -35,31 +35,26 @@ class Chat:
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
         slm, self.tokenizer = hf.load_model(settings.slm, settings.device, settings.dtype)
-        known = 1 + max(self.tokenizer.get_vocab().values())
+        llm, tokenizer = self._llm()
         self.decoder: CollaborativeDecoder = LowLatencyDecoder(
             slm,
-            self._llm(known),
+            llm,
             self._selector(slm),
             RequestPolicy(settings.threshold),
             max_length=settings.max_length,
             max_events=settings.max_events,
-            tokenizer=self.tokenizer,
+            tokenizer=(self.tokenizer, tokenizer),
         )
 
-    def _llm(self, known: int) -> LLM:
+    def _llm(self) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:
         settings = self.settings
-        if settings.server is not None:
-            server = ServerLLM(settings.server, settings.flavour, model=settings.llm, vocabulary=known)
-            server.check_tokenizer(self.tokenizer)
-            return server
-        assert settings.llm is not None
-        llm, tokenizer = hf.load_model(settings.llm, settings.device, settings.dtype)
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise ValueError(
-                f"llm: expected the tokenizer of {settings.slm}, got another one with {settings.llm}; "
-                "use two models of one family"
-            )
-        return LocalLLM(llm, valid_vocab=min(known, hf.vocabulary(llm)))
+        if settings.server is None:
+            assert settings.llm is not None
+            return hf.load_model(settings.llm, settings.device, settings.dtype)
+        known = 1 + max(self.tokenizer.get_vocab().values())
+        server = ServerLLM(settings.server, settings.flavour, model=settings.llm, vocabulary=known)
+        server.check_tokenizer(self.tokenizer)
+        return server, self.tokenizer
 
     def _selector(self, slm: hf.CausalLM) -> Selector:
         if self.settings.adapter is None:

@@ -87,7 +87,7 @@ class PairSettings(BaseModel):
     server: str | None = None
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
     adapter: str | None = None
-    threshold: float = Field(default=1.0, allow_inf_nan=True)
+    threshold: float = 1.0
     max_new_tokens: int = Field(default=512, ge=1)
     max_events: int = Field(default=8, ge=0)
     max_length: int = Field(default=8192, ge=2)

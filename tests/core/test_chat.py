@@ -175,7 +175,7 @@ def test_models_of_two_families_are_refused(pair, tmp_path):
     tokenizer(V + 1).save_pretrained(tmp_path)
     done = run("generate", "w7", *options(pair, llm=tmp_path))
     assert done.returncode == 2
-    assert "expected the tokenizer of" in done.stderr
+    assert "tokenizer: expected SLM and LLM to share one vocabulary" in done.stderr
 
 
 @pytest.mark.parametrize("both", [True, False])
