@@ -13,7 +13,7 @@ from fb_core import hf
 from fb_core.decoder import Linear
 from fb_core.decoding import FutureBridgeSelector, Pool, State
 from fb_core.reranker import TokenReranker
-from fb_core.runtime.static import Rows, StaticModel
+from fb_core.runtime.static import StaticModel
 
 ROWS = 16
 """Candidates of a forward; a larger pool takes several forwards."""
@@ -33,7 +33,6 @@ class MergedReranker:
     def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
         self.model = model
         device = model.first.device
-        self.rows = Rows.of(ROWS, 1, device)
         with torch.inference_mode(False):
             self._ids = torch.zeros(ROWS, dtype=torch.int64, device=device)
             self._held = torch.zeros(1, dtype=torch.int32, device=device)
@@ -142,7 +141,7 @@ class MergedReranker:
         """One forward over so many candidates with the merged weights."""
         model = self.model
         ids, positions = self._ids[:rows], self._positions[:rows]
-        hidden = model.forward(ids, positions, self._held, self.rows, layers=self.layers)
+        hidden = model.forward(ids, positions, self._held, layers=self.layers)
         self._out[:rows].copy_(model.normed(hidden))
 
     @property

@@ -22,24 +22,11 @@ from fb_kernels import branch_attention, rms_norm, skinny_linear
 BUCKETS = (32, 64, 128, 256)
 
 
-class Rows(NamedTuple):
-    """How the rows of a forward belong together: one group over the sequence."""
-
-    cu_branch: Tensor  # [B + 1] int32
-    cu_group: Tensor  # [2] int32
-    longest: int  # branch
-
-    @classmethod
-    def of(cls, branches: int, length: int, device: torch.device) -> Rows:
-        """So many branches of `length` rows each."""
-        cu_branch = torch.arange(branches + 1, dtype=torch.int32, device=device) * length
-        return cls(cu_branch, torch.tensor([0, branches], dtype=torch.int32, device=device), length)
-
-
 class Bucket(NamedTuple):
     """What a forward over new tokens reads."""
 
-    rows: Rows
+    cu_branch: Tensor  # [2] int32: all rows are one branch
+    cu_group: Tensor  # [2] int32
     ids: Tensor  # [size] int64
     span: Tensor  # [2] int32: how many tokens are held, how many of the ids count
     places: Tensor  # [size] int32: 0, 1, ..
@@ -72,11 +59,11 @@ class StaticModel:
             self._positions = torch.arange(slots, device=model.device)
             self.cos, self.sin = self.decoder.rope(self._positions)
             self.first = torch.zeros(1, dtype=torch.int32, device=model.device)  # where the prefix begins
-            self.one = Rows.of(1, 1, model.device)
             self.last = self.decoder.layers[0].o.weight.new_zeros(1, len(self.decoder.layers[0].o.weight))
             self.buckets = [
                 Bucket(
-                    Rows.of(1, size, model.device),
+                    torch.tensor([0, size], dtype=torch.int32, device=model.device),
+                    torch.tensor([0, 1], dtype=torch.int32, device=model.device),
                     torch.zeros(size, dtype=torch.int64, device=model.device),
                     torch.zeros(2, dtype=torch.int32, device=model.device),
                     torch.arange(size, dtype=torch.int32, device=model.device),
@@ -129,8 +116,8 @@ class StaticModel:
         ids: Tensor,
         positions: Tensor,
         held: Tensor,
-        rows: Rows,
         *,
+        bucket: Bucket | None = None,
         layers: Sequence[Layer] | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
@@ -140,7 +127,7 @@ class StaticModel:
             ids: [N] int64.
             positions: [N] int32 or int64.
             held: [1] int32, how many tokens of the sequence the rows see.
-            rows: which rows are a branch.
+            bucket: whose rows are one branch; None where every row is a branch of its own.
             layers: other ones than the model's own, of the same sizes.
             slots: [N] like positions, where keys and values are kept, negative for nowhere; None keeps none.
 
@@ -149,7 +136,7 @@ class StaticModel:
         """
         hidden: Tensor = self.decoder.embedding(ids)
         layers = self.layers if layers is None else layers
-        if rows.longest == 1:
+        if bucket is None:
             for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
                 hidden = layer.step(hidden, positions, self.cos, self.sin, keys, values, held, slots)
             return hidden
@@ -163,11 +150,11 @@ class StaticModel:
                 v,
                 keys,
                 values,
-                cu_branch=rows.cu_branch,
-                cu_group=rows.cu_group,
+                cu_branch=bucket.cu_branch,
+                cu_group=bucket.cu_group,
                 prefix_start=self.first,
                 prefix_len=held,
-                max_branch_len=rows.longest,
+                max_branch_len=len(ids),
                 window=layer.window,
                 scale=layer.scale,
             )
@@ -195,7 +182,7 @@ class StaticModel:
         held, count = bucket.span[:1], bucket.span[1:]
         place = bucket.places + held
         slots = place.where(bucket.places < count, -1)
-        rows = self.forward(bucket.ids, place.clamp(max=self.slots - 1), held, bucket.rows, slots=slots)
+        rows = self.forward(bucket.ids, place.clamp(max=self.slots - 1), held, bucket=bucket, slots=slots)
         self.last.copy_(rows.index_select(0, (count - 1).long()))
 
     @torch.no_grad()

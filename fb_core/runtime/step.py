@@ -98,7 +98,7 @@ class DecodeStep:
         state, model = self.state, self.model
         position = state.length - 1
         last = state.tokens.gather(1, position[:, None].long())[:, 0]
-        hidden = model.forward(last, position, position, model.one, slots=position)
+        hidden = model.forward(last, position, position, slots=position)
         self.logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(self.logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
