@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fb_kernels import shared_library
 from fb_kernels.reference.branch_attention_qkv import check_held
 from fb_kernels.reference.qk_norm_rope import check_positions, check_slots
 
@@ -26,8 +27,7 @@ LINEAR_WEIGHT = 1 << 20  # elements, the most where torch has more threads than 
 ATTENTION_ROWS, ATTENTION_KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
 TOPK_ROWS, TOPK_K = 8, 64  # the most
 
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
-_SIGNATURES = {  # p pointer, i int, q int64, f float
+_SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq i",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
     "topk_entropy": "pqqqq ppp",
@@ -44,15 +44,7 @@ def library() -> ctypes.CDLL | str:
 
 def opened(path: Path) -> ctypes.CDLL | str:
     """A library with its functions typed, or why it cannot be used."""
-    try:
-        found = ctypes.CDLL(str(path))
-    except OSError as problem:
-        return f"cannot be loaded: {problem}"
-    if not hasattr(found, "fbcpu_abi_version") or found.fbcpu_abi_version() != ABI_VERSION:
-        return "built from other sources: install it anew"
-    for name, signature in _SIGNATURES.items():
-        getattr(found, f"fbcpu_{name}").argtypes = [_KINDS[letter] for letter in signature.replace(" ", "")]
-    return found
+    return shared_library.opened(path, "fbcpu_", ABI_VERSION, _SIGNATURES)
 
 
 def why_not() -> str:

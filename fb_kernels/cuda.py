@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fb_kernels import shared_library
+
 ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
@@ -24,15 +26,12 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TOPK_ROWS, TOPK_K, TOPK_GROUPS = 32, 64, 2048  # the most; rows are few, for Triton does many as well
 HEAD_ROWS = HEAD_GROUPS = 1024  # the most
 
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "q": ctypes.c_int64, "f": ctypes.c_float}
-_SIGNATURES = {  # p pointer, i int, q int64, f float; the stream behind them is not named
-    "commit": "pqq pp pp pp i pi pi i",
-    "topk_entropy": "pqi qii p ppp",
-    "candidate_head": "pq p pi pi pi qqq if ppp",
-    "skinny_linear": "pq pq pp f pq pq iii iii",
-    "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i",
-}
-_SIZES = {  # functions of numbers that give an int64 and launch nothing
+_SIGNATURES = {  # in the letters of `shared_library`; the last p of those that launch is the stream
+    "commit": "pqq pp pp pp i pi pi i p",
+    "topk_entropy": "pqi qii p ppp p",
+    "candidate_head": "pq p pi pi pi qqq if ppp p",
+    "skinny_linear": "pq pq pp f pq pq iii iii p",
+    "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i p",
     "branch_attention_qkv_workspace": "iiiq",
 }
 
@@ -47,22 +46,11 @@ def library() -> ctypes.CDLL | str:
 
 def opened(path: Path) -> ctypes.CDLL | str:
     """A library with its functions typed, or why it cannot be used."""
-    try:
-        found = ctypes.CDLL(str(path))
-    except OSError as problem:
-        return f"cannot be loaded: {problem}"
-    version = found.fb_abi_version()
-    if version != ABI_VERSION:
-        return f"built for interface {version}, this package has {ABI_VERSION}: install it anew"
+    found = shared_library.opened(path, "fb_", ABI_VERSION, _SIGNATURES)
+    if isinstance(found, str):
+        return found
     found.fb_error_string.restype = ctypes.c_char_p
-    for name, signature in _SIGNATURES.items():
-        kinds = [_KINDS[letter] for letter in signature.replace(" ", "")]
-        if not hasattr(found, f"fb_{name}"):
-            return f"built from other sources, without fb_{name}: install it anew"
-        getattr(found, f"fb_{name}").argtypes = [*kinds, ctypes.c_void_p]
-    for name, signature in _SIZES.items():
-        function = getattr(found, f"fb_{name}")
-        function.argtypes, function.restype = [_KINDS[letter] for letter in signature], ctypes.c_int64
+    found.fb_branch_attention_qkv_workspace.restype = ctypes.c_int64
     return found
 
 
