@@ -174,21 +174,9 @@ def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> Non
     )
 
 
-def as_trained(slm: PreTrainedModel) -> TokenReranker:
-    """A reranker of rank 16 whose adapter and head are not zero."""
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        made = TokenReranker.from_base(slm)
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                if "lora_B" in name or name == "head":
-                    parameter.normal_(std=0.05)
-    return made.eval()
-
-
 @pytest.mark.parametrize("context", shapes.CONTEXTS)
 def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int) -> None:
-    reranker = as_trained(endless)
+    reranker = peers.as_trained(endless)
     ids = tokens(endless, context)
     fast = decoder(endless, context + STEPS, selector=FutureBridgeSelector(reranker))
     step, merged = fast._step, fast._merged
@@ -415,7 +403,7 @@ def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
 def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> None:
     """Calls, pools and latency of a problem by method; SLM and LLM on one device."""
     llm = random_model(shapes.LLM, 2)
-    reranker, ids = as_trained(endless), tokens(endless, PROMPT)
+    reranker, ids = peers.as_trained(endless), tokens(endless, PROMPT)
     policy = calibrated(endless, ids, new)
     methods: dict[str, tuple[Selector, RequestPolicy, str]] = {
         OURS: (FutureBridgeSelector(reranker), policy, "joint"),

@@ -18,14 +18,7 @@ from fb_core import TokenReranker
 
 @pytest.fixture(scope="module")
 def reranker(slm: PreTrainedModel) -> TokenReranker:
-    """Rank 16, as if trained: neither adapter nor head is zero."""
-    torch.manual_seed(1)
-    made = TokenReranker.from_base(slm)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_B" in name or name == "head":
-                parameter.normal_(std=0.05)
-    return made
+    return peers.as_trained(slm)
 
 
 @pytest.mark.parametrize("p", shapes.CACHED)

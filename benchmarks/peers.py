@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.shapes import Branches
+from fb_core import TokenReranker
 from fb_kernels import merge_attention_states
 
 
@@ -81,6 +82,18 @@ def prefill(model: PreTrainedModel, prefix: Tensor) -> DynamicCache:
     cache = DynamicCache()
     model.base_model(input_ids=prefix[None], past_key_values=cache)
     return cache
+
+
+def as_trained(slm: PreTrainedModel) -> TokenReranker:
+    """A reranker of rank 16 whose adapter and head are not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = TokenReranker.from_base(slm)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name or name == "head":
+                    parameter.normal_(std=0.05)
+    return made.eval()
 
 
 @torch.no_grad()

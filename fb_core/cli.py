@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from fb_core.config import PairSettings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Future-compatibility reranking.")
 
@@ -35,6 +38,13 @@ def env() -> None:
     from fb_kernels.env import report
 
     typer.echo(report())
+
+
+def _pair_settings(given: dict[str, Any]) -> PairSettings:
+    """The options of a pair among a command's arguments, checked."""
+    from fb_core.config import PairSettings
+
+    return PairSettings.model_validate({name: given[name] for name in PairSettings.model_fields})
 
 
 SlmOption = Annotated[str, typer.Option(help="Small model: a folder or hub id.")]
@@ -71,11 +81,8 @@ def generate(
     from rich.console import Console
 
     from fb_core import chat as terminal
-    from fb_core.config import PairSettings
 
-    settings = PairSettings.model_validate(
-        {name: value for name, value in locals().items() if name in PairSettings.model_fields}
-    )
+    settings = _pair_settings(locals())
     text = terminal.read_prompt(prompt, file)
     talk, start = terminal.Chat(settings), time.perf_counter()
     generation = talk.answer([{"role": "user", "content": text}], Console())
@@ -100,11 +107,8 @@ def chat(
     from rich.console import Console
 
     from fb_core import chat as terminal
-    from fb_core.config import PairSettings
 
-    settings = PairSettings.model_validate(
-        {name: value for name, value in locals().items() if name in PairSettings.model_fields}
-    )
+    settings = _pair_settings(locals())
     talk, console, messages = terminal.Chat(settings), Console(), []
     while True:
         try:
