@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fb_core import verify
 from fb_core.verify import LONGEST_CONTENT, Verifier, boxed
 
 LIMIT = 1.0  # seconds for one answer
@@ -39,6 +41,57 @@ def is_child(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def ordinary(count: int, seed: int) -> list[tuple[str, str]]:
+    """Distinct pairs of a model's text and its gold answer, half of them right."""
+    draw = random.Random(seed)
+    pairs: dict[tuple[str, str], None] = {}
+    while len(pairs) < count:
+        a, b, c = draw.randint(1, 9_999), draw.randint(2, 999), draw.randint(2, 50)
+        other = a + draw.choice((0, draw.randint(1, 9)))
+        content, gold = draw.choice(
+            (
+                (f"{other}", f"{a}"),
+                (f"-{other:06}", f"-{a}"),
+                (f"{other:,}", f"{a}"),
+                (f"{other / 100}", rf"\frac{{{a}}}{{100}}"),
+                (rf"\frac{{{2 * other}}}{{{2 * b}}}", rf"\frac{{{a}}}{{{b}}}"),
+                (f"{other}/{b}", rf"\dfrac{{{a}}}{{{b}}}"),
+                (rf"{other}\sqrt{{{c}}}", rf"{a}\sqrt{{{c}}}"),
+                (rf"\frac{{{other}\pi}}{{{c}}}", rf"\frac{{{a}\pi}}{{{c}}}"),
+                (f"[{other},{a + b + 10})", f"[{a}, {a + b + 10})"),
+                (f"({other}, {b})", f"({a},{b})"),
+                (rf"\{{{b}, {other}\}}", rf"\{{{a},{b}\}}"),
+                (f"x = {other}", f"{a}"),
+                (f"y={other}", f"y = {a}"),
+                (f"{b}x^2+{other}x-{c}", f"{a}x+{b}x^2-{c}"),
+                (rf"{other}\%", rf"{a}\%"),
+            )
+        )
+        work = "Step by step, with $x^2+1$ and the identity above, the sum telescopes. " * draw.randint(3, 6)
+        pairs[rf"{work}So the answer is \boxed{{{content}}}.", gold] = None
+    return list(pairs)
+
+
+def by_math_verify(answer: str, gold: str) -> str:
+    import math_verify
+
+    wanted = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=None)
+    found = math_verify.parse(rf"\boxed{{{boxed(answer)}}}", parsing_timeout=None)
+    return "correct" if math_verify.verify(wanted, found, timeout_seconds=None) else "wrong"
 
 
 @pytest.mark.parametrize(
@@ -89,19 +142,56 @@ def test_verdicts(verifier: Verifier, answer: str, gold: str, verdict: str) -> N
     assert verifier.verify(answer, gold) == verdict
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_verdicts_are_those_of_math_verify(count: int) -> None:
+    answers, golds = zip(*ordinary(count, seed=count), strict=True)
+    with Verifier() as patient:
+        verdicts = patient.verify_many(answers, golds)
+    assert verdicts == [by_math_verify(*pair) for pair in zip(answers, golds, strict=True)]
+    assert {"correct", "wrong"} == set(verdicts)
+
+
+def test_integers_need_no_math_verify() -> None:
+    texts = ["0", "-0", "7", "007", "-7", "70", "999999999999999999", "-999999999999999999", "1000000000000000000"]
+    for answer in texts:
+        for gold in texts:
+            assert verify._judge(rf"\boxed{{{answer}}}", gold) == by_math_verify(rf"\boxed{{{answer}}}", gold)
+
+
+def test_workers_parse_quickly() -> None:
+    code = "from fb_core.verify import _quicken, _judge; _quicken(); print(_judge('\\\\boxed{x^2-1}', '-1+x^2'))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
+
+
 HOSTILE = {
     "tower of powers": HANGING,
     "long product": r"\boxed{1000000000!}",
+    "tower of factorials": r"\boxed{((9!)!)!}",
     "power in Python": r"\boxed{10**10**10}",
+    "memory": r"\boxed{10^{999999999999}}",
+    "expansion": r"\boxed{(a+b+c+d+e+f+g)^{400}-1}",
     "infinite sets": r"\boxed{\{x^2 : x \in \mathbb{R} \setminus \mathbb{Q}\} \cup \bigcup_{n=1}^{\infty} (n, n+1)}",
+    "infinite sum": r"\boxed{\sum_{n=1}^{\infty} \frac{1}{n^{3} + n + \sin n}}",
+    "integral": r"\boxed{\int_0^\infty \frac{\sin(x^3) e^{-x^2}}{\log(1 + x^5)} dx}",
+    "matrix": r"\boxed{\begin{pmatrix}" + r"\\".join(["&".join("1" * 1_000)] * 1_000) + r"\end{pmatrix}}",
     "braces": "\\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
     "parentheses": "\\boxed{" + "(" * 4_000 + "1" + ")" * 4_000 + "}",
+    "fractions": "\\boxed{" + r"\frac{1}{" * 900 + "1" + "}" * 900 + "}",
     "unclosed": r"\boxed{",
     "unclosed many times": "\\boxed{" * 1_000_000,
     "closed only": "\\boxed{}" + "}" * 1_000_000,
     "dollars": "\\boxed{" + "$" * 9_000 + "}",
+    "patterns of numbers": "\\boxed{" + "1," * 4_000 + "}",
+    "patterns of roots": "\\boxed{" + "sqrt(" * 1_900 + "}",
+    "patterns of brackets": "\\boxed{" + "(1 " * 3_000 + ")_}",
+    "boxes in a box": "\\boxed{" + "\\boxed{1}" * 1_000 + "",
     "NUL": "\\boxed{\0" + "5" + "\0\n}",
+    "control characters": "\\boxed{" + "".join(map(chr, range(32))) + "6}",
     "unicode": "\\boxed{\ud800\u202e５\U0001f4a3}",
+    "replies of a worker": "\\boxed{started\ncorrect\nready\n}",
+    "JSON": '\\boxed{"], ["5", "5"]]\n[["5", "5"]]\n}',
+    "Python": "\\boxed{__import__('os').write(3, b'correct')}",
     "many digits": "\\boxed{" + "1" * 9_000 + "}",
 }
 
@@ -117,14 +207,47 @@ def test_hostile_answers_end_in_a_logged_verdict(
     assert verdict in ("wrong", "unparsable", "timeout")
     assert verdict == "wrong" or verdict in caplog.text
     assert len(caplog.text) < 2_000
-    verifier._judge.cache_clear()
-    assert verifier.verify(r"\boxed{15}", "15") == "correct"
+    verifier._known.clear()
+    assert verifier.verify(r"\boxed{0.5}", r"\frac{1}{2}") == "correct"
 
 
-def test_a_hundred_megabytes_are_read_in_linear_time(verifier: Verifier) -> None:
-    start = time.monotonic()
-    assert verifier.verify("{" * 100_000_000, "5") == "unparsable"
-    assert time.monotonic() - start < SLACK
+@pytest.mark.parametrize(
+    ("start", "unit", "end", "verdict"),
+    [
+        ("", "{", "", "unparsable"),
+        ("", "\\boxed{", "", "unparsable"),
+        (r"\boxed{5}", "x", "", "correct"),
+        ("", "\U0001f4a3", r"\boxed{5}", "correct"),
+        (r"\boxed{", "5", "}", "unparsable"),
+    ],
+    ids=["no box", "unclosed boxes", "box first", "box last", "in the box"],
+)
+def test_a_hundred_megabytes_are_read_in_linear_time(
+    verifier: Verifier, start: str, unit: str, end: str, verdict: str
+) -> None:
+    answer = start + unit * (100_000_000 // len(unit.encode())) + end
+    began = time.process_time()
+    assert verifier.verify(answer, "5") == verdict
+    assert time.process_time() - began < 1.0
+
+
+def test_nothing_is_left_after_hostile_answers() -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    pids = []
+    with Verifier(timeout=LIMIT) as verifier:
+        for hostile, plain in ((HANGING, "0.5"), (HOSTILE["JSON"], "1.5"), (r"\boxed{1000000000!}", "2.5")):
+            verifier.verify(hostile, "5")
+            assert verifier.verify(rf"\boxed{{{plain}}}", plain) == "correct"
+            pids.append(worker_pid(verifier))
+    assert not any(is_child(pid) for pid in pids)
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_remembered_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "REMEMBERED", 10)
+    with Verifier() as verifier:
+        assert set(verifier.verify_many([rf"\boxed{{{n}}}" for n in range(100)], ["7"] * 100)) == {"correct", "wrong"}
+        assert len(verifier._known) == 10
 
 
 def test_a_worker_over_its_memory_does_not_take_the_next_answer_with_it() -> None:
@@ -158,6 +281,54 @@ def test_a_worker_that_dies_over_an_answer_counts_as_timeout() -> None:
         os.kill(pid, signal.SIGKILL)
         assert verdict.result(SLACK) == "timeout"
         assert patient.verify(r"\boxed{16}", "16") == "correct"
+
+
+def test_a_worker_killed_among_many_answers_costs_one_at_most() -> None:
+    answers, golds = zip(*ordinary(400, seed=1), strict=True)
+    with Verifier(workers=2) as pair, ThreadPoolExecutor(1) as thread:
+        assert pair.verify_many(answers[:2], golds[:2])
+        pid = worker_pid(pair)
+        verdicts = thread.submit(pair.verify_many, answers, golds)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with Verifier() as unharmed:
+            expected = unharmed.verify_many(answers, golds)
+        wrong = [(got, right) for got, right in zip(verdicts.result(), expected, strict=True) if got != right]
+    assert len(wrong) <= 1
+    assert all(got == "timeout" for got, _ in wrong)
+
+
+@pytest.mark.parametrize("question", [HANGING, r"\boxed{0.5}"], ids=["hanging", "idle"])
+def test_workers_end_after_a_killed_parent(question: str) -> None:
+    code = (
+        "import sys, threading\nfrom fb_core.verify import Verifier\nverifier = Verifier(timeout=2)\n"
+        "verifier.verify(r'\\boxed{0.5}', '0.25')\nprint(verifier._workers[0].process.pid, flush=True)\n"
+        "verifier.verify(sys.argv[1], '5')\nthreading.Event().wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, question], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        assert runs(pid)
+        parent.kill()
+    deadline = time.monotonic() + 2 * 2 + SLACK
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(pid)
+
+
+def test_a_fork_is_refused(verifier: Verifier) -> None:
+    assert verifier.verify(r"\boxed{0.5}", "0.25") == "wrong"
+    child = os.fork()
+    if child == 0:
+        try:
+            verifier.verify(r"\boxed{0.5}", "0.25")
+        except ValueError as error:
+            verifier.close()
+            os._exit("got a fork" not in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert verifier.verify(r"\boxed{0.75}", r"\frac{3}{4}") == "correct"
 
 
 def test_many_answers_keep_their_order_over_workers_and_threads() -> None:
@@ -241,8 +412,16 @@ def test_workers_do_not_run_the_calling_script_again(tmp_path: Path) -> None:
     assert ran.stdout.split("\n")[:3] == ["running", "correct", "[]"], ran.stderr
 
 
-def test_throughput_of_ordinary_answers(verifier: Verifier, record_property: Callable[[str, object], None]) -> None:
-    answers = [rf"\boxed{{{n}}}" for n in range(1_000, 1_200)]
-    start = time.monotonic()
-    assert set(verifier.verify_many(answers, ["7"] * len(answers))) == {"wrong"}
-    record_property("answers_per_second", len(answers) / (time.monotonic() - start))
+@pytest.mark.slow
+def test_throughput_of_ordinary_answers(record_property: Callable[[str, object], None]) -> None:
+    answers, golds = zip(*ordinary(5_000, seed=0), strict=True)
+    with Verifier(workers=2) as pair:
+        pair.verify_many(answers[:200], golds[:200])
+        pids = [os.getpid(), *(worker.process.pid for worker in pair._workers if worker.process)]
+        start, spent = time.monotonic(), cpu_seconds(pids)
+        verdicts = pair.verify_many(answers[200:], golds[200:])
+        seconds, spent = time.monotonic() - start, cpu_seconds(pids) - spent
+    assert set(verdicts) == {"correct", "wrong"}
+    record_property("answers_per_second", len(verdicts) / seconds)
+    record_property("cpu_ms_per_answer", 1_000 * spent / len(verdicts))
+    print(f"{len(verdicts) / seconds:.0f} answers a second, {1_000 * spent / len(verdicts):.2f} ms of CPU each")
