@@ -1,22 +1,35 @@
-"""Distillation of the reranker: group cross-entropy against soft targets, the prefix KV computed once a trajectory."""
+"""Distillation of rerankers: group cross-entropy against soft targets, one sweep of runs over shared prefix KV."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import reduce
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fb_core import hf
 from fb_core.reranker import TokenReranker
+from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
+
+VALIDATED_AT_ONCE = 32  # groups in a forward of `validate`
+ABOUT = "about"  # entry of a state: what it belongs to, JSON as bytes
 
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """One state: its position in the trajectory, candidates [K], soft target [K], features [K, F] where used."""
+    """One state: its position in the trajectory, candidates [K], soft targets [K] or [K, h], features [K, F] if used.
+
+    The columns of [K, h] are those of `group_targets`, one a horizon; [K] is one column.
+    """
 
     position: int
     candidates: Tensor
@@ -36,6 +49,9 @@ class TrainingTrajectory:
 class Recipe:
     """The published recipe; learning rate of the feature weights is `feature_scale` times that of the rest.
 
+    A step's trajectories are cut into `microbatches` contiguous pieces, as even in groups as whole trajectories allow,
+    each one forward and backward: less memory, and work for as many processes. The bits of a step depend on it.
+
     Raises:
         ValueError: a setting out of range.
     """
@@ -49,14 +65,250 @@ class Recipe:
     epochs: int = 3
     feature_scale: float = 5.0
     seed: int = 0
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "groups_per_step"):
+        for name in ("epochs", "groups_per_step", "microbatches"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {count}; leave it out for the published value")
         for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale"):
             if not 0.0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One reranker of a sweep, the seed of its dropout, and its column of the groups' targets [K, h]."""
+
+    reranker: TokenReranker
+    seed: int = 0
+    column: int = 0
+
+
+class Processes(Protocol):
+    """What a sweep uses of an `accelerate.Accelerator`."""
+
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
+    def gather(self, tensor: Any) -> Any: ...
+
+
+class GroupMetrics(NamedTuple):
+    """Mean cross-entropy of groups in nats, and the share of candidate pairs that are in the order of their targets."""
+
+    cross_entropy: float
+    pairwise_accuracy: float
+
+
+class Sweep:
+    """Several rerankers on one frozen base, trained in place on the same trajectories, step by step.
+
+    In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs, and
+    every run's candidates behind them as a packed forward of its own: each run gets the bits that it would get alone. A
+    step takes whole trajectories, in an order drawn from `recipe.seed` for every epoch, until it holds
+    `groups_per_step` groups; its loss is the mean over them. AdamW in float32 with linear warm-up, then linear decay to
+    zero. Dropout is seeded by run seed, step and microbatch, so no generator has a state to keep, and that of the
+    caller is left alone.
+
+    With an accelerator, process p of W does the microbatches p, p + W, ..., and all add the gathered gradients in the
+    microbatches' order: the number of processes changes no bit, given as many threads in each. Every process makes the
+    sweep with the same arguments and starts from the parameters of process 0.
+
+    Args:
+        runs: rerankers on one base model (the same object); in eval mode between the steps.
+        trajectories: the training states.
+        recipe: settings; the published ones if left out.
+        accelerator: an `accelerate.Accelerator` under `accelerate launch`.
+
+    Attributes:
+        total: the number of steps.
+        epoch_ends: the numbers of steps after which an epoch is complete.
+        losses: of the steps done, one number a run, nats.
+
+    Raises:
+        TypeError: ids or positions that are not integers.
+        ValueError: no runs, a reranker given twice, other bases, parameters that are not float32, no groups, targets
+            without a run's column, features missing or of another shape, an id outside the vocabulary, more processes
+            than microbatches, or processes with different arguments.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        trajectories: Sequence[TrainingTrajectory],
+        recipe: Recipe | None = None,
+        accelerator: Processes | None = None,
+    ) -> None:
+        self.runs = tuple(runs)
+        self.recipe = recipe or Recipe()
+        checked = _checked(self.runs, trajectories)
+        self._device = self.runs[0].reranker.base.device
+        self._about = _about(self.runs, checked, self.recipe)
+        self._processes = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
+        self._check_processes()
+        epochs = _epochs(checked, self.recipe)
+        self._steps = [step for steps in epochs for step in steps]
+        self.total = len(self._steps)
+        self.epoch_ends = list(accumulate(len(steps) for steps in epochs))
+        self.losses: list[list[float]] = []
+        self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
+        self._parameters = [_trained(run.reranker) for run in self.runs]
+        self._tensors: dict[str, Tensor] = {}  # all that a step changes, flat
+        self._weights: list[tuple[Tensor, ...]] = []  # of each run: adapter and head, feature weights
+        moments = []
+        for index, parameters in enumerate(self._parameters):
+            flat = self._gather(torch.cat([parameter.detach().flatten() for parameter in parameters]))[0].clone()
+            for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.data = piece.view_as(parameter)
+            tensors = {"parameters": flat, "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+            self._tensors |= {f"run.{index}.{name}": tensor for name, tensor in tensors.items()}
+            features = self.runs[index].reranker.feature_weight.numel()
+            weights, *both = (tensor.split([len(flat) - features, features]) for tensor in tensors.values())
+            self._weights.append(weights)
+            moments += list(zip(weights, *both, strict=True))
+        slow, fast = zip(*self._weights, strict=True)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": slow}, {"params": fast}], betas=self.recipe.betas, weight_decay=self.recipe.weight_decay
+        )
+        for weight, first, second in moments:
+            self._optimizer.state[weight] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return len(self.losses)
+
+    def advance(self) -> list[float]:
+        """One optimiser step of every run, or of none.
+
+        Returns:
+            the runs' losses in nats, the same on all processes.
+
+        Raises:
+            ValueError: all steps are done, or a loss or gradient is not finite (every run then keeps its last state).
+        """
+        if self.step == self.total:
+            raise ValueError(f"advance: expected fewer than {self.total} steps done, got all; give more epochs")
+        norms, losses = [], []
+        for weights, gradient in zip(self._weights, self._gradients(), strict=True):
+            *pieces, loss = gradient.split([*(len(weight) for weight in weights), 1])
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.grad = piece
+            norms.append(nn.utils.clip_grad_norm_(weights, self.recipe.clip))
+            losses.append(loss[0])
+        found = torch.stack([torch.stack(losses), torch.stack(norms)]).tolist()
+        names = ("loss: expected a finite number", "gradient: expected a finite norm")
+        for name, values in zip(names, found, strict=True):
+            for run, value in enumerate(values):
+                if not math.isfinite(value):
+                    raise ValueError(f"{name}, got {value} in step {self.step + 1} of run {run}; lower the rate")
+        rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
+        for options, scale in zip(self._optimizer.param_groups, (1.0, self.recipe.feature_scale), strict=True):
+            options["lr"] = rate * scale
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(found[0])
+        return list(found[0])
+
+    def state(self) -> dict[str, Tensor]:
+        """All that resuming needs, as copies on the CPU for one safetensors file.
+
+        Returns:
+            `run.<i>.parameters`, `.exp_avg` and `.exp_avg_sq`, float32 [n]; `losses`, float32 [steps done, runs];
+            `about`, uint8: JSON of what the state belongs to.
+        """
+        about = torch.tensor(list(json.dumps(self._about).encode()), dtype=torch.uint8)
+        losses = torch.tensor(self.losses, dtype=torch.float32).view(-1, len(self.runs))
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()} | {
+            "losses": losses,
+            ABOUT: about,
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where a sweep of the same runs, trajectories and recipe stood: later steps have the same bits.
+
+        Args:
+            state: as from `state`; the number of processes may be another.
+
+        Raises:
+            ValueError: the state of another sweep, or a damaged one; nothing is changed then.
+        """
+        theirs = _read_about(state)
+        for name in self._about | theirs:
+            if self._about.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"state: expected {name} {self._about.get(name)}, got {theirs.get(name)}; "
+                    "resume with the runs, trajectories and recipe that it was saved with"
+                )
+        losses = state.get("losses", torch.empty(0))
+        if losses.ndim != 2 or losses.shape[1] != len(self.runs) or len(losses) > self.total:
+            raise ValueError(
+                f"state: expected losses [at most {self.total}, {len(self.runs)}], got {list(losses.shape)}; "
+                "take the file that state was saved to"
+            )
+        for name, tensor in self._tensors.items():
+            saved = state.get(name, torch.empty(0))
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype or not bool(saved.isfinite().all()):
+                raise ValueError(
+                    f"state: expected finite float32 {list(tensor.shape)} in {name}, got {saved.dtype} "
+                    f"{list(saved.shape)}; take the file that state was saved to"
+                )
+        for name, tensor in self._tensors.items():
+            tensor.copy_(state[name])
+        self.losses = losses.tolist()
+        for moments in self._optimizer.state.values():
+            moments["step"].fill_(self.step)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """[n] of this process -> [W, n] of all."""
+        if self._processes is None:
+            return tensor[None]
+        return self._processes.gather(tensor).view(-1, len(tensor))
+
+    def _check_processes(self) -> None:
+        count = 1 if self._processes is None else self._processes.num_processes
+        if count > self.recipe.microbatches:
+            raise ValueError(
+                f"processes: expected at most one a microbatch, {self.recipe.microbatches}, got {count}; "
+                f"give the recipe microbatches={count} or start fewer"
+            )
+        digest = hashlib.sha256(json.dumps(self._about).encode()).digest()
+        digests = self._gather(torch.tensor(list(digest), device=self._device))
+        if bool((digests != digests[0]).any()):
+            raise ValueError(
+                "processes: expected the same runs, trajectories and recipe in all, got different ones; "
+                "build them from the same files in the same order"
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        """Of each run [n + 1], gradient and loss: the microbatches' shares, added in their order."""
+        trajectories = self._steps[self.step]
+        groups = sum(len(trajectory.groups) for trajectory in trajectories)
+        pieces = _pieces(trajectories, self.recipe.microbatches)
+        place, stride = 0, 1
+        if self._processes is not None:
+            place, stride = self._processes.process_index, self._processes.num_processes
+        sums: list[list[Tensor]] = [[] for _ in self.runs]
+        with _training(self._dropouts, self._device):
+            for first in range(0, len(pieces), stride):
+                mine = first + place
+                batch = _Batch.build(self.runs, pieces[mine]) if mine < len(pieces) else None
+                for run, total in enumerate(sums):
+                    share = self._share(run, batch, mine, groups)
+                    total[:] = [reduce(torch.add, [*total, *self._gather(share)[: len(pieces) - first]])]
+        return [total[0] for total in sums]
+
+    def _share(self, run: int, batch: _Batch | None, microbatch: int, groups: int) -> Tensor:
+        """[n + 1]: gradient and loss of one microbatch as parts of the step's mean; zeros where there is none."""
+        parameters = self._parameters[run]
+        if batch is None:
+            return torch.zeros(sum(p.numel() for p in parameters) + 1, device=self._device)
+        _seed(self._device, self.runs[run].seed, self.step, microbatch)
+        loss = batch.loss(batch.scores(self.runs[run].reranker), run) / groups
+        gradients = torch.autograd.grad(loss, parameters)
+        return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach()[None]])
 
 
 def train_reranker(
@@ -65,15 +317,11 @@ def train_reranker(
     recipe: Recipe | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
-    """Train adapter, head and feature weights in place by group cross-entropy.
-
-    In scope "candidate" every trajectory's prefix runs once an epoch through the frozen model, and all its candidates
-    behind it as one packed forward; a step takes whole trajectories until it holds `groups_per_step` groups. The loss
-    of a step is the mean over its groups. Learning rate: linear warm-up, then linear decay to zero.
+    """Train adapter, head and feature weights in place by group cross-entropy: a `Sweep` of one run.
 
     Args:
-        reranker: as from `TokenReranker.from_base`.
-        trajectories: the training states.
+        reranker: as from `TokenReranker.from_base`; in eval mode afterwards.
+        trajectories: the training states; the first column of their targets counts.
         recipe: settings; the published ones if left out.
         on_step: called with (steps done, steps in all, loss).
 
@@ -81,54 +329,140 @@ def train_reranker(
         the loss of every step, nats.
 
     Raises:
+        TypeError: ids or positions that are not integers.
         ValueError: no groups, a target of another length than its candidates, features missing or of another shape, an
             id outside the vocabulary, or a loss or gradient that is not finite (the reranker then keeps its last finite
             state).
     """
     recipe = recipe or Recipe()
-    checked = [_checked(reranker, trajectory) for trajectory in trajectories if trajectory.groups]
-    if not checked:
-        raise ValueError("trajectories: expected at least one group to train on, got none; collect more states")
-    order = torch.Generator().manual_seed(recipe.seed)
-    epochs = [_steps(checked, recipe.groups_per_step, order) for _ in range(recipe.epochs)]
-    total = sum(len(steps) for steps in epochs)
-    fast = [reranker.feature_weight]
-    slow = [p for p in reranker.parameters() if p.requires_grad and p is not reranker.feature_weight]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": slow, "lr": recipe.learning_rate},
-            {"params": fast, "lr": recipe.learning_rate * recipe.feature_scale},
-        ],
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _linear(step, total, recipe.warmup))
+    sweep = Sweep([Run(reranker, recipe.seed)], trajectories, recipe)
     losses: list[float] = []
-    reranker.train()
-    try:
-        with torch.random.fork_rng(devices=[reranker.base.device] if reranker.base.device.type == "cuda" else []):
-            torch.manual_seed(recipe.seed)
-            for step in (step for steps in epochs for step in steps):
-                loss = _loss(reranker, step)
-                if not math.isfinite(value := float(loss.detach())):
-                    raise ValueError(
-                        f"loss: expected a finite number, got {value} in step {len(losses) + 1}; lower the rate"
-                    )
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                norm = float(torch.nn.utils.clip_grad_norm_(slow + fast, recipe.clip))
-                if not math.isfinite(norm):
-                    raise ValueError(
-                        f"gradient: expected a finite norm, got {norm} in step {len(losses) + 1}; lower the rate"
-                    )
-                optimizer.step()
-                schedule.step()
-                losses.append(value)
-                if on_step is not None:
-                    on_step(len(losses), total, value)
-    finally:
-        reranker.eval()
+    while sweep.step < sweep.total:
+        losses += sweep.advance()
+        if on_step is not None:
+            on_step(sweep.step, sweep.total, losses[-1])
     return losses
+
+
+@torch.no_grad()
+def validate(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> list[GroupMetrics]:
+    """How well each run's scores fit the targets of held-out groups; prefix KV is shared among the runs.
+
+    Args:
+        runs: rerankers on one base model (the same object); in eval mode afterwards.
+        trajectories: the held-out states.
+
+    Returns:
+        for each run the mean cross-entropy of the groups to its column of the targets, and the share of candidate
+        pairs with different targets that the scores put in their order, score ties one half (NaN without such pairs).
+
+    Raises:
+        TypeError: ids or positions that are not integers.
+        ValueError: as `Sweep`, or NaN scores.
+    """
+    checked = _checked(runs, trajectories)
+    counts = [len(trajectory.groups) for trajectory in checked]
+    sums = [[0.0, 0.0, 0.0] for _ in runs]  # loss, agreeing pairs, comparable pairs
+    for first, last in hf.packs(counts, VALIDATED_AT_ONCE):
+        batch = _Batch.build(runs, checked[first:last])
+        for index, run in enumerate(runs):
+            scores = batch.scores(run.reranker)
+            sums[index][0] += float(batch.loss(scores, index))
+            sizes = [len(group.candidates) for group in batch.groups]
+            columns = (scores.cpu(), batch.target[:, index].cpu())
+            for score, target in zip(*(column.split(sizes) for column in columns), strict=True):
+                agreeing, comparable = pairwise_agreement(score.numpy(), target.numpy())
+                sums[index][1] += agreeing
+                sums[index][2] += comparable
+    return [
+        GroupMetrics(loss / sum(counts), agreeing / comparable if comparable else math.nan)
+        for loss, agreeing, comparable in sums
+    ]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Whole trajectories as the rows of one packed forward, N candidates of G groups, the same for all R runs."""
+
+    trajectories: Sequence[TrainingTrajectory]
+    groups: list[TrainingGroup]
+    cu_group: Tensor  # [G + 1]
+    target: Tensor  # [N, R]
+    layout: hf.Layout | None  # over the frozen prefixes; None where no run is of scope "candidate"
+    ids: Tensor  # [N]
+    positions: Tensor  # [N]
+
+    @classmethod
+    def build(cls, runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> _Batch:
+        base = runs[0].reranker.base
+        groups = [group for trajectory in trajectories for group in trajectory.groups]
+        sizes = [len(group.candidates) for group in groups]
+        cu_group = hf.offsets(sizes, base.device)
+        layout = None
+        if any(run.reranker.scope == "candidate" for run in runs):
+            prefixes = hf.prefill_packed(base, [_needed(trajectory) for trajectory in trajectories])
+            starts = [
+                whole.start for whole, trajectory in zip(prefixes, trajectories, strict=True) for _ in trajectory.groups
+            ]
+            states = zip(sizes, starts, groups, strict=True)
+            layout = hf.Layout.build(
+                [([1] * size, start, group.position) for size, start, group in states],
+                base.device,
+                prefix=prefixes[0].kv,
+            )
+        positions = [group.position for group in groups for _ in group.candidates]
+        return cls(
+            trajectories,
+            groups,
+            cu_group,
+            torch.cat([group.target for group in groups]),
+            layout,
+            torch.cat([group.candidates for group in groups]),
+            torch.tensor(positions, device=base.device),
+        )
+
+    def scores(self, reranker: TokenReranker) -> Tensor:
+        """float32 [N]."""
+        if reranker.scope == "candidate" and self.layout is not None:
+            model = hf.causal_lm(reranker.adapted)
+            hidden = hf.packed_forward(model, self.ids, self.positions, self.layout)
+            features = [group.features for group in self.groups if group.features is not None]
+            return reranker.score_hidden(hidden, features if reranker.feature_names else None)
+        return torch.cat(
+            [
+                reranker.scores(
+                    trajectory.tokens[: group.position],
+                    group.candidates,
+                    features=group.features if reranker.feature_names else None,
+                )
+                for trajectory in self.trajectories
+                for group in trajectory.groups
+            ]
+        )
+
+    def loss(self, scores: Tensor, run: int) -> Tensor:
+        """Sum over the groups."""
+        return group_cross_entropy(scores, self.target[:, run], self.cu_group, reduction="sum")
+
+
+@contextmanager
+def _training(dropouts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """The adapters' dropout switched on, the caller's generators put back afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            for layer in dropouts:
+                layer.train()
+            yield
+        finally:
+            for layer in dropouts:
+                layer.eval()
+
+
+def _seed(device: torch.device, *key: int) -> None:
+    """Seed the generator that dropout draws from, and no other."""
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big")
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(seed)
 
 
 def _linear(step: int, total: int, warmup: float) -> float:
@@ -136,66 +470,138 @@ def _linear(step: int, total: int, warmup: float) -> float:
     return (step + 1) / rising if step < rising else max(0.0, (total - step) / max(1, total - rising))
 
 
-def _steps(
-    trajectories: Sequence[TrainingTrajectory], groups: int, order: torch.Generator
-) -> list[list[TrainingTrajectory]]:
-    """One epoch in random order: whole trajectories until a step holds `groups` groups."""
-    steps: list[list[TrainingTrajectory]] = [[]]
-    held = 0
-    for index in torch.randperm(len(trajectories), generator=order).tolist():
-        if held >= groups:
-            steps.append([])
-            held = 0
-        steps[-1].append(trajectories[index])
-        held += len(trajectories[index].groups)
-    return steps
+def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> list[list[list[TrainingTrajectory]]]:
+    """Every epoch in an order of its own: steps of whole trajectories until a step holds its groups."""
+    order = torch.Generator().manual_seed(recipe.seed)
+    epochs = []
+    for _ in range(recipe.epochs):
+        steps: list[list[TrainingTrajectory]] = [[]]
+        held = 0
+        for index in torch.randperm(len(trajectories), generator=order).tolist():
+            if held >= recipe.groups_per_step:
+                steps.append([])
+                held = 0
+            steps[-1].append(trajectories[index])
+            held += len(trajectories[index].groups)
+        epochs.append(steps)
+    return epochs
 
 
-def _loss(reranker: TokenReranker, trajectories: Sequence[TrainingTrajectory]) -> Tensor:
-    groups = [group for trajectory in trajectories for group in trajectory.groups]
-    if reranker.scope == "candidate":
-        prefilled = hf.prefill_packed(reranker.base, [_needed(trajectory) for trajectory in trajectories])
-        prefixes = [
-            hf.Prefix(whole.kv, whole.start, group.position)
-            for whole, trajectory in zip(prefilled, trajectories, strict=True)
-            for group in trajectory.groups
-        ]
-        features = [group.features for group in groups if group.features is not None] or None
-        score = torch.cat(reranker.scores_many(prefixes, [group.candidates for group in groups], features))
-    else:
-        score = torch.cat(
-            [
-                reranker.scores(trajectory.tokens[: group.position], group.candidates, features=group.features)
-                for trajectory in trajectories
-                for group in trajectory.groups
-            ]
-        )
-    cu_group = hf.offsets([len(group.candidates) for group in groups], score.device)
-    return group_cross_entropy(score, torch.cat([group.target for group in groups]).to(score), cu_group)
+def _pieces(trajectories: Sequence[TrainingTrajectory], count: int) -> list[list[TrainingTrajectory]]:
+    """At most `count` contiguous pieces, none empty: a trajectory goes where its middle lies in an even division."""
+    ends = list(accumulate(len(trajectory.groups) for trajectory in trajectories))
+    pieces: dict[int, list[TrainingTrajectory]] = {}
+    for trajectory, end in zip(trajectories, ends, strict=True):
+        middle = 2 * end - len(trajectory.groups)
+        pieces.setdefault(middle * count // (2 * ends[-1]), []).append(trajectory)
+    return list(pieces.values())
 
 
 def _needed(trajectory: TrainingTrajectory) -> Tensor:
     return trajectory.tokens[: max(group.position for group in trajectory.groups)]
 
 
-def _checked(reranker: TokenReranker, trajectory: TrainingTrajectory) -> TrainingTrajectory:
-    """The trajectory with its states checked; features of a reranker that has none are left out."""
-    tokens = hf.token_ids("tokens", trajectory.tokens, reranker.base)
-    names = reranker.feature_names
+def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
+    """The parameters that train, the feature weights last."""
+    last = reranker.feature_weight
+    parameters = [p for p in reranker.parameters() if p.requires_grad and p is not last]
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"reranker: expected float32 parameters, got {parameter.dtype}; "
+                "make it on a base in float32, bfloat16 or float16"
+            )
+    return [*parameters, last] if last.numel() else parameters
+
+
+def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> dict[str, Any]:
+    """What a state belongs to, as JSON gives it back."""
+    about: dict[str, Any] = {"base": hf.fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
+    for index, run in enumerate(runs):
+        config = hf.classifier_config(run.reranker.adapted)
+        about[f"run {index}"] = {
+            "seed": run.seed,
+            "column": run.column,
+            "scope": run.reranker.scope,
+            "features": run.reranker.feature_names,
+            **{name: config[name] for name in ("r", "lora_alpha", "lora_dropout")},
+        }
+    about |= {f"recipe.{name}": value for name, value in asdict(recipe).items()}
+    about["trajectories"] = _digest(trajectories)
+    return json.loads(json.dumps(about))
+
+
+def _read_about(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    try:
+        about = json.loads(bytes(state[ABOUT].tolist()))
+    except (KeyError, TypeError, ValueError, RecursionError) as problem:
+        raise ValueError(
+            f"state: expected the state of a sweep, got {problem!r} in {ABOUT}; take the file that state was saved to"
+        ) from problem
+    if not isinstance(about, dict):
+        raise ValueError(f"state: expected a JSON object in {ABOUT}, got {type(about).__name__}; take another file")
+    return about
+
+
+def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
+    digest = hashlib.sha256()
+    for trajectory in trajectories:
+        tensors = [trajectory.tokens]
+        for group in trajectory.groups:
+            tensors += [torch.tensor(group.position), group.candidates, group.target]
+            if group.features is not None:
+                tensors.append(group.features)
+        for tensor in tensors:
+            digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _checked(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> list[TrainingTrajectory]:
+    """The trajectories that have groups, checked, and the rerankers in eval mode."""
+    rerankers = [run.reranker for run in runs]
+    if not rerankers or len({id(reranker) for reranker in rerankers}) < len(rerankers):
+        raise ValueError(
+            f"runs: expected at least one, each with a reranker of its own, got {len(rerankers)} with "
+            f"{len({id(reranker) for reranker in rerankers})}; make one with TokenReranker.from_base for each run"
+        )
+    if any(reranker.base is not rerankers[0].base for reranker in rerankers):
+        raise ValueError("runs: expected rerankers on one base model, got several; make all on the same object")
+    for reranker in rerankers:
+        reranker.eval()
+    checked = [_checked_trajectory(runs, trajectory) for trajectory in trajectories if trajectory.groups]
+    if not checked:
+        raise ValueError("trajectories: expected at least one group to train on, got none; collect more states")
+    return checked
+
+
+def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> TrainingTrajectory:
+    """The trajectory with its states checked, targets [K, R] of the runs; features that no run has are left out."""
+    base = runs[0].reranker.base
+    tokens = hf.token_ids("tokens", trajectory.tokens, base)
+    columns = [run.column for run in runs]
+    named = {run.reranker.feature_names for run in runs} - {()}
     groups = []
     for group in trajectory.groups:
         position = hf.check_position(group.position, len(tokens))
-        candidates = hf.check_group(reranker.base, position, group.candidates)
-        if group.target.shape != candidates.shape or not bool(group.target.isfinite().all()):
+        candidates = hf.check_group(base, position, group.candidates)
+        target = group.target[:, None] if group.target.ndim == 1 else group.target
+        fits = (
+            target.ndim == 2 and len(target) == len(candidates) and 0 <= min(columns) <= max(columns) < target.shape[1]
+        )
+        if not fits or not bool(target.isfinite().all()):
             raise ValueError(
-                f"target: expected one finite number a candidate, {list(candidates.shape)}, got "
-                f"{list(group.target.shape)} {group.target.tolist()}; build targets with group_targets"
+                f"target: expected one finite number a candidate, [{len(candidates)}] or [{len(candidates)}, h] with "
+                f"columns {sorted(set(columns))}, got {list(group.target.shape)} {group.target.tolist()}; "
+                "build targets with group_targets"
             )
-        if names and (group.features is None or group.features.shape != (len(candidates), len(names))):
-            got = None if group.features is None else list(group.features.shape)
-            raise ValueError(
-                f"features: expected [{len(candidates)}, {len(names)}] in every group for {', '.join(names)}, got "
-                f"{got}; build them with candidate_features"
-            )
-        groups.append(TrainingGroup(position, candidates, group.target, group.features if names else None))
+        for names in named:
+            if group.features is None or group.features.shape != (len(candidates), len(names)):
+                got = None if group.features is None else list(group.features.shape)
+                raise ValueError(
+                    f"features: expected [{len(candidates)}, {len(names)}] in every group for {', '.join(names)}, got "
+                    f"{got}; build them with candidate_features"
+                )
+        target = target[:, columns].to(base.device, torch.float32)
+        groups.append(TrainingGroup(position, candidates, target, group.features if named else None))
     return TrainingTrajectory(tokens, groups)

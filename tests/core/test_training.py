@@ -1,12 +1,24 @@
-"""Distillation: gradients, sharing of the prefix, learning, and what is refused."""
+"""Distillation: gradients, sharing of the prefix, learning, sweeps, resuming, processes, and what is refused."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
 import pytest
+import sweep_process
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import V, tiny
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
+from fb_core.training import Run, Sweep, validate
+
+HERE = Path(__file__).parent
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -74,38 +86,319 @@ def test_prefix_runs_once_a_trajectory(monkeypatch):
     assert prefilled == [[9] * 5, [9] * 5]  # once an epoch, up to the last state that is trained on
 
 
-def test_gradient_equals_the_one_of_separate_forwards():
-    """The packed loss has the gradient of ordinary forwards with the adapter on the candidate row alone."""
-    from fb_core.training import _loss
-
-    torch.manual_seed(0)
-    model = tiny("qwen3")
-    reranker = TokenReranker.from_base(model, rank=4, dropout=0.0)
+def one_by_one(model, reranker, trajectory, group, column=0):
+    """A group's loss by ordinary forwards over a copied cache, the adapter on the candidate rows alone."""
+    cache = hf.new_cache()
     with torch.no_grad():
-        for p in reranker.parameters():
-            if p.requires_grad:
-                p.copy_(torch.randn_like(p) * 0.2)
-    data = trajectories(3)
-    _loss(reranker, data).backward()
-    packed = [p.grad.clone() for p in reranker.parameters() if p.requires_grad and p.numel()]
-    reranker.zero_grad()
-    losses = []
+        model(input_ids=trajectory.tokens[None, : group.position], past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys = layer.keys.repeat(len(group.candidates), 1, 1, 1)
+        layer.values = layer.values.repeat(len(group.candidates), 1, 1, 1)
+    lm = hf.causal_lm(reranker.adapted)
+    hidden = lm.model(input_ids=group.candidates[:, None], past_key_values=cache, use_cache=True)
+    score = hidden.last_hidden_state[:, -1] @ reranker.head
+    return -(group.target.view(len(score), -1)[:, column] * score.log_softmax(0)).sum()
+
+
+def trained(reranker):
+    return [p for p in reranker.parameters() if p.requires_grad and p.numel()]
+
+
+def shaken(model, rank=4, dropout=0.0):
+    """A reranker whose every parameter matters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        reranker = TokenReranker.from_base(model, rank=rank, dropout=dropout)
+        with torch.no_grad():
+            for parameter in trained(reranker):
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return reranker
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
+    model = tiny("qwen3")
+    reranker = shaken(model)
+    data = trajectories(16)
+    sweep = Sweep([Run(reranker)], data, Recipe(microbatches=microbatches))
+    assert sweep.total == 3
+    (packed,) = sweep._gradients()
     for trajectory in data:
         for group in trajectory.groups:
-            cache = hf.new_cache()
-            with torch.no_grad():
-                model(input_ids=trajectory.tokens[None, : group.position], past_key_values=cache, use_cache=True)
-            for layer in cache.layers:
-                layer.keys = layer.keys.repeat(4, 1, 1, 1)
-                layer.values = layer.values.repeat(4, 1, 1, 1)
-            lm = hf.causal_lm(reranker.adapted)
-            hidden = lm.model(input_ids=group.candidates[:, None], past_key_values=cache, use_cache=True)
-            score = hidden.last_hidden_state[:, -1] @ reranker.head
-            losses.append(-(group.target * score.log_softmax(0)).sum())
-    torch.stack(losses).mean().backward()
-    separate = [p.grad for p in reranker.parameters() if p.requires_grad and p.numel()]
-    for a, b in zip(packed, separate, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+            (one_by_one(model, reranker, trajectory, group) / 32).backward()
+    separate = torch.cat([p.grad.flatten() for p in trained(reranker)])
+    torch.testing.assert_close(packed[:-1], separate, rtol=1e-3, atol=1e-5)
+
+
+def test_training_equals_a_plain_loop():
+    """Order, clipping, AdamW, warm-up and decay of the recipe, group by group with torch's own parts."""
+    model = tiny("qwen3")
+    plain, ours = shaken(model), shaken(model)
+    data = trajectories(6)
+    recipe = Recipe(learning_rate=1e-3, warmup=0.3, clip=0.5, groups_per_step=4, epochs=3, seed=5)
+    losses = train_reranker(ours, data, recipe)
+    optimizer = torch.optim.AdamW(trained(plain), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    rates = [1 / 3, 2 / 3, 3 / 3, 6 / 6, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    order = torch.Generator().manual_seed(5)
+    shuffled = [torch.randperm(6, generator=order).view(3, 2).tolist() for _ in range(3)]
+    expected = []
+    for step, rate in zip((step for epoch in shuffled for step in epoch), rates, strict=True):
+        found = [one_by_one(model, plain, data[index], group) for index in step for group in data[index].groups]
+        loss = torch.stack(found).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained(plain), 0.5)
+        optimizer.param_groups[0]["lr"] = 1e-3 * rate
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for a, b in zip(trained(ours), trained(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def rerankers(model, seed=11, **options):
+    """Rerankers of a sweep, the last one with a feature; `seed` of their adapters."""
+    options = {"rank": 2, "dropout": 0.3, **options}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return [TokenReranker.from_base(model, feature_names=names, **options) for names in ((), (), ("llm",))]
+
+
+def runs_of(model, **options):
+    return [
+        Run(r, seed, column) for r, seed, column in zip(rerankers(model, **options), (0, 0, 4), (0, 1, 1), strict=True)
+    ]
+
+
+def finish(sweep):
+    while sweep.step < sweep.total:
+        sweep.advance()
+    return sweep
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+RECIPE = Recipe(learning_rate=1e-2, groups_per_step=5, epochs=2, microbatches=2)
+
+
+@pytest.mark.parametrize("scope", ["candidate", "sequence"])
+def test_sweep_equals_its_runs_alone(scope):
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    together = finish(Sweep(runs_of(model, scope=scope), data, RECIPE))
+    for index, run in enumerate(runs_of(model, scope=scope)):
+        alone = finish(Sweep([run], data, RECIPE))
+        assert [losses[index] for losses in together.losses] == [loss for (loss,) in alone.losses]
+        for a, b in zip(trained(together.runs[index].reranker), trained(run.reranker), strict=True):
+            assert torch.equal(a, b)
+    assert len({tuple(row[i] for row in together.losses) for i in range(3)}) == 3  # they do differ
+
+
+def test_a_sweep_of_one_is_train_reranker():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    seen = []
+    losses = train_reranker(rerankers(model)[0], data, replace(RECIPE, seed=3), lambda *step: seen.append(step))
+    sweep = finish(Sweep([Run(rerankers(model)[0], seed=3)], data, replace(RECIPE, seed=3)))
+    assert losses == [loss for (loss,) in sweep.losses]
+    assert seen == [(index + 1, sweep.total, loss) for index, loss in enumerate(losses)]
+
+
+def test_prefix_runs_once_a_microbatch_for_all_runs(monkeypatch):
+    calls = []
+    plain = hf.prefill_packed
+    monkeypatch.setattr(hf, "prefill_packed", lambda model, seqs: calls.append(len(seqs)) or plain(model, seqs))
+    runs = runs_of(tiny("qwen3"))
+    data = sweep_process.trajectories()
+    sweep = Sweep(runs, data, Recipe(groups_per_step=100, microbatches=3))
+    sweep.advance()
+    assert len(calls) == 3
+    assert sum(calls) == 7
+    validate(runs, data)
+    assert len(calls) == 4
+
+
+def test_order_epochs_and_generators():
+    data = sweep_process.trajectories()
+    sweep = Sweep(runs_of(tiny("qwen3")), data, RECIPE)
+    longer = Sweep(runs_of(tiny("qwen3")), data, replace(RECIPE, epochs=3))
+    assert sweep.epoch_ends == longer.epoch_ends[:2]
+    assert sweep.epoch_ends[-1] == sweep.total < longer.total == longer.epoch_ends[-1]
+    before = torch.random.get_rng_state()
+    losses = sweep.advance()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert losses == sweep.losses[0]
+    torch.manual_seed(99)  # what the caller draws in between has no part in it
+    assert longer.advance() == losses
+    finish(sweep)
+    with pytest.raises(ValueError, match="advance: expected fewer than"):
+        sweep.advance()
+
+
+def test_microbatches_change_rounding_alone():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    found = []
+    for count in (1, 2, 4, 50):
+        runs = runs_of(model, dropout=0.0)
+        found.append(finish(Sweep(runs, data, replace(RECIPE, microbatches=count))))
+    for other in found[1:]:
+        torch.testing.assert_close(torch.tensor(other.losses), torch.tensor(found[0].losses), rtol=1e-4, atol=1e-5)
+
+
+def test_resumes_to_the_same_bits_from_any_step(tmp_path):
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    sweep = Sweep(runs_of(model), data, RECIPE)
+    for step in range(sweep.total + 1):
+        save_file(sweep.state(), tmp_path / f"{step}.safetensors")
+        if step < sweep.total:
+            sweep.advance()
+    for step in range(sweep.total + 1):
+        resumed = Sweep(runs_of(tiny("qwen3"), seed=step), sweep_process.trajectories(), RECIPE)
+        resumed.load_state(load_file(tmp_path / f"{step}.safetensors"))
+        assert resumed.step == step
+        finish(resumed)
+        assert resumed.losses == sweep.losses
+        assert same(resumed.state(), sweep.state())
+        for run, again in zip(sweep.runs, resumed.runs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(trained(run.reranker), trained(again.reranker), strict=True))
+
+
+def test_a_trained_reranker_is_saved_alone(tmp_path):
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    sweep = finish(Sweep(runs_of(model), data, RECIPE))
+    for index, run in enumerate(sweep.runs):
+        run.reranker.save_pretrained(tmp_path / str(index))
+        again = TokenReranker.from_pretrained(tmp_path / str(index), model)
+        state = ([5, 6], [7, 8, 9], None, torch.ones(3, 1) if again.feature_names else None)
+        assert torch.equal(again.scores(*state), run.reranker.scores(*state))
+    sizes = {(tmp_path / str(index) / "adapter_model.safetensors").stat().st_size for index in range(3)}
+    assert max(sizes) < 4 * sum(p.numel() for p in trained(sweep.runs[0].reranker)) + 8000
+
+
+def test_a_state_of_another_sweep_is_refused():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    state = Sweep(runs_of(model), data, RECIPE).state()
+    first = runs_of(model)[0]
+    reseeded = [replace(first, seed=1), *runs_of(model)[1:]]
+    for other, words in (
+        (Sweep(runs_of(model), data, replace(RECIPE, learning_rate=1e-3)), "recipe.learning_rate 0.001, got 0.01"),
+        (Sweep(runs_of(model), data, replace(RECIPE, microbatches=1)), "recipe.microbatches 1, got 2"),
+        (Sweep(runs_of(tiny("qwen3", seed=1)), data, RECIPE), "base"),
+        (Sweep(runs_of(model), data[:-1], RECIPE), "trajectories"),
+        (Sweep(reseeded, data, RECIPE), "run 0 .*'seed': 1"),
+        (Sweep(runs_of(model)[:2], data, RECIPE), "number of runs 2, got 3"),
+        (Sweep(runs_of(model, alpha=8), data, RECIPE), "'lora_alpha': 8"),
+    ):
+        before = other.state()
+        with pytest.raises(ValueError, match=f"state: expected .*{words}"):
+            other.load_state(state)
+        assert same(other.state(), before)
+    sweep = Sweep(runs_of(model), data, RECIPE)
+    for change, words in (
+        ({"about": torch.zeros(3)}, "state of a sweep"),
+        ({"about": torch.tensor(list(b"[]"), dtype=torch.uint8)}, "JSON object"),
+        ({"losses": torch.zeros(1, 2)}, r"losses \[at most"),
+        ({"run.1.exp_avg": torch.zeros(3)}, "in run.1.exp_avg"),
+        ({"run.2.parameters": torch.full_like(state["run.2.parameters"], torch.nan)}, "in run.2.parameters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sweep.load_state(state | change)
+    for name in state:
+        with pytest.raises(ValueError, match="state: expected"):
+            sweep.load_state({key: value for key, value in state.items() if key != name})
+
+
+def test_two_processes_have_the_bytes_of_one(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    script = [str(HERE / "sweep_process.py"), str(tmp_path)]
+    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = finish(sweep_process.sweep()).state()
+    finally:
+        torch.set_num_threads(threads)
+    for process in range(2):
+        assert same(load_file(tmp_path / f"{process}.safetensors"), alone)
+
+
+class Pretended:
+    """An accelerator of two processes whose other one answers `other`."""
+
+    num_processes, process_index = 2, 0
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, tensor):
+        return torch.cat([tensor, self.other(tensor)])
+
+
+def test_processes_that_do_not_fit_are_refused():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    with pytest.raises(ValueError, match="at most one a microbatch, 1, got 2; give the recipe microbatches=2"):
+        Sweep(runs_of(model), data, replace(RECIPE, microbatches=1), Pretended(torch.clone))
+    with pytest.raises(ValueError, match="processes: expected the same runs"):
+        Sweep(runs_of(model), data, RECIPE, Pretended(lambda tensor: tensor + 1))
+
+
+def test_metrics_equal_a_plain_loop():
+    model, data = tiny("qwen3"), sweep_process.trajectories(20)
+    flat = TrainingGroup(5, torch.tensor([4, 5, 6]), torch.full((3, 2), 1 / 3))  # no pair differs
+    data.append(TrainingTrajectory(data[0].tokens, [flat]))
+    runs = [Run(shaken(model, dropout=0.5), column=1), Run(rerankers(model)[0])]
+    metrics = validate(runs, data)
+    for run, found in zip(runs, metrics, strict=True):
+        losses, agreeing, pairs = [], 0.0, 0
+        with torch.no_grad():
+            for trajectory in data:
+                for group in trajectory.groups:
+                    losses.append(one_by_one(model, run.reranker, trajectory, group, run.column))
+                    score = run.reranker.scores(trajectory.tokens[: group.position], group.candidates)
+                    for a, b in combinations(range(len(score)), 2):
+                        wanted = float((group.target[a] - group.target[b])[run.column].sign())
+                        agreeing += 0.0 if wanted == 0 else 0.5 + 0.5 * wanted * float((score[a] - score[b]).sign())
+                        pairs += wanted != 0
+        assert found.cross_entropy == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+        assert found.pairwise_accuracy == agreeing / pairs
+    assert metrics[1].pairwise_accuracy == 0.5  # a zero head ties everything
+    (nothing,) = validate(runs[:1], [TrainingTrajectory(data[0].tokens, [flat])])
+    assert nothing.pairwise_accuracy != nothing.pairwise_accuracy
+
+
+def test_validation_during_training_changes_nothing():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    plain = finish(Sweep(runs_of(model), data, RECIPE))
+    watched = Sweep(runs_of(model), data, RECIPE)
+    while watched.step < watched.total:
+        watched.advance()
+        validate(watched.runs, data)
+    assert same(plain.state(), watched.state())
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_what_is_not_finite_stops_every_run(broken, monkeypatch):
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    runs = runs_of(model)
+    sweep = Sweep(runs, data, RECIPE)
+    sweep.advance()
+    if broken == "loss":
+        with torch.no_grad():
+            runs[1].reranker.head[0] = torch.inf
+    else:
+        plain = torch.autograd.grad
+        monkeypatch.setattr(
+            torch.autograd,
+            "grad",
+            lambda loss, of: [g * torch.nan if of[0] is runs[1].reranker.head else g for g in plain(loss, of)],
+        )
+    before = sweep.state()
+    with pytest.raises(ValueError, match=f"{broken}: expected .* in step 2 of run 1"):
+        sweep.advance()
+    assert torch.equal(before["run.0.parameters"], sweep.state()["run.0.parameters"])
+    assert not any(layer.training for run in runs for layer in hf.adapter_dropouts(run.reranker.adapted))
 
 
 def test_feature_weights_learn():
@@ -123,7 +416,9 @@ def test_feature_weights_learn():
     assert reranker.feature_weight.item() > 0.5
 
 
-@pytest.mark.parametrize("setting", [{"epochs": 0}, {"groups_per_step": 0}, {"learning_rate": float("nan")}])
+@pytest.mark.parametrize(
+    "setting", [{"epochs": 0}, {"microbatches": 0}, {"groups_per_step": 0}, {"learning_rate": float("nan")}]
+)
 def test_recipe_out_of_range_is_refused(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
         Recipe(**setting)
@@ -176,3 +471,19 @@ def test_bad_input():
             train_reranker(reranker, [TrainingTrajectory(tokens, [late])])
     assert not reranker.training
     assert all(torch.isfinite(p).all() for p in reranker.parameters())
+
+
+def test_bad_runs():
+    model, data = tiny("qwen3"), sweep_process.trajectories()
+    first, second, _ = rerankers(model)
+    doubled = TokenReranker.from_base(tiny("qwen3").double())
+    for runs, words in (
+        ([], "runs: expected at least one"),
+        ([Run(first), Run(first, seed=1)], "a reranker of its own"),
+        ([Run(first), Run(rerankers(tiny("qwen3"))[0])], "on one base model"),
+        ([Run(first), Run(second, column=2)], r"columns \[0, 2\]"),
+        ([Run(first, column=-1)], r"columns \[-1\]"),
+        ([Run(doubled)], "expected float32 parameters"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Sweep(runs, data)

@@ -1,0 +1,50 @@
+"""One process of a sweep, for the test that starts two: `torchrun sweep_process.py <folder>`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tiny import V, tiny
+
+from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory
+from fb_core.training import Run, Sweep
+
+
+def trajectories(n: int = 7, seed: int = 0) -> list[TrainingTrajectory]:
+    """Random states of uneven trajectories, with targets [K, 2] and features [K, 1]."""
+    g = torch.Generator().manual_seed(seed)
+    result = []
+    for index in range(n):
+        groups = []
+        for position, size in [(3, 4), (7, 3), (10, 5)][: 1 + index % 3]:
+            target, feature = torch.rand(size, 2, generator=g).softmax(0), torch.randn(size, 1, generator=g)
+            groups.append(TrainingGroup(position, torch.randperm(V, generator=g)[:size], target, feature))
+        result.append(TrainingTrajectory(torch.randint(V, (12,), generator=g), groups))
+    return result
+
+
+def sweep(accelerator=None, seed: int = 0) -> Sweep:
+    """Three runs of both scopes, three microbatches a step; `seed` of the adapters."""
+    model = tiny("qwen3")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        runs = [
+            Run(TokenReranker.from_base(model, rank=2, scope=scope), seed=index, column=index % 2)
+            for index, scope in enumerate(("candidate", "candidate", "sequence"))
+        ]
+    return Sweep(runs, trajectories(), Recipe(1e-2, groups_per_step=6, microbatches=3), accelerator)
+
+
+if __name__ == "__main__":
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    trained = sweep(accelerator, seed=accelerator.process_index)  # the second one's adapters must not count
+    while trained.step < trained.total:
+        trained.advance()
+    save_file(trained.state(), Path(sys.argv[1]) / f"{accelerator.process_index}.safetensors")
+    accelerator.end_training()
