@@ -1,0 +1,416 @@
+r"""Problems with gold answers: known benchmarks from the hub or from local files, and problems of one's own.
+
+A source is a short name (``gsm8k``: from the hub or its cache), a short name and a local file of the set's own fields
+(``gsm8k=test.jsonl``), or a local file with the fields ``problem`` (or ``question``), ``answer`` and perhaps ``id``.
+Files are ``.jsonl`` (an object a line), ``.json`` (one list of objects) or ``.parquet``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fb_core import hf
+from fb_core.verify import boxed
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+TEXT_FIELDS = ("problem", "question")
+ID_FIELDS = ("unique_id", "id")
+LONGEST_ROW = 10_000_000  # bytes of a line of JSON
+LARGEST_SET = 1 << 28  # characters kept
+BATCH = 64  # rows of a parquet file decoded at once, so that few bytes cannot become many
+FORBIDDEN = re.compile("[\0\ud800-\udfff]")  # no tokenizer takes a lone surrogate
+DOLLAR = re.compile(r"(?<!\\)\$")
+LEADING_ZEROS = re.compile(r"^0+(?=\d)")
+BARE_BOX = re.compile(r"\\boxed ([^$\\{}]+)\$")
+SIZED_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
+SPACING = re.compile(r"(\\\\)|\\[,;:!\s]|\\(?:q?quad|left|right)(?![A-Za-z])|[$~\s]+")  # a row break \\ stays
+
+Rows = Iterable[tuple[str, Any]]  # where a row stands, and the row
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        id: unique within its set.
+        text: what is asked.
+        answer: the gold answer, bare.
+    """
+
+    id: str
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the gold answer is read from a row.
+
+    Attributes:
+        field: the row's field that holds it.
+        gold: reads it from the field's text; None where there is none, "" where the set itself left it empty.
+        expected: what the field holds, in words.
+        unsolved: whether rows with an empty gold answer are left out instead of refused.
+    """
+
+    field: str = "answer"
+    gold: Callable[[str], str | None] = str.strip
+    expected: str = "an answer"
+    unsolved: bool = False
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A known set of problems.
+
+    Attributes:
+        hub_id: the data set on the hub.
+        split: its split.
+        count: rows in that split over all configs.
+        configs: read one after the other; None is the only one.
+        layout: how the gold answer is read.
+        repeats: runs with different seeds that an evaluation averages.
+    """
+
+    hub_id: str
+    split: str
+    count: int
+    configs: tuple[str | None, ...] = (None,)
+    layout: Layout = Layout()
+    repeats: int = 1
+
+
+def _behind_hashes(text: str) -> str | None:
+    _, hashes, number = text.rpartition("####")
+    return number.replace(",", "").strip() if hashes else None
+
+
+def _last_box(solution: str) -> str | None:
+    if not solution.strip():
+        return ""
+    content = boxed(solution)
+    if content is None:  # a solution may also be written with \fbox{7} or \boxed 7$
+        content = boxed(solution.replace("\\fbox{", "\\boxed{"))
+    bare = BARE_BOX.findall(solution)
+    return bare[-1].strip() if content is None and bare else content
+
+
+def _without_dollars(text: str) -> str:
+    return DOLLAR.sub("", text).strip()  # all of them: "$69$,$84$", and once "$221,$8$"
+
+
+def _without_zeros(text: str) -> str:
+    return LEADING_ZEROS.sub("", text.strip())
+
+
+_AIME = Layout(gold=_without_zeros)
+_SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark(
+        "openai/gsm8k", "test", 1319, ("main",), Layout(gold=_behind_hashes, expected="a number behind ####")
+    ),
+    "math-500": Benchmark("HuggingFaceH4/MATH-500", "test", 500),
+    "olympiadbench": Benchmark(
+        "Hothan/OlympiadBench",
+        "train",
+        674,
+        ("OE_TO_maths_en_COMP",),
+        Layout("final_answer", _without_dollars, "a list of answers"),
+    ),
+    "aime-2024": Benchmark("HuggingFaceH4/aime_2024", "train", 30, layout=_AIME, repeats=3),
+    "aime-2025": Benchmark("math-ai/aime25", "test", 30, layout=_AIME, repeats=3),
+    # Two problems of number theory come without an answer.
+    "math-train": Benchmark(
+        "EleutherAI/hendrycks_math",
+        "train",
+        7500,
+        _SUBJECTS,
+        Layout("solution", _last_box, "a solution with \\boxed{...}", unsolved=True),
+    ),
+}
+
+
+def load_problems(source: str) -> list[Problem]:
+    """Reads a set of problems.
+
+    Args:
+        source: a name in `BENCHMARKS` (from the hub or its cache, by way of the `datasets` library), name=file for a
+            local .jsonl, .json or .parquet file with that set's fields, or a file with `problem` (or `question`),
+            `answer` (a text, an integer, or a list of them) and an optional `id`.
+
+    Returns:
+        The problems in the source's order. Ids are the set's own or the row's number, behind the set's name and a slash
+        where the source has one. Problems of MATH train that come without an answer are left out and logged.
+
+    Raises:
+        TypeError: the source is no string.
+        ValueError: it cannot be had, or what it holds is damaged; the message names place and remedy.
+    """
+    if not isinstance(source, str):
+        raise TypeError(f"load_problems: source must be a string, got {type(source).__name__}; pass a name or a path.")
+    name, _, path = source.partition("=")
+    if name not in BENCHMARKS:
+        return _problems(source, _file_rows(source, Layout()), Layout(), "")
+    benchmark = BENCHMARKS[name]
+    rows = _hub_rows(name) if source == name else _file_rows(path, benchmark.layout)
+    return _problems(source, rows, benchmark.layout, f"{name}/")
+
+
+def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) -> tuple[list[Problem], int]:
+    """Drops problems whose text is also held out, whatever its spacing, case and size of fractions.
+
+    Args:
+        problems: to keep where they are new.
+        held_out: texts that must not be among them.
+
+    Returns:
+        What is left, in order, and how many were dropped.
+    """
+    problems, seen = list(problems), {_normal(problem.text) for problem in held_out}
+    left = [problem for problem in problems if _normal(problem.text) not in seen]
+    return left, len(problems) - len(left)
+
+
+def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Divides problems by a hash of seed and id; those of the same text stay together.
+
+    Args:
+        problems: any order; adding or moving some hardly changes where the others fall.
+        validation: how many to set aside; fewer are where problems of the same text would not fit.
+        seed: another one divides differently.
+
+    Returns:
+        (train, validation), each in the order of the input.
+
+    Raises:
+        ValueError: validation is not in 0 .. len(problems) - 1.
+    """
+    if not 0 <= validation < len(problems):
+        raise ValueError(
+            f"split: validation must lie in 0..{len(problems) - 1} for {len(problems)} problems, got {validation}; "
+            "leave one to train on."
+        )
+    groups: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        groups.setdefault(_normal(problem.text), []).append(index)
+
+    def rank(group: list[int]) -> bytes:
+        return min(hashlib.sha256(f"{seed}/{problems[index].id}".encode()).digest() for index in group)
+
+    chosen: set[int] = set()
+    for group in sorted(groups.values(), key=rank):
+        if len(chosen) + len(group) <= validation:
+            chosen.update(group)
+    train = [problem for index, problem in enumerate(problems) if index not in chosen]
+    return train, [problems[index] for index in sorted(chosen)]
+
+
+def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str = TEMPLATE) -> list[int]:
+    """Token ids of a problem in its prompt: a user turn where there is a chat template, else the bare text.
+
+    Args:
+        tokenizer: the models' own.
+        problem: what to ask.
+        template: the prompt; `{problem}` stands for the text, other braces for themselves.
+
+    Returns:
+        The ids, special tokens included.
+
+    Raises:
+        ValueError: the template has no `{problem}`.
+    """
+    if "{problem}" not in template:
+        raise ValueError(f"prompt_ids: template must contain {{problem}}, got {template[:80]!r}; say where it goes.")
+    text = template.replace("{problem}", problem.text)
+    if getattr(tokenizer, "chat_template", None):
+        return hf.chat_ids(tokenizer, [{"role": "user", "content": text}])
+    return list(tokenizer(text)["input_ids"])
+
+
+def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Problem]:
+    problems: list[Problem] = []
+    places: dict[str, str] = {}
+    size = unsolved = 0
+    for index, (where, row) in enumerate(rows):
+        if not isinstance(row, dict):
+            raise _fault(where, "an object", _kind(row), "give each problem as {...}")
+        text = _text(where, *_field(where, row, TEXT_FIELDS), str)
+        if not text:
+            raise _fault(where, "a problem", "an empty text", "correct or delete the row")
+        name, value = _field(where, row, (layout.field,))
+        parts = value if isinstance(value, list) else [value]
+        answer = layout.gold(", ".join(_text(where, name, part, (str, int)) for part in parts))
+        if answer == "" and layout.unsolved:
+            unsolved += 1
+            continue
+        if not answer:
+            raise _fault(where, f"{layout.expected} in {name!r}", repr(value)[-80:], "correct or delete the row")
+        own = next((field for field in ID_FIELDS if row.get(field) is not None), None)
+        identity = prefix + (str(index) if own is None else _text(where, own, row[own], (str, int)))
+        if identity in places:
+            raise _fault(where, "an id of its own", f"{identity[:80]!r} again as at {places[identity]}", "rename one")
+        places[identity] = where
+        size += len(text) + len(answer)
+        if size > LARGEST_SET:
+            raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "divide the set")
+        problems.append(Problem(identity, text, answer))
+    if not problems:
+        raise _fault(source, "problems", "none", "give a file that holds some")
+    if unsolved:
+        log.warning("%s: left out %d problems without an answer", source, unsolved)
+    return problems
+
+
+def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, Any]:
+    for name in names:
+        if row.get(name) is not None:
+            return name, row[name]
+    has = ", ".join(map(repr, list(row)[:8])) or "no field"
+    raise _fault(
+        where,
+        "a field " + " or ".join(map(repr, names)),
+        has[:300],
+        "rename the fields, or say whose they are as in gsm8k=test.jsonl",
+    )
+
+
+def _text(where: str, name: str, value: object, kinds: type | tuple[type, ...]) -> str:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise _fault(where, f"a text in {name!r}", _kind(value), "write it as a string")
+    text = str(value)
+    if found := FORBIDDEN.search(text):
+        raise _fault(where, f"a text in {name!r}", f"one with the character {found[0]!r}", "remove that")
+    return text.strip()
+
+
+def _file_rows(path: str, layout: Layout) -> Rows:
+    readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet_rows}
+    reader = readers.get(os.path.splitext(path)[1].lower())
+    if reader is None or not os.path.isfile(path):
+        raise _fault(
+            "source",
+            f"{', '.join(BENCHMARKS)}, or an existing {', '.join(readers)} file",
+            repr(path[:200]),
+            "check the spelling",
+        )
+    return reader(path, {*TEXT_FIELDS, *ID_FIELDS, layout.field})
+
+
+def _json_lines(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(LONGEST_ROW + 1):
+            number += 1
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield where, _json(where, line)
+
+
+def _json_list(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+    with open(path, "rb") as file:
+        rows = _json(path, file.read(LONGEST_ROW + 1))
+    if not isinstance(rows, list):
+        raise _fault(path, "a list of objects", _kind(rows), "put [...] around it, or name a file of lines .jsonl")
+    yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _json(where: str, data: bytes) -> Any:
+    if len(data) > LONGEST_ROW:
+        raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write a problem a line in a .jsonl file")
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _fault(where, "UTF-8", f"{error.reason} at byte {error.start}", "save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise _fault(where, "JSON", str(error).replace(": line 1 column", " at column"), "correct it") from error
+
+
+def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
+    arrow, parquet = _library("pyarrow"), _library("pyarrow.parquet")
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in fields]
+            for batch in file.iter_batches(BATCH, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _fault(
+            f"{path} after row {number}", "a sound parquet file", _first_line(error), "write it again"
+        ) from error
+
+
+def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
+    benchmark = BENCHMARKS[name]
+    datasets = _library("datasets")
+    fields = {*TEXT_FIELDS, *ID_FIELDS, benchmark.layout.field}
+    try:
+        parts = [datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split) for config in benchmark.configs]
+    except Exception as error:  # the hub's many: offline, not cached, gone, refused
+        raise _fault(
+            name,
+            f"{benchmark.hub_id} from the hub or its cache",
+            _first_line(error),
+            f"go online, or give a local file of the same fields as {name}=file.jsonl or {name}=file.parquet",
+        ) from error
+    found = sum(map(len, parts))
+    if found != benchmark.count:
+        raise _fault(
+            name,
+            f"{benchmark.count} problems in {benchmark.hub_id}",
+            str(found),
+            f"clear its cache, or give a file as {name}=file.jsonl",
+        )
+    rows = (row for part in parts for row in part.select_columns([f for f in part.column_names if f in fields]))
+    yield from ((f"{benchmark.hub_id}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        raise _fault(
+            "source", f"the library {library}", _first_line(error), "run pip install 'futurebridge[data]'"
+        ) from error
+
+
+def _normal(text: str) -> str:
+    if not text.isascii():
+        # Character by character: a long run of combining marks takes quadratic time to put in order.
+        text = "".join(unicodedata.normalize("NFKD", character) for character in text)
+    return SPACING.sub(r"\1", SIZED_FRACTION.sub(r"\\frac", text)).casefold()
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} {repr(value)[:80]}" if isinstance(value, (int, float)) else type(value).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _fault(where: str, expected: str, got: str, remedy: str) -> ValueError:
+    return ValueError(f"load_problems: {where}: expected {expected}, got {got.rstrip('.')}; {remedy}.")

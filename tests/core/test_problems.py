@@ -1,0 +1,498 @@
+"""Problems from the fields of the known sets, in every format; damaged files; splits and de-duplication."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from fb_core.pipeline.problems import (
+    BENCHMARKS,
+    LONGEST_ROW,
+    TEMPLATE,
+    Problem,
+    load_problems,
+    prompt_ids,
+    split,
+    without_overlap,
+)
+
+Row = dict[str, Any]
+ROWS: dict[str, list[Row]] = {
+    "gsm8k": [
+        {"question": "Eggs?", "answer": "She sells 9.\n9 * 2 = $<<9*2=18>>18\n#### 18"},
+        {"question": "Profit?", "answer": "#1 is a number\n#### -1,234,567"},
+    ],
+    "math-500": [
+        {
+            "problem": "Convert $(0,3)$.",
+            "solution": "so $\\boxed{1}$",
+            "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+            "subject": "Precalculus",
+            "level": 2,
+            "unique_id": "test/precalculus/807.json",
+        }
+    ],
+    "olympiadbench": [
+        {
+            "id": 1606,
+            "subfield": "Combinatorics",
+            "context": None,
+            "question": "How many moves?",
+            "solution": ["Two."],
+            "final_answer": final,
+            "is_multiple_answer": False,
+            "unit": None,
+            "answer_type": "Numerical",
+            "error": None,
+        }
+        | {"id": 1606 + number}
+        for number, final in enumerate(
+            (["2"], ["$\\frac{1}{2}$"], ["$69$,$84$"], ["$221,$8$"], ["3", "$x$"], ["\\$ 5"], ["$(1,2), (3,4)$"])
+        )
+    ],
+    "aime-2024": [
+        {
+            "id": 60,
+            "problem": "Aya walks.",
+            "solution": "s",
+            "answer": "073",
+            "url": "https://example.org",
+            "year": "2024",
+        },
+        {
+            "id": 61,
+            "problem": "Bea runs.",
+            "solution": "s",
+            "answer": "000",
+            "url": "https://example.org",
+            "year": "2024",
+        },
+    ],
+    "aime-2025": [
+        {"problem": "Bases.", "answer": "70", "id": "0"},
+        {"problem": "Angles.", "answer": "336^\\circ", "id": "1"},
+    ],
+    "math-train": [
+        {"problem": "A", "level": "Level 5", "type": "Algebra", "solution": "$\\boxed{1}$ or $\\boxed{\\frac{1}{2}}$."},
+        {"problem": "B", "level": "Level 5", "type": "Algebra", "solution": "so $\\fbox{7}$"},
+        {"problem": "C", "level": "Level 5", "type": "Algebra", "solution": "so $\\boxed 23$."},
+        {"problem": "D", "level": "Level 5", "type": "Number Theory", "solution": ""},
+        {"problem": "E", "level": "Level 5", "type": "Number Theory", "solution": "composite: $\\boxed{}$"},
+        {"problem": "F", "level": "Level 5", "type": "Precalculus", "solution": "\\boxed{ 4 }"},
+    ],
+}
+EXPECTED = {
+    "gsm8k": [("gsm8k/0", "Eggs?", "18"), ("gsm8k/1", "Profit?", "-1234567")],
+    "math-500": [
+        ("math-500/test/precalculus/807.json", "Convert $(0,3)$.", "\\left( 3, \\frac{\\pi}{2} \\right)"),
+    ],
+    "olympiadbench": [
+        (f"olympiadbench/{1606 + number}", "How many moves?", answer)
+        for number, answer in enumerate(("2", "\\frac{1}{2}", "69,84", "221,8", "3, x", "\\$ 5", "(1,2), (3,4)"))
+    ],
+    "aime-2024": [("aime-2024/60", "Aya walks.", "73"), ("aime-2024/61", "Bea runs.", "0")],
+    "aime-2025": [("aime-2025/0", "Bases.", "70"), ("aime-2025/1", "Angles.", "336^\\circ")],
+    "math-train": [
+        ("math-train/0", "A", "\\frac{1}{2}"),
+        ("math-train/1", "B", "7"),
+        ("math-train/2", "C", "23"),
+        ("math-train/5", "F", "4"),
+    ],
+}
+
+
+def jsonl(path: Path, rows: list[Row]) -> None:
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+
+
+def json_list(path: Path, rows: list[Row]) -> None:
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def parquet(path: Path, rows: list[Row]) -> None:
+    names = dict.fromkeys(name for row in rows for name in row)
+    pyarrow.parquet.write_table(pyarrow.table({name: [row.get(name) for row in rows] for name in names}), path)
+
+
+WRITERS: dict[str, Callable[[Path, list[Row]], None]] = {".jsonl": jsonl, ".json": json_list, ".parquet": parquet}
+
+
+def as_tuples(problems: list[Problem]) -> list[tuple[str, str, str]]:
+    return [dataclasses.astuple(problem) for problem in problems]
+
+
+def refused(source: str) -> str:
+    """The message of the error, which must be one line and come quickly."""
+    start = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        load_problems(source)
+    assert time.monotonic() - start < 20
+    message = str(caught.value)
+    assert message.startswith("load_problems: ")
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert len(message) < 1500
+    return message
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_file_with_the_fields_of_a_known_set(tmp_path: Path, name: str, suffix: str) -> None:
+    WRITERS[suffix](tmp_path / f"a=b{suffix}", ROWS[name])
+    assert as_tuples(load_problems(f"{name}={tmp_path / f'a=b{suffix}'}")) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
+    rows: list[Row] = [
+        {"problem": " 1 + 1? ", "answer": " 2 ", "id": "a"},
+        {"problem": "Größe?", "answer": "3", "id": None},
+        {"problem": None, "question": "4?", "answer": "4", "id": "7"},
+    ]
+    WRITERS[suffix](path := tmp_path / f"own=1{suffix}", rows)
+    assert as_tuples(load_problems(str(path))) == [("a", "1 + 1?", "2"), ("1", "Größe?", "3"), ("7", "4?", "4")]
+
+
+def test_answers_may_be_integers_or_lists(tmp_path: Path) -> None:
+    rows: list[Row] = [{"problem": "a", "answer": 2}, {"problem": "b", "answer": [1, "2"]}]
+    jsonl(path := tmp_path / "p.jsonl", rows)
+    assert [problem.answer for problem in load_problems(str(path))] == ["2", "1, 2"]
+
+
+def test_problems_without_an_answer_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jsonl(path := tmp_path / "p.jsonl", ROWS["math-train"])
+    load_problems(f"math-train={path}")
+    assert "left out 2 problems" in caplog.text
+
+
+def test_known_sets() -> None:
+    assert {name: (known.count, known.repeats) for name, known in BENCHMARKS.items()} == {
+        "gsm8k": (1319, 1),
+        "math-500": (500, 1),
+        "olympiadbench": (674, 1),
+        "aime-2024": (30, 3),
+        "aime-2025": (30, 3),
+        "math-train": (7500, 1),
+    }
+    subjects = BENCHMARKS["math-train"].configs
+    assert len(subjects) == 7
+    assert list(subjects) == sorted(map(str, subjects))
+
+
+GOOD = '{"problem": "1?", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.jsonl", b"", "expected problems, got none"),
+        ("p.jsonl", b" \n\n", "expected problems, got none"),
+        ("p.json", b"[]", "expected problems, got none"),
+        ("p.json", b"", "expected JSON"),
+        ("p.json", GOOD.encode(), "expected a list of objects, got dict"),
+        ("p.json", 2 * GOOD.encode(), "Extra data"),
+        ("p.json", b"[1]", "p.json, entry 1: expected an object, got int 1"),
+        ("p.jsonl", GOOD.encode() + b'{"problem": "\xff"}', "line 2: expected UTF-8"),
+        ("p.jsonl", GOOD.encode("utf-16"), "line 1: expected UTF-8"),
+        ("p.jsonl", GOOD.encode() + b'{"problem": ', "line 2: expected JSON, got Expecting value at column 13"),
+        ("p.jsonl", GOOD.encode() + b"\n[1]", "line 3: expected an object, got list"),
+        ("p.jsonl", b"[" * LONGEST_ROW, "line 1: expected JSON"),
+        ("p.jsonl", b'{"problem":' * 100_000, "line 1: expected JSON"),
+        ("p.jsonl", b'{"problem": "1?", "answer": ' + b"1" * 100_000 + b"}", "line 1: expected JSON"),
+        ("p.jsonl", GOOD.encode() + b'"' * (LONGEST_ROW + 1), "line 2: expected at most 10000000 bytes"),
+        ("p.json", b"[" + b" " * LONGEST_ROW, "expected at most 10000000 bytes"),
+        ("p.jsonl", b"\0" * 1000, "line 1: expected JSON"),
+        ("p.jsonl", b'{"problem": "1\0?", "answer": "1"}', "line 1: expected JSON"),
+        ("p.jsonl", rb'{"problem": "1\u0000?", "answer": "1"}', "the character '\\x00'"),
+        ("p.jsonl", rb'{"problem": "1?", "answer": "\ud800"}', "'answer', got one with the character"),
+        ("p.jsonl", b'{"answer": "1"}', "expected a field 'problem' or 'question', got 'answer'"),
+        ("p.jsonl", b"{}", "got no field"),
+        ("p.jsonl", b'{"problem": "1?"}', "expected a field 'answer', got 'problem'"),
+        ("p.jsonl", b'{"problem": "1?", "answer": null}', "expected a field 'answer'"),
+        ("p.jsonl", b'{"problem": " ", "answer": "1"}', "expected a problem, got an empty text"),
+        ("p.jsonl", b'{"problem": "1?", "answer": " "}', "expected an answer in 'answer'"),
+        ("p.jsonl", b'{"problem": "1?", "answer": []}', "expected an answer in 'answer'"),
+        ("p.jsonl", b'{"problem": 1, "answer": "1"}', "expected a text in 'problem', got int 1"),
+        ("p.jsonl", b'{"problem": "1?", "answer": 0.5}', "expected a text in 'answer', got float 0.5"),
+        ("p.jsonl", b'{"problem": "1?", "answer": NaN}', "expected a text in 'answer', got float nan"),
+        ("p.jsonl", b'{"problem": "1?", "answer": true}', "expected a text in 'answer', got bool"),
+        ("p.jsonl", b'{"problem": "1?", "answer": [["1"]]}', "expected a text in 'answer', got list"),
+        ("p.jsonl", b'{"problem": "1?", "answer": "1", "id": {}}', "expected a text in 'id', got dict"),
+        (
+            "p.jsonl",
+            b'{"problem": "1?", "answer": "1", "id": 1}\n' + GOOD.encode(),
+            "line 2: expected an id of its own, got '1' again as at",
+        ),
+        ("p.parquet", b"", "expected a sound parquet file"),
+        ("p.parquet", b"PAR1" + 1000 * b"\xff" + b"PAR1", "expected a sound parquet file"),
+        ("p.txt", GOOD.encode(), "or an existing .jsonl, .json, .parquet file"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert words in refused(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("gsm8k", {"question": "1?", "answer": "1"}, "expected a number behind #### in 'answer', got '1'"),
+        ("gsm8k", {"question": "1?", "answer": "1 #### "}, "expected a number behind ####"),
+        ("math-train", {"problem": "1?", "solution": "It is 1."}, "expected a solution with \\boxed{...}"),
+        ("math-train", {"problem": "1?", "solution": "\\boxed{1"}, "expected a solution with \\boxed{...}"),
+        ("math-train", {"problem": "1?", "answer": "1"}, "expected a field 'solution'"),
+        ("olympiadbench", {"question": "1?", "final_answer": []}, "expected a list of answers"),
+        ("olympiadbench", {"question": "1?", "final_answer": ["$$"]}, "expected a list of answers"),
+        ("olympiadbench", {"question": "1?", "final_answer": None}, "expected a field 'final_answer'"),
+    ],
+)
+def test_rows_without_gold(tmp_path: Path, name: str, row: Row, words: str) -> None:
+    jsonl(path := tmp_path / "p.jsonl", [*ROWS[name][:1], row])
+    message = refused(f"{name}={path}")
+    assert words in message
+    assert "p.jsonl, line 3" in message
+
+
+@pytest.mark.parametrize(
+    "source", ["", "gsm8k=", "gsm8", "gsm8=p.jsonl", "p.jsonl", "gsm8k=p\0.jsonl", "x" * 10_000 + ".json"]
+)
+def test_sources_that_are_not_there(source: str) -> None:
+    message = refused(source)
+    assert "expected gsm8k, math-500, olympiadbench" in message
+    assert "\0" not in message
+
+
+def test_a_source_is_a_string() -> None:
+    with pytest.raises(TypeError, match="source must be a string, got int"):
+        load_problems(3)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").mkdir()
+    assert "existing" in refused(str(tmp_path / "p.jsonl"))
+
+
+def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
+    rows = [{"problem": f"{number}?", "answer": str(number)} for number in range(1000)]
+    parquet(path := tmp_path / "p.parquet", rows)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "a sound parquet file" in refused(str(path))
+    path.write_bytes(whole[:64] + bytes(2000) + whole[2064:])
+    assert "p.parquet" in refused(str(path))
+
+
+def test_a_parquet_file_of_other_types(tmp_path: Path) -> None:
+    parquet(path := tmp_path / "p.parquet", [{"problem": {"text": "1?"}, "answer": "1"}])
+    assert "row 1: expected a text in 'problem', got dict" in refused(str(path))
+    table = pyarrow.table({"problem": pyarrow.array([b"\xff"]).cast(pyarrow.string(), safe=False), "answer": ["1"]})
+    pyarrow.parquet.write_table(table, path)
+    assert "a sound parquet file" in refused(str(path))
+
+
+def test_few_bytes_that_become_many(tmp_path: Path) -> None:
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200_000, pyarrow.int32()), ["x" * 500_000])
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"problem": repeated, "answer": ["1"] * len(repeated)}), path)
+    assert path.stat().st_size < 2_000_000
+    assert "characters in all" in refused(str(path))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for all sets on the hub, laid out as theirs are."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    for name, known in BENCHMARKS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        card = "---\nconfigs:\n"
+        count = 0
+        for config in known.configs:
+            rows = [row | {"problem": config} for row in ROWS[name]] if name == "math-train" else ROWS[name]
+            count += len(rows)
+            data = f"{config or 'data'}.parquet"
+            parquet(folder / data, rows)
+            card += f"- config_name: {config or 'default'}\n  data_files:\n  - split: {known.split}\n    path: {data}\n"
+        (folder / "README.md").write_text(card + "---\n")
+        monkeypatch.setitem(BENCHMARKS, name, dataclasses.replace(known, hub_id=str(folder), count=count))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "math-train"])
+def test_sets_from_the_hub(hub: Path, name: str) -> None:
+    assert as_tuples(load_problems(name)) == EXPECTED[name]
+
+
+def test_subjects_are_joined_in_order(hub: Path) -> None:
+    problems = load_problems("math-train")
+    assert list(dict.fromkeys(problem.text for problem in problems)) == list(BENCHMARKS["math-train"].configs)
+    assert [problem.id for problem in problems[3:6]] == ["math-train/5", "math-train/6", "math-train/7"]
+
+
+def test_an_incomplete_set_is_refused(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BENCHMARKS, "gsm8k", dataclasses.replace(BENCHMARKS["gsm8k"], count=1319))
+    assert "expected 1319 problems" in refused("gsm8k")
+
+
+def test_a_set_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    message = refused("gsm8k")
+    assert "openai/gsm8k" in message
+    assert "gsm8k=file.jsonl" in message
+
+
+@pytest.mark.parametrize(("library", "source"), [("datasets", "gsm8k"), ("pyarrow", "p.parquet")])
+def test_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.parquet").touch()
+    monkeypatch.setitem(sys.modules, library, None)
+    message = refused(source)
+    assert f"the library {library}" in message
+    assert "pip install 'futurebridge[data]'" in message
+
+
+def problem(text: str, identity: str = "1") -> Problem:
+    return Problem(identity, text, "1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is  $x+1$?", "what is $x + 1$?\n"),
+        ("$\\dfrac{1}{2}$, \\tfrac12", "$\\frac{1}{2}$, \\frac12"),
+        ("\\left(1,\\,2\\right)", "(1,2)"),
+        ("a\\;b\\!c\\ d\\quad e", "abcde"),
+        ("x² and ﬁve", "x2 and five"),
+        ("Cafe\u0301", "café"),
+        ("non\u00a0breaking~space", "nonbreakingspace"),
+        ("STRASSE", "straße"),
+    ],
+)
+def test_texts_that_overlap(one: str, other: str) -> None:
+    assert without_overlap([problem(one)], [problem(other)]) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("$x+1$", "$x-1$"),
+        ("\\leftarrow", "\\arrow"),
+        ("\\rightarrow", "\\leftarrow"),
+        ("\\quadratic", "ratic"),
+        ("\\dfraction", "\\fraction"),
+        ("a\\\\ b", "a\\b"),
+        ("\\frac{1}{2}", "\\frac{1}{3}"),
+    ],
+)
+def test_texts_that_differ(one: str, other: str) -> None:
+    assert without_overlap([problem(one)], [problem(other)]) == ([problem(one)], 0)
+
+
+def test_overlap_keeps_the_order() -> None:
+    problems = [problem(text, text) for text in "abcab"]
+    left, dropped = without_overlap(problems, [problem("B")])
+    assert ("".join(kept.text for kept in left), dropped) == ("aca", 2)
+    assert without_overlap([], []) == ([], 0)
+
+
+def test_overlap_takes_linear_time() -> None:
+    hostile = ["\u0301\u0323" * 500_000, "\\" * 1_000_000, "\\left" * 200_000, " $" * 500_000, "\\dfra" * 200_000]
+    start = time.monotonic()
+    assert without_overlap([problem(text) for text in hostile], [problem("1?")])[1] == 0
+    assert time.monotonic() - start < 20
+
+
+problem_lists = st.lists(st.sampled_from(["a", "b", "c", "A ", *map(str, range(20))]), min_size=1, max_size=30).map(
+    lambda texts: [problem(text, str(number)) for number, text in enumerate(texts)]
+)
+
+
+@given(problem_lists, st.data())
+def test_split_is_disjoint_complete_and_blind_to_order(problems: list[Problem], data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, len(problems) - 1))
+    seed = data.draw(st.integers(0, 3))
+    train, validation = split(problems, size, seed)
+    assert sorted(train + validation, key=problems.index) == problems
+    assert train == [kept for kept in problems if kept in train]
+    assert validation == [kept for kept in problems if kept in validation]
+    assert len(validation) <= size
+    assert without_overlap(train, validation)[1] == 0
+    moved = data.draw(st.permutations(problems))
+    assert {kept.id for kept in split(moved, size, seed)[1]} == {kept.id for kept in validation}
+
+
+def test_split_is_exact_and_hardly_moved_by_more_problems() -> None:
+    problems = [problem(f"{number}?", f"math-train/{number}") for number in range(1000)]
+    train, validation = split(problems, 100, 0)
+    assert (len(train), len(validation)) == (900, 100)
+    more = [problem(f"{number}!", f"other/{number}") for number in range(10)]
+    assert len(set(validation) - set(split(more + problems, 100, 0)[1])) <= 10
+    assert len(set(validation) & set(split(problems, 100, 1)[1])) < 30
+    random.Random(0).shuffle(problems)
+    assert set(split(problems, 100, 0)[1]) == set(validation)
+
+
+def test_split_is_the_same_everywhere() -> None:
+    validation = split([problem(f"{number}?", f"gsm8k/{number}") for number in range(10)], 3, 7)[1]
+    assert [kept.id for kept in validation] == ["gsm8k/0", "gsm8k/5", "gsm8k/9"]
+
+
+@pytest.mark.parametrize(("count", "validation"), [(0, 0), (1, 1), (3, 3), (3, -1)])
+def test_split_leaves_one_to_train_on(count: int, validation: int) -> None:
+    with pytest.raises(ValueError, match="split: validation must lie in"):
+        split([problem(str(number), str(number)) for number in range(count)], validation, 0)
+
+
+def characters(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A token a character, and <s> in front of what is not a chat."""
+    vocabulary = {token: number for number, token in enumerate(["<s>", "<u>", *map(chr, range(10, 127))])}
+    built = Tokenizer(models.WordLevel(vocabulary, unk_token="<u>"))
+    built.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built, bos_token="<s>", unk_token="<u>", chat_template=chat_template
+    )
+
+
+def spelled(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_prompts_are_bare_text_without_a_chat_template() -> None:
+    tokenizer = characters()
+    ids = prompt_ids(tokenizer, problem("\\frac{1}{2} {problem} {0}?"))
+    assert spelled(tokenizer, ids) == "<s>" + TEMPLATE.replace("{problem}", "\\frac{1}{2} {problem} {0}?")
+    assert ids == list(tokenizer(TEMPLATE.replace("{problem}", "\\frac{1}{2} {problem} {0}?")).input_ids)
+    assert spelled(tokenizer, prompt_ids(tokenizer, problem("1?"), "{} {problem}{x}")) == "<s>{} 1?{x}"
+
+
+def test_prompts_are_a_user_turn_where_there_is_a_chat_template() -> None:
+    template = (
+        "{% for message in messages %}[{{ message.role }}:{{ message.content }}]{% endfor %}"
+        "{% if add_generation_prompt %}[assistant:{% endif %}{{ enable_thinking }}"
+    )
+    tokenizer = characters(template)
+    assert spelled(tokenizer, prompt_ids(tokenizer, problem("1?"), "Q: {problem}")) == "[user:Q: 1?][assistant:False"
+
+
+def test_a_template_says_where_the_problem_goes() -> None:
+    with pytest.raises(ValueError, match=r"template must contain \{problem\}, got 'Solve'"):
+        prompt_ids(characters(), problem("1?"), "Solve")
