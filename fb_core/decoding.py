@@ -30,6 +30,7 @@ from fb_core.reranker import TokenReranker, candidate_features
 from fb_kernels import joint_pool, topk_entropy
 
 PoolKind = Literal["joint", "slm", "llm"]
+OnError = Literal["raise", "slm"]
 SLM, LARGE = 1, 2  # source bits
 
 
@@ -68,6 +69,7 @@ class Event:
     llm_logprob: list[float]
     scores: list[float] | None  # the selector's, None where it has none
     choice: int  # index into the pool
+    error: str | None = None  # of the LLM: then the pool is the SLM's token alone, its llm_logprob NaN
 
     @property
     def token(self) -> int:
@@ -110,20 +112,46 @@ def candidate_pool(
     Raises:
         ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
     """
-    device, size = logits.device, logits.shape[-1]
+    size = logits.shape[-1]
     slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
     if pool != "llm":
         slm_ids = topk_entropy(logits, min(slm_k, size))[2]
     answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
-    proposed = [ids.new_empty(0) if pool == "slm" else ids.where(ids < size, -1) for ids, _, _ in answers]
+    if pool == "slm":
+        answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
+    slm_logprob = logits.float().log_softmax(-1)
+    return [
+        Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
+        for row, (ids, sources, llm_logprob) in enumerate(merge_candidates(slm_ids, answers, size))
+    ]
+
+
+def merge_candidates(
+    slm_ids: Tensor, answers: Sequence[Candidates], vocabulary: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The SLM's candidates of many states, then what is new among the LLM's.
+
+    Args:
+        slm_ids: [n, Ks] int64, by falling probability.
+        answers: the LLM's of each state, with its log-probabilities of the SLM's candidates.
+        vocabulary: ids from here on are not shared and are left out.
+
+    Returns:
+        (ids [K] int64, source bits [K] int32, log p_T [K] float32) of each state, on the device of slm_ids.
+
+    Raises:
+        ValueError: a state without candidates, or an answer that leaves out log-probabilities.
+    """
+    device = slm_ids.device
+    proposed = [answer.ids.where(answer.ids < vocabulary, -1) for answer in answers]
     llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
     pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
-    slm_logprob = logits.float().log_softmax(-1)
-    pools = []
+    merged = []
     for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
         if not count:
             raise ValueError(
-                f"llm: expected a candidate among the {size} common ids, got none; tell the LLM how many ids are valid"
+                f"llm: expected a candidate among the {vocabulary} common ids, got none; tell the LLM how many ids are "
+                "valid"
             )
         ids = pool_ids[row, :count]
         asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
@@ -131,13 +159,13 @@ def candidate_pool(
         if slm_ids.shape[1]:
             if answer.score_logprob is None:
                 raise ValueError(
-                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None from "
-                    f"{type(llm).__name__}; return them beside the candidates"
+                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
+                    "beside the candidates"
                 )
             known = torch.cat([answer.score_logprob.to(device), known])
         place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
-        pools.append(Pool(ids, sources[row, :count], slm_logprob[row, ids], known[place]))
-    return pools
+        merged.append((ids, sources[row, :count], known[place]))
+    return merged
 
 
 def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:
@@ -328,6 +356,10 @@ class CollaborativeDecoder:
             models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
             models must take equally many ids. Texts are decoded by it.
         batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
+        on_llm_error: what an LLM that does not answer (an OSError, as `ServerError` is) means: "raise" ends the call
+            with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
+            are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
+            asks again.
 
     Raises:
         TypeError: `slm` is not a transformers model, or another argument not of its kind.
@@ -348,10 +380,13 @@ class CollaborativeDecoder:
         max_events: int = 8,
         tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
         batch_tokens: int = 65536,
+        on_llm_error: OnError = "raise",
     ) -> None:
         hf.check_decodable("slm", slm)
         if pool not in ("joint", "slm", "llm"):
             raise ValueError(f"pool: expected 'joint', 'slm' or 'llm', got {pool!r}; 'joint' is the method's own")
+        if on_llm_error not in ("raise", "slm"):
+            raise ValueError(f"on_llm_error: expected 'raise' or 'slm', got {on_llm_error!r}; 'raise' hides nothing")
         for name, count, least in (
             ("slm_k", slm_k, 1),
             ("llm_k", llm_k, 1),
@@ -378,6 +413,7 @@ class CollaborativeDecoder:
         self.pool = pool
         self.max_events = max_events
         self.batch_tokens = batch_tokens
+        self.on_llm_error = on_llm_error
         self.tokenizer = tokenizer[0] if isinstance(tokenizer, tuple) else tokenizer
         self.vocabulary = _common_vocabulary(hf.vocabulary(slm), llm.vocabulary, known)
         self.slm_k = min(slm_k, self.vocabulary)
@@ -404,6 +440,7 @@ class CollaborativeDecoder:
             TypeError: ids that are not integers.
             ValueError: no ids, one outside the vocabulary, another device or shape, a prompt that leaves no position
                 for a new token, max_new_tokens below 1, a model in training mode, or logits that are NaN at a step.
+            OSError: the LLM did not answer, unless `on_llm_error` is "slm". The decoder stays usable.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]
@@ -421,6 +458,8 @@ class CollaborativeDecoder:
     def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.
 
+        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them.
+
         Args:
             prompts: [P] int64 each, of any lengths.
             max_new_tokens: the most tokens to generate for each.
@@ -428,6 +467,7 @@ class CollaborativeDecoder:
         Raises:
             TypeError: as `generate`.
             ValueError: as `generate`.
+            OSError: as `generate`.
         """
         ends = hf.eos_ids(self.slm)
         return self._decode(prompts, max_new_tokens, lambda row, _: row.tokens[-1] in ends)
@@ -556,14 +596,25 @@ class CollaborativeDecoder:
             row, held = rows[place], len(rows[place].tokens)
             prefix = hf.Prefix(kv, start=step.slots - held, length=held, row=place)
             states.append(State(torch.tensor(row.tokens, device=logits.device), step.index, entropies[place], prefix))
-        tried = [state.tokens for state in states]
-        pools = candidate_pool(logits[asking], self.llm, tried, self.pool, self.slm_k, self.llm_k)
-        for place, event in zip(asking, self._events(states, pools), strict=True):
+        for place, event in zip(asking, self._events(states, logits[asking]), strict=True):
             events[rows[place].index].append(event)
             tokens[place] = event.token
         return tokens
 
-    def _events(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Event]:
+    def _events(self, states: Sequence[State], logits: Tensor) -> list[Event]:
+        """The event of every state, with the SLM's logits [n, V] there."""
+        prompts = [state.tokens for state in states]
+        try:
+            pools = candidate_pool(logits, self.llm, prompts, self.pool, self.slm_k, self.llm_k)
+        except OSError as problem:
+            if self.on_llm_error == "raise":
+                raise
+            tokens, error = logits.argmax(-1), f"{type(problem).__name__}: {problem}"
+            logprobs = logits.float().log_softmax(-1).gather(1, tokens[:, None])
+            return [
+                Event(state.step, state.entropy, [token], [SLM], logprob, [math.nan], None, 0, error)
+                for state, token, logprob in zip(states, tokens.tolist(), logprobs.tolist(), strict=True)
+            ]
         chosen = self.selector.choose_many(states, pools)
         events = []
         for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):

@@ -48,8 +48,8 @@ class ServerLLM(LLM):
     r"""A large model behind a server, with temperature 0 and no penalties whatever the server's defaults are.
 
     A request that fails (no connection, no whole answer in time, status 429 or 5xx) is sent again up to `retries` times
-    with growing pauses; any other failure is final. All calls share one pool of threads, each with its own kept-alive
-    connection. How each flavour is asked:
+    with growing pauses; any other failure is final. All calls share one pool of threads, each with its own connection,
+    which is kept, but not to llama.cpp: there it would hold one of a few threads. How each flavour is asked:
 
     - "vllm": `/v1/completions` with `logprobs=k`, which the server bounds (`--max-logprobs`, 20 unless told). It lists
       its top tokens alone, so the `score_ids` that are not among them are asked for by `logprob_token_ids` (at most 128
@@ -61,7 +61,8 @@ class ServerLLM(LLM):
       grows from 128 by factors of 16, up to the vocabulary, until it holds the `score_ids`; the prompt stays cached.
 
     A continuation ends where the server ends it (its model's end-of-sequence tokens), or behind one of `ends`.
-    Where a server floors the log-probability of impossible tokens (vLLM: -9999) the floor is what comes.
+    Where a server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103)
+    the floor is what comes.
 
     Args:
         url: of the server, http or https, e.g. "http://localhost:8000"; a path is put before the server's own.
@@ -72,6 +73,7 @@ class ServerLLM(LLM):
         timeout: seconds to connect, to send, and to receive the whole answer, each.
         retries: how often a failed request is sent again.
         in_flight: the most requests under way at once.
+        api_key: sent as `Authorization: Bearer ...`, and shown nowhere; None where the server asks for none.
 
     Raises:
         TypeError: an argument of another kind.
@@ -89,6 +91,7 @@ class ServerLLM(LLM):
         timeout: float = 60.0,
         retries: int = 3,
         in_flight: int = 8,
+        api_key: str | None = None,
     ) -> None:
         self._secure, self._host, self._port, self._path = _parts(url)
         if flavour not in _DIALECTS:
@@ -104,11 +107,21 @@ class ServerLLM(LLM):
                 raise ValueError(f"{name}: expected {least} or more, got {count}; {remedy}")
         if not 0.0 < timeout < math.inf:
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}; 60 is the default")
+        if api_key is not None and not isinstance(api_key, str):
+            raise TypeError(f"api_key: expected a str, got {type(api_key).__name__}; None sends no key")
+        if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
+            raise ValueError("api_key: expected printable ASCII, got another or no character; None sends no key")
         self.url = url
         self.flavour = flavour
         self.model = model
         self.timeout = timeout
         self.retries = retries
+        self._api_key = api_key
+        self._headers = {"Content-Type": "application/json"}
+        if flavour == "llama.cpp":
+            self._headers["Connection"] = "close"
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._vocabulary = vocabulary
         self._ends = frozenset(_listed("ends", ends, vocabulary))
         self._dialect = _DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
@@ -263,15 +276,15 @@ class ServerLLM(LLM):
             except ServerError:
                 raise
             except (OSError, HTTPException) as problem:
-                came = f"{type(problem).__name__}: {str(problem)[:200]!r}"
+                came = f"{type(problem).__name__}: {self._quoted(str(problem))}"
                 continue
             if status == 200:
                 return self._parsed(path, answer)
-            came = f"status {status}: {answer[:300].decode(errors='replace')!r}"
+            came = f"status {status}: {self._quoted(answer.decode(errors='replace'))}"
             if status != 429 and status < 500:
                 raise ServerError(
-                    f"{self.url}: expected an answer from {path}, got {came}; check the flavour and what the server "
-                    "allows"
+                    f"{self.url}: expected an answer from {path}, got {came}; check the flavour, the api_key and what "
+                    "the server allows"
                 )
         raise ServerError(
             f"{self.url}: expected an answer from {path}, got {came}, {self.retries + 1} times; check that the server "
@@ -283,9 +296,13 @@ class ServerLLM(LLM):
             return json.loads(answer)
         except (ValueError, RecursionError) as problem:
             raise ServerError(
-                f"{self.url}: expected JSON from {path}, got {answer[:60]!r} ({problem}); check the "
-                "flavour and what listens there"
+                f"{self.url}: expected JSON from {path}, got {self._quoted(answer.decode(errors='replace'))} "
+                f"({problem}); check the flavour and what listens there"
             ) from problem
+
+    def _quoted(self, text: str) -> str:
+        """The beginning of what a server said, without the key should it repeat that."""
+        return repr((text.replace(self._api_key, "***") if self._api_key else text)[:300])
 
     def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of one POST on this thread's connection."""
@@ -305,7 +322,7 @@ class ServerLLM(LLM):
 
     def _send(self, connection: HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, self._headers)
             response = connection.getresponse()
             answer = bytearray()
             while chunk := response.read(1 << 16):
@@ -475,11 +492,12 @@ class _LlamaCpp(_Dialect):
         return self.tokens(self.post("/tokenize", fields)["tokens"])
 
     def _next(self, ids: list[int], n: int) -> dict[int, float]:
-        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False)["completion_probabilities"][0]
+        whole = {"logit_bias": [["0", 1e9]]}  # what is sampled: behind half a character no probabilities come
+        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
         return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
 
     def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
-        plain = {"temperature": 0, "samplers": ["temperature"], "mirostat": 0, "cache_prompt": True}
+        plain = {"temperature": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": [], "cache_prompt": True}
         return self.post("/completion", plain | {"prompt": ids, "n_predict": n} | fields)
 
 

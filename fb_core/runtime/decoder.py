@@ -20,7 +20,6 @@ from fb_core.decoding import (
     Generation,
     Selector,
     State,
-    candidate_pool,
 )
 from fb_core.llm import LLM, LocalLLM, Row, check_max_new_tokens, checked_prompts
 from fb_core.policy import RequestPolicy
@@ -53,7 +52,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         policy: likewise.
         max_length: tokens of prompt and generation at most, which memory is set aside for; the models' positions bound
             it too.
-        options: `pool`, `slm_k`, `llm_k`, `max_events` and `tokenizer`.
+        options: `pool`, `slm_k`, `llm_k`, `max_events`, `tokenizer` and `on_llm_error`.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.
@@ -179,8 +178,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         tokens = step.state.tokens[0, : len(row.tokens)].clone()
         prefix = hf.Prefix(step.model.kv, start=0, length=len(tokens))
         state = State(tokens, len(row.new), entropy, prefix)
-        pools = candidate_pool(step.logits, self.llm, [tokens], self.pool, self.slm_k, self.llm_k)
-        return self._events([state], pools)[0]
+        return self._events([state], step.logits)[0]
 
 
 def _is_native(name: str, model: hf.CausalLM) -> bool:

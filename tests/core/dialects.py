@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,13 +20,14 @@ MAX_LOGPROBS = 20  # of vLLM
 OLD = "/old"  # in front of a path: a vLLM that does not know logprob_token_ids
 
 
-def byte_tokenizer(swapped: bool = False) -> PreTrainedTokenizerFast:
-    """Three special tokens, then the 256 bytes."""
+def byte_tokenizer(swapped: bool = False, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """Three special tokens, then the 256 bytes, then the merged ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if swapped:
         alphabet[:2] = alphabet[1::-1]
-    words = {word: token for token, word in enumerate(["<pad>", "<eos>", "<bos>", *alphabet])}
-    made = Tokenizer(models.BPE(words, []))
+    merged = [left + right for left, right in merges]
+    words = {word: token for token, word in enumerate(["<pad>", "<eos>", "<bos>", *alphabet, *merged])}
+    made = Tokenizer(models.BPE(words, list(merges)))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -213,6 +214,7 @@ def probs(*pairs):
 
 
 FINE = probs((4, -1.5), (3, -0.5), (9, -1.5))
+KEPT = {"output_ids": [7]}  # as SGLang, to which connections are kept
 
 
 @pytest.fixture(autouse=True)
@@ -450,11 +452,11 @@ def test_vllm_that_ignores_ids_is_asked_so_once():
 def test_at_most_so_many_requests_are_under_way_each_thread_with_one_connection(in_flight):
     def slowly(handler):
         time.sleep(0.03)
-        says(FINE)(handler)
+        says(KEPT)(handler)
 
     with scripted(slowly) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, in_flight=in_flight)
-        users = [threading.Thread(target=llm.candidates_many, args=([[5]] * 6, 3)) for _ in range(2)]
+        llm = ServerLLM(there.url, "sglang", vocabulary=V, in_flight=in_flight)
+        users = [threading.Thread(target=llm.complete_many, args=([[5]] * 6, 1)) for _ in range(2)]
         for user in users:
             user.start()
         for user in users:
@@ -482,14 +484,22 @@ def test_answers_come_in_the_order_of_the_prompts_and_one_failure_ends_the_call(
 
 def test_a_kept_connection_that_the_server_has_closed_costs_no_retry():
     def once(handler):
-        says(FINE)(handler)
+        says(KEPT)(handler)
         handler.close_connection = True  # without a word of it
 
     with scripted(once) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, retries=0, in_flight=1)
+        llm = ServerLLM(there.url, "sglang", vocabulary=V, retries=0, in_flight=1)
+        for _ in range(3):
+            assert llm.complete([5], 1).tolist() == [7]
+            time.sleep(0.05)
+        assert len(there.connections) == 3
+
+
+def test_connections_to_llama_cpp_are_not_kept():
+    with scripted(says(FINE)) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, in_flight=1)
         for _ in range(3):
             assert llm.candidates([5], 3).ids.tolist() == [3, 4, 9]
-            time.sleep(0.05)
         assert len(there.connections) == 3
 
 
@@ -497,19 +507,19 @@ def test_connections_close_with_the_object_or_when_told():
     told, gone = threading.Event(), threading.Event()
 
     def wait(handler, closed):
-        says(FINE)(handler)
+        says(KEPT)(handler)
         handler.rfile.read()  # until the client hangs up
         closed.set()
 
     with scripted(lambda handler: wait(handler, told), lambda handler: wait(handler, gone)) as there:
-        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V)
-        llm.candidates([5], 3)
+        llm = ServerLLM(there.url, "sglang", vocabulary=V)
+        llm.complete([5], 1)
         assert not told.wait(0.1)
         llm.close()
         assert told.wait(5.0)
         with pytest.raises(RuntimeError):
-            llm.candidates([5], 3)
-        ask(there.url)
+            llm.complete([5], 1)
+        ServerLLM(there.url, "sglang", vocabulary=V).complete([5], 1)
         gc.collect()
         assert gone.wait(5.0)
 
@@ -537,6 +547,10 @@ def test_connections_close_with_the_object_or_when_told():
         ({"retries": -1}, ValueError, "retries: expected 0 or more, got -1"),
         ({"retries": 1.5}, TypeError, "retries: expected an int, got float"),
         ({"in_flight": 0}, ValueError, "in_flight: expected 1 or more, got 0"),
+        ({"api_key": b"key"}, TypeError, "api_key: expected a str, got bytes"),
+        ({"api_key": ""}, ValueError, "api_key: expected printable ASCII, got another or no character"),
+        ({"api_key": "key\r\nX: y"}, ValueError, "api_key: expected printable ASCII, got another or no character"),
+        ({"api_key": "clé"}, ValueError, "api_key: expected printable ASCII, got another or no character"),
     ],
 )
 def test_bad_settings(arguments, kind, sentence):
@@ -571,3 +585,29 @@ def test_bad_arguments_send_nothing(call, kind, sentence):
 def test_https_is_spoken_to_https_servers():
     with scripted(says(FINE)) as there, pytest.raises(ServerError, match=r"got SSLError: .*, 1 times"):
         ask(there.url.replace("http", "https"), retries=0)
+
+
+def test_a_key_is_sent_and_never_shown(caplog):
+    class Guarded(Handler):
+        def do_POST(self):
+            self.server.keys.append(self.headers["Authorization"])
+            super().do_POST()
+
+    key = "sk-0123456789"
+    caplog.set_level(0)
+    echo = f"who is {'x' * 290}{key}? {key}".encode()
+    with scripted(says(FINE)) as there:
+        there.RequestHandlerClass, there.keys = Guarded, []
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, timeout=5.0, retries=1, api_key=key)
+        llm.candidates([5, 6], 3)
+        assert there.keys == [f"Bearer {key}"]
+        shown = [repr(llm), str(llm)]
+        for answer in (says(echo, 401), says(echo, 500), says(echo), lambda handler: handler.wfile.write(echo + b"\n")):
+            there.answers = (answer,)
+            with pytest.raises(ServerError) as raised:
+                llm.candidates([5, 6], 3)
+            shown.append("".join(traceback.format_exception(raised.value)))
+        there.answers = (says(FINE),)
+        ask(there.url)
+        assert there.keys[-1] is None
+    assert not any("sk-" in text for text in [*shown, caplog.text])
