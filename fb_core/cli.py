@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 if TYPE_CHECKING:
     from fb_core.config import PairSettings
+    from fb_core.pipeline.commands import Command
+    from fb_core.pipeline.stage import Engine
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Future-compatibility reranking.")
 
@@ -30,6 +33,71 @@ def demo(
     from fb_core.demo.run import run_demo
 
     run_demo(DemoSettings(seed=seed), out, retrain=retrain)
+
+
+ConfigOption = Annotated[str, typer.Option(help="A YAML file, or a shipped one: tiny, qwen3-1.7b, qwen3-0.6b.")]
+RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; runs/<config> if left out.")]
+EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster that shares the folder.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and what it costs.")]
+
+
+@app.command()
+def collect(
+    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+) -> None:
+    """Stage 1: SLM trajectories, the request threshold, and the states where the SLM would ask."""
+    _run_command("collect", config, run, engine, dry_run)
+
+
+@app.command()
+def futures(
+    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+) -> None:
+    """Stage 2: the LLM's continuation of every state, verified, and its candidates."""
+    _run_command("futures", config, run, engine, dry_run)
+
+
+@app.command()
+def score(
+    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+) -> None:
+    """Stage 3: how well the SLM continues from every candidate."""
+    _run_command("score", config, run, engine, dry_run)
+
+
+@app.command()
+def train(
+    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+) -> None:
+    """Stage 4: the sweep of rerankers, and the choice among them; also under `accelerate launch`."""
+    _run_command("train", config, run, engine, dry_run)
+
+
+@app.command()
+def evaluate(
+    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+) -> None:
+    """Stage 5: the chosen rerankers on the benchmarks."""
+    _run_command("evaluate", config, run, engine, dry_run)
+
+
+def _run_command(command: Command, config: str, run: Path | None, engine: str, dry_run: bool) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from fb_core.config import RunSettings
+    from fb_core.pipeline.commands import run_command
+
+    if engine not in ("local", "ray"):
+        raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
+    logging.basicConfig(format="%(message)s")
+    folder = Path("runs") / Path(config).stem if run is None else run
+    console = Console()
+
+    def show(text: str) -> None:
+        console.print(text if dry_run else Markdown(text))
+
+    run_command(command, RunSettings.load(config), folder, cast("Engine", engine), dry_run=dry_run, show=show)
 
 
 @app.command()
@@ -143,3 +211,7 @@ def main() -> None:
     except (ValueError, TypeError, OSError) as problem:
         typer.secho(f"futurebridge: {problem}", fg="red", err=True)
         raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from pathlib import Path
 from typing import Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
@@ -99,3 +102,221 @@ class PairSettings(BaseModel):
         if self.llm is None and self.server is None:
             raise ValueError("llm: expected --llm or --server, got neither; say where candidates come from")
         return self
+
+
+class ServerSettings(BaseModel):
+    """An inference server that holds a model.
+
+    Attributes:
+        model: the name by which the server knows it, if it wants one.
+        in_flight: requests under way at once.
+        api_key_variable: environment variable that holds the key, where the server wants one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    model: str | None = None
+    in_flight: int = Field(default=64, ge=1)
+    timeout: float = Field(default=600.0, gt=0)
+    retries: int = Field(default=5, ge=0)
+    api_key_variable: str | None = None
+
+
+class ModelSettings(BaseModel):
+    """The pair of a run.
+
+    Attributes:
+        slm: folder or hub id; "demo:plans" is the demo's own pair.
+        llm: likewise; with `llm_server` only its tokenizer is read here.
+        slm_server: writes the SLM's own trajectories, if given; the SLM is still needed here to be teacher-forced.
+        llm_server: asked instead of a large model in this process.
+        batch_tokens: tokens, padding and new ones included, that a batch decoded in this process may hold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slm: str
+    llm: str
+    slm_server: ServerSettings | None = None
+    llm_server: ServerSettings | None = None
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    batch_tokens: int = Field(default=65_536, ge=1)
+
+
+class ProblemSettings(BaseModel):
+    """Which problems make states, and how they are asked.
+
+    Attributes:
+        train: a known set ("math-train"), a local file, or the demo's own ("demo:plans").
+        held_out: sets whose problems are dropped from `train`.
+        limit: the first so many problems alone.
+        validation: problems set aside by the seed; no problem is on both sides.
+        prompt: the user's turn; "{problem}" stands for the problem.
+        per_shard: problems of one shard, which is what a killed process loses at most.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train: str = "math-train"
+    held_out: tuple[str, ...] = ("math-500",)
+    limit: int | None = Field(default=None, ge=2)
+    validation: int = Field(default=750, ge=1)
+    seed: int = Field(default=0, ge=0)
+    prompt: str = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    per_shard: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _names_the_problem(self) -> ProblemSettings:
+        if "{problem}" not in self.prompt:
+            raise ValueError(f"prompt: expected the text with {{problem}} in it, got {self.prompt!r}; put it in")
+        return self
+
+
+class CollectSettings(BaseModel):
+    """Trajectories and states: the request quantile is frozen on validation problems."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: int = Field(default=4096, ge=1)
+    top_k: int = Field(default=64, ge=1)
+    quantile: float = Field(default=0.99, ge=0, le=1)
+    max_states: int = Field(default=8, ge=1)
+    slm_k: int = Field(default=8, ge=1)
+
+
+class FutureSettings(BaseModel):
+    """The LLM's greedy continuations and its candidates at their first position."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: int = Field(default=4096, ge=1)
+    llm_k: int = Field(default=8, ge=1)
+
+
+class ScoreSettings(BaseModel):
+    """The [K, horizon] matrices.
+
+    Attributes:
+        horizon: future tokens scored; states with shorter futures are left out.
+        token_budget: rows of a packed forward at most; "auto" sets it once from the memory that is free.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    horizon: int = Field(default=128, ge=1)
+    token_budget: int | Literal["auto"] = "auto"
+
+
+class TrainSettings(BaseModel):
+    """The sweep of rerankers: horizons times seeds, on one data order.
+
+    Attributes:
+        temperature: of the soft targets.
+        alpha: share of the future's score in the hybrid target; 1 is the published one.
+        microbatches: pieces of a step; as many processes can share it.
+        checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    horizons: tuple[int, ...] = (16, 32, 64, 128)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    temperature: float = Field(default=0.5, gt=0)
+    alpha: float = Field(default=1.0, ge=0, le=1)
+    rank: int = Field(default=16, ge=1)
+    lora_alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+    learning_rate: float = Field(default=2e-4, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    warmup: float = Field(default=0.03, ge=0)
+    clip: float = Field(default=1.0, ge=0)
+    groups_per_step: int = Field(default=32, ge=1)
+    epochs: int = Field(default=3, ge=1)
+    order_seed: int = Field(default=0, ge=0)
+    microbatches: int = Field(default=1, ge=1)
+    checkpoint_steps: int = Field(default=50, ge=1)
+
+    @model_validator(mode="after")
+    def _some_runs(self) -> TrainSettings:
+        for name, values in (("horizons", self.horizons), ("seeds", self.seeds)):
+            if not values or len(set(values)) < len(values) or min(values) < (name == "horizons"):
+                raise ValueError(f"{name}: expected one or more different numbers, got {list(values)}; name each once")
+        return self
+
+
+class EvaluateSettings(BaseModel):
+    """What the chosen reranker is tried on.
+
+    Attributes:
+        benchmarks: known sets, local files, or the demo's own.
+        limit: the first so many problems of each alone.
+        per_shard: problems of one shard.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    benchmarks: tuple[str, ...] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
+    limit: int | None = Field(default=None, ge=1)
+    max_new_tokens: int = Field(default=4096, ge=1)
+    max_events: int = Field(default=8, ge=0)
+    per_shard: int = Field(default=16, ge=1)
+
+
+class VerifierSettings(BaseModel):
+    """The processes that judge answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: int = Field(default=2, ge=1)
+    timeout: float = Field(default=5.0, gt=0)
+    memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
+
+
+class RunSettings(BaseModel):
+    """A whole run, as a YAML file says it; what is left out has the published value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    models: ModelSettings
+    problems: ProblemSettings = ProblemSettings()
+    collect: CollectSettings = CollectSettings()
+    futures: FutureSettings = FutureSettings()
+    score: ScoreSettings = ScoreSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    verify: VerifierSettings = VerifierSettings()
+
+    @model_validator(mode="after")
+    def _horizons_are_scored(self) -> RunSettings:
+        if max(self.train.horizons) > self.score.horizon:
+            raise ValueError(
+                f"train.horizons: expected at most the scored horizon {self.score.horizon}, got "
+                f"{max(self.train.horizons)}; raise score.horizon"
+            )
+        return self
+
+    @classmethod
+    def load(cls, source: str) -> RunSettings:
+        """From a YAML file, or from one shipped under that name (tiny, qwen3-1.7b, qwen3-0.6b).
+
+        Raises:
+            OSError: no such file, and none shipped under that name.
+            ValueError: no YAML, or settings that do not fit.
+        """
+        path = Path(source)
+        shipped = resources.files("fb_core") / "configs"
+        if not path.is_file():
+            path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"  # type: ignore[assignment]
+        if not path.is_file():
+            known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
+            raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as problem:
+            raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
+        return cls.model_validate(values)

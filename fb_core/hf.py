@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import math
 import operator
+import os
 import sys
 import threading
 import warnings
@@ -18,17 +19,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -39,6 +45,7 @@ from fb_kernels import branch_attention, linear_logprob
 
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 CausalLM: TypeAlias = PreTrainedModel
@@ -426,6 +433,77 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        OSError: nothing usable there.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except OSError as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """A hash of everything that turns text into ids and back, the chat template included."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(repr([rules, tokenizer.special_tokens_map, template]).encode()).hexdigest()
+
+
+def _checkpoint_files(path: str) -> list[Path]:
+    """config.json and the weights of a folder or hub id.
+
+    Raises:
+        OSError: no checkpoint in safetensors there.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as problem:
+            reason = str(problem).strip().partition("\n")[0]
+            raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from None
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights or not (folder / "config.json").is_file():
+        raise OSError(f"{path}: expected config.json and weights in safetensors, got none; convert the checkpoint")
+    return [folder / "config.json", *weights]
+
+
+def checkpoint_size(path: str) -> int:
+    """Number of weights of a checkpoint, from the headers of its files; raises OSError where there is none."""
+    total = 0
+    for file in _checkpoint_files(path)[1:]:
+        with safe_open(file, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+def checkpoint_hash(path: str) -> str:
+    """A hash of a checkpoint that needs no model in memory: its config and weights, of large files headers and samples.
+
+    Raises:
+        OSError: no checkpoint in safetensors there.
+    """
+    config, *weights = _checkpoint_files(path)
+    found = hashlib.sha256(config.read_bytes())
+    for file in weights:
+        size = file.stat().st_size
+        found.update(repr([file.name, size]).encode())
+        if size <= WHOLE_FILE:
+            found.update(file.read_bytes())
+            continue
+        with file.open("rb") as data:
+            found.update(data.read(8 + int.from_bytes(data.read(8), "little")))
+            for place in range(SAMPLES):
+                data.seek(size * place // SAMPLES)
+                found.update(data.read(256))
+    return found.hexdigest()
+
+
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation through the tokenizer's chat template, thinking off, open for the answer."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
@@ -449,6 +527,25 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def vocabulary(model: PreTrainedModel) -> int:
     """The number of ids the model takes."""
     return int(model.get_input_embeddings().weight.shape[0])
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 4 << 30
+
+
+def checkpoint_ends(path: str) -> frozenset[int]:
+    """The ids that end a generation of a checkpoint that is not loaded."""
+    try:
+        value = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # it has none of its own
+        value = AutoConfig.from_pretrained(path).get_text_config(decoder=True).eos_token_id
+    return frozenset([] if value is None else [value] if isinstance(value, int) else value)
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -237,6 +237,10 @@ class TokenReranker(nn.Module):
         """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter folded in, for deployment."""
         return hf.merged_projections(self.adapted)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Adapter and head by the names of a PEFT checkpoint; they share the parameters' storage."""
+        return {**hf.adapter_tensors(self.adapted), HEAD_KEY: self.head.detach()[None]}
+
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a PEFT directory of a one-label sequence classifier, and beside it what PEFT has no place for.
 
@@ -246,8 +250,7 @@ class TokenReranker(nn.Module):
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().contiguous() for name, value in hf.adapter_tensors(self.adapted).items()}
-        tensors[HEAD_KEY] = self.head.detach()[None].clone()
+        tensors = {name: value.detach().contiguous() for name, value in self.tensors().items()}
         config = hf.classifier_config(self.adapted)
         description = {
             "format": FORMAT,
@@ -313,7 +316,7 @@ class TokenReranker(nn.Module):
                     f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"
                 )
         reranker = cls(model, config, scope, tuple(features))
-        parameters = {**hf.adapter_tensors(reranker.adapted), HEAD_KEY: reranker.head.detach()[None]}
+        parameters = reranker.tensors()
         for name in sorted(parameters.keys() | tensors.keys()):
             want, have = parameters.get(name), tensors.get(name)
             if want is None or have is None or want.shape != have.shape:

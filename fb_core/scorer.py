@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from fb_core import hf
 from fb_kernels import linear_logprob
 
 TOKEN_BUDGET = 16_384
+LEAST_BUDGET, MOST_BUDGET = 1024, 65_536  # more rows gain nothing
+OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # as torch and oneDNN say it on a CPU
+ROW_STATISTICS = 8192  # bytes a row in linear_logprob, about
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class BranchGroup:
     position: int
     candidates: Tensor
     future: Tensor
+
+
+Trajectories: TypeAlias = Sequence[tuple[Tensor | Sequence[int], Sequence[BranchGroup]]]
 
 
 class CompatibilityScorer:
@@ -78,9 +85,9 @@ class CompatibilityScorer:
         tokens = hf.token_ids("prefix", prefix, self.model)
         group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
         if cache is None:
-            return self._forward([(tokens, [group])])[0][0]
+            return self._forward([(tokens, [group])])[0][0][0]
         held = hf.cached_prefix(cache, self.model, len(tokens))
-        return self._forward([(held, [group])])[0][0]
+        return self._forward([(held, [group])])[0][0][0]
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
         """Score all groups of one trajectory in one forward.
@@ -98,19 +105,30 @@ class CompatibilityScorer:
         """
         return self.score_trajectories([(tokens, groups)])[0]
 
+    @overload
     def score_trajectories(
-        self,
-        trajectories: Sequence[tuple[Tensor | Sequence[int], Sequence[BranchGroup]]],
-        token_budget: int = TOKEN_BUDGET,
-    ) -> list[list[Tensor]]:
+        self, trajectories: Trajectories, token_budget: int = ..., *, return_local: Literal[False] = ...
+    ) -> list[list[Tensor]]: ...
+
+    @overload
+    def score_trajectories(
+        self, trajectories: Trajectories, token_budget: int = ..., *, return_local: Literal[True]
+    ) -> list[list[tuple[Tensor, Tensor]]]: ...
+
+    def score_trajectories(
+        self, trajectories: Trajectories, token_budget: int = TOKEN_BUDGET, *, return_local: bool = False
+    ) -> list[list[Tensor]] | list[list[tuple[Tensor, Tensor]]]:
         """Score many trajectories, several of them packed into each forward.
+
+        Where memory runs out a forward is halved and tried again, down to a single group.
 
         Args:
             trajectories: (tokens[T], groups) pairs as for `score_trajectory`.
             token_budget: rows a forward takes at most; a longer trajectory goes alone.
+            return_local: also give log p(c_k | prefix) of every candidate.
 
         Returns:
-            for every trajectory one float32 [K, H] a group, in nats.
+            for every trajectory one float32 [K, H] a group, in nats; with return_local pairs of it and float32 [K].
 
         Raises:
             TypeError: as `score`.
@@ -125,10 +143,10 @@ class CompatibilityScorer:
             ids = hf.token_ids("tokens", tokens, self.model)
             kept = [self._check_group(group, len(ids)) for group in groups]
             checked.append((ids[: max((group.position for group in kept), default=0)], kept))
-        results: list[list[Tensor]] = []
+        results: list[list[tuple[Tensor, Tensor]]] = []
         for start, stop in hf.packs([_rows(*pair) for pair in checked], token_budget):
-            results.extend(self._forward(checked[start:stop]))
-        return results
+            results.extend(self._forward_in_halves(checked[start:stop], return_local))
+        return results if return_local else [[matrix for matrix, _ in scores] for scores in results]
 
     def _check_group(self, group: BranchGroup, length: int) -> BranchGroup:
         future = hf.token_ids("future", group.future, self.model)
@@ -137,9 +155,36 @@ class CompatibilityScorer:
         position = hf.check_position(group.position, length)
         return BranchGroup(position, hf.check_group(self.model, position, group.candidates, len(future)), future)
 
+    def _forward_in_halves(
+        self, pack: Sequence[tuple[Tensor, Sequence[BranchGroup]]], local: bool
+    ) -> list[list[tuple[Tensor, Tensor]]]:
+        """`_forward`, in as many parts as memory wants."""
+        try:
+            return self._forward(pack, local)
+        except (RuntimeError, MemoryError) as problem:
+            known = isinstance(problem, torch.OutOfMemoryError | MemoryError)
+            if not known and not any(words in str(problem) for words in OUT_OF_MEMORY):
+                raise
+            if len(pack) == 1 and len(pack[0][1]) < 2:
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(pack) > 1:
+            half = len(pack) // 2
+            return self._forward_in_halves(pack[:half], local) + self._forward_in_halves(pack[half:], local)
+        ((tokens, groups),) = pack
+        half = len(groups) // 2
+        first, second = (self._forward_in_halves([(tokens, part)], local)[0] for part in (groups[:half], groups[half:]))
+        return [first + second]
+
     @torch.no_grad()
-    def _forward(self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]]) -> list[list[Tensor]]:
-        """One packed forward; a trajectory is given by its tokens, or, then alone, by its cached prefix."""
+    def _forward(
+        self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]], local: bool = False
+    ) -> list[list[tuple[Tensor, Tensor]]]:
+        """One packed forward: ([K, H], log p(c | prefix) [K] if `local`, else [0]) of every group.
+
+        A trajectory is given by its tokens, or, then alone and without `local`, by its cached prefix.
+        """
         device = self.model.device
         ids: list[Tensor] = []
         positions: list[Tensor] = []
@@ -164,6 +209,9 @@ class CompatibilityScorer:
                 positions.append(torch.arange(group.position, group.position + h, device=device).repeat(k))
                 targets.append(group.future.repeat(k))
                 scored.append(torch.arange(row, row + k * h, device=device))
+                if local:
+                    targets.append(group.candidates)
+                    scored.append(torch.full((k,), start + group.position - 1, device=device))
                 layout.append(([h] * k, start, group.position))
                 row += k * h
         if not any(groups for _, groups in trajectories):
@@ -180,12 +228,21 @@ class CompatibilityScorer:
             logit_scale=head.logit_scale,
             softcap=head.softcap,
         ).float()
-        shapes = [(len(group.candidates), len(group.future)) for _, groups in trajectories for group in groups]
-        flat = iter(logprob.split([k * h for k, h in shapes]))
+        flat = iter(logprob.split([len(rows) for rows in scored]))
         return [
-            [next(flat).view(len(group.candidates), len(group.future)) for group in groups]
+            [(next(flat).view(len(group.candidates), -1), next(flat) if local else logprob[:0]) for group in groups]
             for _, groups in trajectories
         ]
+
+
+def token_budget(model: hf.CausalLM) -> int:
+    """Rows that a packed forward of the model can take in half the memory that is free now; 1,024 to 65,536."""
+    config = hf.text_config(model)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    live = 6 * config.hidden_size + 3 * config.intermediate_size + 2 * (heads + 2 * kv_heads) * width
+    row = live * model.dtype.itemsize + ROW_STATISTICS
+    return max(LEAST_BUDGET, min(MOST_BUDGET, int(0.5 * hf.free_memory(model.device) / row)))
 
 
 def _rows(tokens: Tensor, groups: Sequence[BranchGroup]) -> int:

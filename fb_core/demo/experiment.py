@@ -104,7 +104,7 @@ class WorldRun:
             )
         with self.stage("verified futures"):
             futures = llm_futures(self.llm, trajectories, states, golds, self.tokenizer, self.verifier, self.length)
-        used, filters = usable(states, futures, self.world.horizon)
+        used, filters = usable([state.pool.ids.tolist() for state in states], futures, self.world.horizon)
         matrices = self.score(trajectories, [states[i] for i in used], [futures[i].tokens for i in used])
         return Distilled(policy, states, futures, used, matrices, filters)
 
@@ -267,7 +267,7 @@ def train_on_own_futures(
         futures = own_futures(
             run.slm, trajectories, states, golds, run.tokenizer, run.verifier, run.length, seed=run.settings.seed
         )
-    used, _ = usable(states, futures, run.world.horizon)
+    used, _ = usable([state.pool.ids.tolist() for state in states], futures, run.world.horizon)
     kept = [states[i] for i in used]
     matrices = run.score(trajectories, kept, [futures[i].tokens for i in used])
     return run.train(trajectories, kept, matrices, run.world.horizon)

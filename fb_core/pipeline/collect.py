@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from fb_core import hf
 from fb_core.decoding import Pool, PoolKind, candidate_pool
 from fb_core.llm import LLM, LocalLLM
+from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
+from fb_core.pipeline.inputs import problems_hash, splits_of
+from fb_core.pipeline.problems import Problem, prompt_ids
+from fb_core.pipeline.stage import Output, Stage
 from fb_core.policy import RequestPolicy
+from fb_kernels import topk_entropy
 
-ROWS = 16_384
+ROWS = 16_384  # of a teacher-forced forward
+LOGIT_ROWS = 1024  # of logits [rows, V] held at once
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ def collect(
     max_new_tokens: int,
     top_k: int = 64,
     on_done: Callable[[int], None] | None = None,
+    writer: LLM | None = None,
 ) -> list[Trajectory]:
     """Greedy SLM outputs, and the entropy at every step from one teacher-forced pass.
 
@@ -61,15 +71,17 @@ def collect(
         max_new_tokens: output length at most.
         top_k: size of the softmax that the entropy is taken over.
         on_done: called with the number of problems finished.
+        writer: the same small model behind a server, if that is to write the outputs.
     """
     policy = RequestPolicy(float("inf"), top_k)
-    outputs = slm.complete_many(prompts, max_new_tokens)
-    whole = [torch.cat([prompt, output]) for prompt, output in zip(prompts, outputs, strict=True)]
+    outputs = (writer or slm).complete_many(prompts, max_new_tokens)
+    whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
     trajectories: list[Trajectory] = []
     for start, rows in _teacher_forced(slm.model, whole, [len(prompt) - 1 for prompt in prompts]):
         for index, hidden in enumerate(rows, start):
             tokens, length = whole[index], len(prompts[index])
-            entropy = policy.entropy(hf.logits(slm.model, hidden[:-1]))
+            blocks = hidden[:-1].split(LOGIT_ROWS)
+            entropy = torch.cat([policy.entropy(_logits(slm, block)) for block in blocks])
             trajectories.append(Trajectory(tokens, length, entropy))
         if on_done is not None:
             on_done(len(trajectories))
@@ -94,26 +106,37 @@ def log_states(
     pool: PoolKind = "joint",
 ) -> list[LoggedState]:
     """The admitted states of all trajectories with the pools that deployment would form there."""
+    states: list[LoggedState] = []
+    for at, logits in state_logits(slm, trajectories, policy, max_states):
+        tokens = [trajectories[index].tokens[:position] for index, position in at]
+        for (index, position), found in zip(at, candidate_pool(logits, llm, tokens, pool, slm_k, llm_k), strict=True):
+            trajectory = trajectories[index]
+            entropy = float(trajectory.entropy[position - trajectory.prompt_length])
+            states.append(LoggedState(index, position, entropy, found))
+    return states
+
+
+def state_logits(
+    slm: LocalLLM, trajectories: Sequence[Trajectory], policy: RequestPolicy, max_states: int
+) -> Iterator[tuple[list[tuple[int, int]], Tensor]]:
+    """([(trajectory, position)], the SLM's logits [n, V] there) of all admitted states, a pack at a time."""
     wanted = [(index, admitted(trajectory, policy, max_states)) for index, trajectory in enumerate(trajectories)]
     wanted = [(index, positions) for index, positions in wanted if positions]
-    states: list[LoggedState] = []
     prefixes = [trajectories[index].tokens[: positions[-1]] for index, positions in wanted]
     for start, rows in _teacher_forced(slm.model, prefixes, [0] * len(prefixes)):
         packed = wanted[start : start + len(rows)]
-        at = [(index, position) for index, positions in packed for position in positions]
         hidden = torch.cat(
             [
                 states_of[torch.tensor(positions, device=states_of.device) - 1]
                 for states_of, (_, positions) in zip(rows, packed, strict=True)
             ]
         )
-        tokens = [trajectories[index].tokens[:position] for index, position in at]
-        pools = candidate_pool(hf.logits(slm.model, hidden), llm, tokens, pool, slm_k, llm_k)
-        for (index, position), found in zip(at, pools, strict=True):
-            trajectory = trajectories[index]
-            entropy = float(trajectory.entropy[position - trajectory.prompt_length])
-            states.append(LoggedState(index, position, entropy, found))
-    return states
+        yield [(index, position) for index, positions in packed for position in positions], _logits(slm, hidden)
+
+
+def _logits(slm: LocalLLM, hidden: Tensor) -> Tensor:
+    """[n, V] of the ids that count."""
+    return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
 
 
 @torch.no_grad()
@@ -128,3 +151,122 @@ def _teacher_forced(
         hidden = hf.packed_forward(model, torch.cat(list(pack)), positions, layout)
         rows = hidden.split([len(tokens) for tokens in pack])
         yield start, [states[skip:] for states, skip in zip(rows, first[start:stop], strict=True)]
+
+
+class TrajectoryStage(Stage):
+    """Greedy SLM outputs with their entropies; its summary is the request policy, frozen on validation problems."""
+
+    name = "trajectories"
+
+    def relevant(self) -> dict[str, Any]:
+        settings = self.settings.collect
+        return {
+            "problems": self.settings.problems.model_dump(),
+            "collect": settings.model_dump(include={"max_new_tokens", "top_k", "quantile"}),
+            "hash": {split: problems_hash(problems) for split, problems in self._splits.items()},
+        }
+
+    @property
+    def _splits(self) -> dict[str, list[Problem]]:
+        return splits_of(self.settings.problems)
+
+    def shards(self) -> dict[str, int]:
+        return {name: len(problems) for name, problems in self.problems().items()}
+
+    def problems(self) -> dict[str, list[Problem]]:
+        """The problems of every shard; all stages up to the scores share these shards."""
+        size = self.settings.problems.per_shard
+        return {
+            f"{split}-{start // size:05d}": problems[start : start + size]
+            for split, problems in self._splits.items()
+            for start in range(0, len(problems), size)
+        }
+
+    def work(self, shard: str) -> Output:
+        problems, slm, settings = self.problems()[shard], self.models.local_slm, self.settings.collect
+        prompts = [
+            torch.tensor(prompt_ids(self.models.tokenizer, problem, self.settings.problems.prompt), device=slm.device)
+            for problem in problems
+        ]
+        found = collect(slm, prompts, settings.max_new_tokens, settings.top_k, writer=self.models.slm_writer)
+        columns = {
+            "problem": pa.array([problem.id for problem in problems]),
+            "prompt_length": pa.array([trajectory.prompt_length for trajectory in found], pa.int32()),
+            "tokens": lists((trajectory.tokens for trajectory in found), pa.int32()),
+            "entropy": lists((trajectory.entropy for trajectory in found), pa.float32()),
+        }
+        tokens = sum(len(trajectory.output) for trajectory in found)
+        return Output({f"{shard}.parquet": table_bytes(columns)}, {"trajectories": len(found), "tokens": tokens})
+
+    def summary(self) -> dict[str, Any]:
+        entropies = torch.cat(
+            [
+                trajectory.entropy
+                for shard in self.shards()
+                if shard.startswith("validation")
+                for trajectory in read_trajectories(self.folder, shard)
+            ]
+        )
+        policy = RequestPolicy.calibrate(entropies, self.settings.collect.quantile, self.settings.collect.top_k)
+        return {"threshold": policy.threshold, "top_k": policy.top_k, "validation_tokens": len(entropies)}
+
+    def cost(self) -> str:
+        return self.tokens_cost("slm", self.settings.collect.max_new_tokens, "generated and teacher-forced")
+
+
+class StateStage(Stage):
+    """The admitted states with the SLM's candidates."""
+
+    name = "states"
+    reads: ClassVar = {"trajectories": "collect"}
+
+    def relevant(self) -> dict[str, Any]:
+        return self.settings.collect.model_dump(include={"max_states", "slm_k"})
+
+    def shards(self) -> dict[str, int]:
+        return TrajectoryStage(self.settings, self.run).shards()
+
+    def work(self, shard: str) -> Output:
+        slm, settings = self.models.local_slm, self.settings.collect
+        trajectories = read_trajectories(self.source("trajectories"), shard, slm.device)
+        at: list[tuple[int, int]] = []
+        ids: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        for places, logits in state_logits(slm, trajectories, frozen_policy(self.run), settings.max_states):
+            top = topk_entropy(logits, min(settings.slm_k, logits.shape[1]))[2]
+            at.extend(places)
+            ids.extend(top)
+            logprobs.extend(logits.log_softmax(-1).gather(1, top))
+        entropies = [
+            float(trajectories[index].entropy[position - trajectories[index].prompt_length]) for index, position in at
+        ]
+        columns = {
+            "trajectory": pa.array([index for index, _ in at], pa.int32()),
+            "position": pa.array([position for _, position in at], pa.int32()),
+            "entropy": pa.array(entropies, pa.float32()),
+            "slm_ids": lists(ids, pa.int32()),
+            "slm_logprob": lists(logprobs, pa.float32()),
+        }
+        counts = {"states": len(at), f"{shard.partition('-')[0]} states": len(at)}
+        return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
+
+    def cost(self) -> str:
+        return self.tokens_cost("slm", self.settings.collect.max_new_tokens, "teacher-forced")
+
+
+def frozen_policy(run: Path) -> RequestPolicy:
+    """The request policy of a run; raises ValueError where its trajectories are not finished."""
+    summary = Artefact(run, TrajectoryStage.name).finished()["summary"]
+    return RequestPolicy(summary["threshold"], summary["top_k"])
+
+
+def read_trajectories(folder: Artefact, shard: str, device: torch.device | str = "cpu") -> list[Trajectory]:
+    """The trajectories of a finished shard."""
+    return [
+        Trajectory(
+            torch.tensor(row["tokens"], device=device),
+            row["prompt_length"],
+            torch.tensor(row["entropy"], dtype=torch.float32, device=device),
+        )
+        for row in folder.table(shard)
+    ]

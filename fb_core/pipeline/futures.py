@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.decoding import merge_candidates
 from fb_core.llm import LLM, LocalLLM
-from fb_core.pipeline.collect import LoggedState, Trajectory
+from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
+from fb_core.pipeline.collect import LoggedState, Trajectory, TrajectoryStage, read_trajectories
+from fb_core.pipeline.inputs import verifier_of
+from fb_core.pipeline.stage import Output, Stage
 from fb_core.verify import Verdict, Verifier
 
 
@@ -120,13 +126,83 @@ class Filters:
     valid_group: int
 
 
-def usable(states: Sequence[LoggedState], futures: Sequence[Future], horizon: int) -> tuple[list[int], Filters]:
+def usable(pools: Sequence[Sequence[int]], futures: Sequence[Future], horizon: int) -> tuple[list[int], Filters]:
     """Indices of the states that can be scored, and the count after each filter.
 
     A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, the
     future's own first token (the LLM's greedy one) among them.
+
+    Args:
+        pools: candidate ids of every state.
+        futures: one a state.
+        horizon: future tokens to score.
     """
     verified = [i for i, future in enumerate(futures) if future.verdict == "correct"]
     long_enough = [i for i in verified if len(futures[i].tokens) >= horizon]
-    valid = [i for i in long_enough if len(states[i].pool.ids) >= 2 and futures[i].first in states[i].pool.ids.tolist()]
-    return valid, Filters(len(states), len(verified), len(long_enough), len(valid))
+    valid = [i for i in long_enough if len(pools[i]) >= 2 and futures[i].first in pools[i]]
+    return valid, Filters(len(futures), len(verified), len(long_enough), len(valid))
+
+
+class FutureStage(Stage):
+    """The LLM's continuation of every state, verified, and the joint pool with its log p_T."""
+
+    name = "futures"
+    reads: ClassVar = {"trajectories": "collect", "states": "collect"}
+    uses = ("slm", "llm", "tokenizer")
+    unit = "states"
+
+    def relevant(self) -> dict[str, Any]:
+        return self.settings.futures.model_dump() | self.settings.verify.model_dump(exclude={"workers"})
+
+    def shards(self) -> dict[str, int]:
+        states = self.source("states")
+        return {
+            shard: receipt.counts["states"]
+            for shard, receipt in states.receipts(TrajectoryStage(self.settings, self.run).shards()).items()
+        }
+
+    def work(self, shard: str) -> Output:
+        problems = TrajectoryStage(self.settings, self.run).problems()[shard]
+        trajectories, states = read_trajectories(self.source("trajectories"), shard), self.source("states").table(shard)
+        llm, settings = self.models.llm, self.settings.futures
+        prefixes = [trajectories[state["trajectory"]].tokens[: state["position"]] for state in states]
+        asked = [torch.tensor(state["slm_ids"]) for state in states]
+        there = llm.device
+        found = llm.continue_many(
+            [tokens.to(there) for tokens in prefixes],
+            settings.max_new_tokens,
+            settings.llm_k,
+            [ids.to(there) for ids in asked],
+        )
+        answers, written = [answer for answer, _ in found], [new.cpu() for _, new in found]
+        pools = merge_candidates(torch.stack(asked), answers, self.models.vocabulary) if states else []
+        texts = [
+            self.models.tokenizer.decode(
+                torch.cat([tokens[trajectories[state["trajectory"]].prompt_length :], new]).tolist(),
+                skip_special_tokens=True,
+            )
+            for state, tokens, new in zip(states, prefixes, written, strict=True)
+        ]
+        verdicts = verifier_of(self.settings.verify).verify_many(
+            texts, [problems[state["trajectory"]].answer for state in states], bad_golds="unparsable"
+        )
+        columns = {
+            "first": pa.array([int(new[0]) for new in written], pa.int32()),
+            "tokens": lists((new[1:] for new in written), pa.int32()),
+            "verdict": pa.array(verdicts, pa.string()),
+            "pool_ids": lists((ids for ids, _, _ in pools), pa.int32()),
+            "pool_sources": lists((sources for _, sources, _ in pools), pa.int8()),
+            "pool_llm_logprob": lists((logprob for _, _, logprob in pools), pa.float32()),
+        }
+        counts = {"futures": len(states), "tokens": sum(len(new) for new in written)}
+        counts |= {verdict: verdicts.count(verdict) for verdict in ("correct", "wrong", "unparsable", "timeout")}
+        return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
+
+    def cost(self) -> str:
+        return self.tokens_cost("llm", self.settings.futures.max_new_tokens, "generated behind its prefix")
+
+
+def read_futures(folder: Artefact, shard: str) -> tuple[list[Future], list[dict[str, Any]]]:
+    """The futures of a finished shard, and its rows with the pools."""
+    rows = folder.table(shard)
+    return [Future(row["first"], torch.tensor(row["tokens"]), row["verdict"]) for row in rows], rows

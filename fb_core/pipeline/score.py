@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from fb_core.pipeline.collect import LoggedState, Trajectory
+from fb_core import scorer as packing
+from fb_core.pipeline.artefacts import tensor_bytes
+from fb_core.pipeline.collect import LoggedState, Trajectory, read_trajectories
+from fb_core.pipeline.futures import FutureStage, read_futures, usable
+from fb_core.pipeline.stage import Output, Stage
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 
 
@@ -59,3 +66,76 @@ def score_states(
         if on_done is not None:
             on_done(len(matrices))
     return [matrices[index] for index in range(len(states))]
+
+
+class ScoreStage(Stage):
+    """The matrices of the usable states, with log p_S of every candidate of their pools."""
+
+    name = "scores"
+    reads: ClassVar = {"trajectories": "collect", "states": "collect", "futures": "futures"}
+    unit = "states"
+
+    def relevant(self) -> dict[str, Any]:
+        return {"horizon": self.settings.score.horizon, "token_budget": self.settings.score.token_budget}
+
+    def choose(self) -> dict[str, Any]:
+        budget = self.settings.score.token_budget
+        return {"token_budget": packing.token_budget(self.models.slm) if budget == "auto" else budget}
+
+    def shards(self) -> dict[str, int]:
+        return FutureStage(self.settings, self.run).shards()
+
+    def work(self, shard: str) -> Output:
+        slm, horizon = self.models.slm, self.settings.score.horizon
+        manifest = self.folder.manifest()
+        assert manifest is not None
+        trajectories = read_trajectories(self.source("trajectories"), shard, slm.device)
+        states = self.source("states").table(shard)
+        futures, rows = read_futures(self.source("futures"), shard)
+        used, filters = usable([row["pool_ids"] for row in rows], futures, horizon)
+        groups: dict[int, list[BranchGroup]] = {}
+        for row in used:
+            pool = torch.tensor(rows[row]["pool_ids"], device=slm.device)
+            group = BranchGroup(states[row]["position"], pool, futures[row].tokens[:horizon].to(slm.device))
+            groups.setdefault(states[row]["trajectory"], []).append(group)
+        packed = [(trajectories[index].tokens, members) for index, members in groups.items()]
+        scored = self._scorer.score_trajectories(packed, manifest["chosen"]["token_budget"], return_local=True)
+        flat = [pair for trajectory in scored for pair in trajectory]
+        sizes = [len(local) for _, local in flat]
+        empty = torch.zeros(0, horizon)
+        tensors = {
+            "logprob": torch.cat([empty, *(matrix.cpu() for matrix, _ in flat)]),
+            "slm_logprob": torch.cat([empty[:, 0], *(local.cpu() for _, local in flat)]),
+            "cu_group": torch.tensor([0, *sizes]).cumsum(0).int(),
+            "state": torch.tensor(used, dtype=torch.int32),
+        }
+        side = shard.partition("-")[0]
+        counts = {**vars(filters), f"{side} groups": len(used), "candidates": sum(sizes)}
+        return Output({f"{shard}.safetensors": tensor_bytes(tensors)}, counts)
+
+    @cached_property
+    def _scorer(self) -> CompatibilityScorer:
+        return CompatibilityScorer(self.models.slm)
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return filter_table(manifest["counts"])
+
+    def cost(self) -> str:
+        settings = self.settings
+        candidates = settings.collect.slm_k + settings.futures.llm_k
+        rows = settings.score.horizon * candidates
+        return self.tokens_cost("slm", rows, "scored behind a shared prefix")
+
+
+def filter_table(counts: dict[str, int]) -> str:
+    """What is left of the states after each condition, as the paper has it."""
+    rows = (
+        ("admitted states", counts["admitted"]),
+        ("answer-verified future", counts["verified"]),
+        ("future of the full horizon", counts["long_enough"]),
+        ("valid group", counts["valid_group"]),
+        ("for training", counts.get("train groups", 0)),
+        ("for validation", counts.get("validation groups", 0)),
+    )
+    lines = [f"| {name} | {count:,} | {count / max(1, rows[0][1]):.1%} |" for name, count in rows]
+    return "\n".join(["| condition | states | of admitted |", "|---|---|---|", *lines])

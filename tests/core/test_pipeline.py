@@ -75,12 +75,8 @@ def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
 
 
 def test_usable_counts_every_filter():
-    class State:
-        def __init__(self, ids):
-            self.pool = type("P", (), {"ids": torch.tensor(ids)})
-
     long, short = torch.arange(8), torch.arange(3)
-    states = [State([1, 2]), State([1, 2]), State([1, 2]), State([1]), State([3, 4])]
+    pools = [[1, 2], [1, 2], [1, 2], [1], [3, 4]]
     futures = [
         Future(1, long, "correct"),
         Future(1, long, "wrong"),
@@ -88,7 +84,7 @@ def test_usable_counts_every_filter():
         Future(1, long, "correct"),
         Future(1, long, "correct"),
     ]
-    kept, filters = usable(states, futures, 5)
+    kept, filters = usable(pools, futures, 5)
     assert kept == [0]
     assert (filters.admitted, filters.verified, filters.long_enough, filters.valid_group) == (5, 4, 3, 1)
 

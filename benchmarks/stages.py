@@ -1,0 +1,147 @@
+"""What each stage of a run does in a second, and scoring against a loop: `python -m benchmarks.stages`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness
+from fb_core import BranchGroup, CompatibilityScorer, hf
+from fb_core.config import RunSettings
+from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
+from fb_core.pipeline.commands import STAGES, run_command
+from fb_core.pipeline.futures import read_futures
+
+RESULTS = Path(__file__).parent / "results" / "stages"
+GROUPS = 100  # scored one candidate at a time
+UNITS = {
+    "trajectories": "trajectories",
+    "states": "states",
+    "futures": "futures",
+    "scores": "valid_group",
+    "training": "steps",
+    "selection": "decoded",
+    "evaluation": "decoded",
+}
+
+
+def rates(run: Path) -> list[dict[str, Any]]:
+    """Units, tokens and seconds of every finished stage, from its manifest."""
+    rows = []
+    for stage in (kind.name for kinds in STAGES.values() for kind in kinds):
+        if stage in UNITS and (path := run / stage / "manifest.json").is_file():
+            manifest = json.loads(path.read_text())
+            counts, seconds = manifest["counts"], manifest["cost"]["seconds"]
+            row = {"stage": stage, "unit": UNITS[stage].replace("valid_group", "groups"), "seconds": seconds}
+            rows.append({**row, "units": counts[UNITS[stage]], "tokens": counts.get("tokens")})
+    return rows
+
+
+def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, BranchGroup]]:
+    """(trajectory, group) of the run's first scored states."""
+    stage, found = TrajectoryStage(settings, run), []
+    for shard in stage.shards():
+        trajectories = read_trajectories(stage.folder, shard)
+        states, (futures, rows) = stage.source("states").table(shard), read_futures(stage.source("futures"), shard)
+        for row in stage.source("scores").tensors(shard)["state"].tolist():
+            future = futures[row].tokens[: settings.score.horizon]
+            group = BranchGroup(states[row]["position"], torch.tensor(rows[row]["pool_ids"]), future)
+            found.append((trajectories[states[row]["trajectory"]].tokens, group))
+    return found[:GROUPS]
+
+
+@torch.no_grad()
+def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGroup) -> Tensor:
+    """[K, H] by a full forward of the model's own for every candidate, logits of the future alone."""
+    rows = []
+    for candidate in group.candidates:
+        ids = torch.cat([tokens[: group.position], candidate[None], group.future[:-1]])
+        logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(group.future)).logits[0]
+        rows.append(logits.float().log_softmax(-1).gather(1, group.future[:, None])[:, 0])
+    return torch.stack(rows)
+
+
+def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
+    """Groups a second of packed trajectories and of the loop, on the same groups, after a check that they agree."""
+    stage, groups = TrajectoryStage(settings, run), logged_groups(settings, run)
+    model = stage.models.slm
+    scorer = CompatibilityScorer(model)
+    packed: dict[int, tuple[Tensor, list[BranchGroup]]] = {}
+    for tokens, group in groups:
+        packed.setdefault(id(tokens), (tokens, []))[1].append(group)
+    ours = [matrix for scores in scorer.score_trajectories(list(packed.values())) for matrix in scores]
+    theirs = [one_candidate_at_a_time(model, tokens, group) for tokens, group in groups]
+    worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    if worst > 1e-3:
+        raise ValueError(f"scores: expected both ways to agree, got a difference of {worst}; do not time them")
+    seconds: dict[str, list[float]] = {"packed": [], "loop": []}
+    for _ in range(3):
+        began = time.perf_counter()
+        scorer.score_trajectories(list(packed.values()))
+        seconds["packed"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for tokens, group in groups:
+            one_candidate_at_a_time(model, tokens, group)
+        seconds["loop"].append(time.perf_counter() - began)
+    return {"groups": len(groups), "worst_difference": worst, **{name: min(found) for name, found in seconds.items()}}
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown of a result."""
+    lines = [
+        f"*`{result['config']}`, {result['device']}, torch {result['torch']}, commit "
+        f"{result['commit'][:10]}, {result['date']}*",
+        "",
+        "| stage | units | seconds | units a second | tokens a second |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["stages"]:
+        tokens = "" if row["tokens"] is None else f"{row['tokens'] / row['seconds']:,.0f}"
+        rate = row["units"] / row["seconds"]
+        lines.append(
+            f"| {row['stage']} | {row['units']:,} {row['unit']} | {row['seconds']:.1f} | {rate:.1f} | {tokens} |"
+        )
+    found = result["scoring"]
+    lines += [
+        "",
+        f"{found['groups']} of these groups: {found['groups'] / found['packed']:,.0f} a second packed by trajectory, "
+        f"{found['groups'] / found['loop']:,.0f} a second by a full forward for every candidate, "
+        f"**{found['loop'] / found['packed']:.1f}x** (both agree to {found['worst_difference']:.0e} nats).",
+    ]
+    return lines
+
+
+def main() -> None:
+    """Run a configuration from nothing, or read a finished run, and print what each stage did in a second."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--config", default="tiny")
+    parser.add_argument("--run", type=Path, help="a finished run; a new one in a temporary folder if left out")
+    parser.add_argument("--write", action="store_true", help=f"also write {RESULTS.name}/<device>.json")
+    given = parser.parse_args()
+    settings = RunSettings.load(given.config)
+    with tempfile.TemporaryDirectory() as folder:
+        run = given.run or Path(folder)
+        if given.run is None:
+            for command in STAGES:
+                run_command(command, settings, run)
+        result = {
+            **harness.machine(),
+            "config": given.config,
+            "stages": rates(run),
+            "scoring": scoring(settings, run),
+        }
+    print("\n".join(table(result)))
+    if given.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{harness.DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

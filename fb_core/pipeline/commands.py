@@ -1,0 +1,59 @@
+"""The commands of a run: which stages each of them works through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from fb_core.config import RunSettings
+from fb_core.pipeline.collect import StateStage, TrajectoryStage
+from fb_core.pipeline.evaluate import EvaluateStage
+from fb_core.pipeline.futures import FutureStage
+from fb_core.pipeline.score import ScoreStage
+from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
+from fb_core.pipeline.train import RerankerStage, SelectionStage, TrainStage
+
+Command = Literal["collect", "futures", "score", "train", "evaluate"]
+STAGES: dict[Command, tuple[type[Stage], ...]] = {
+    "collect": (TrajectoryStage, StateStage),
+    "futures": (FutureStage,),
+    "score": (ScoreStage,),
+    "train": (TrainStage, SelectionStage, RerankerStage),
+    "evaluate": (EvaluateStage,),
+}
+
+
+def run_command(
+    command: Command,
+    settings: RunSettings,
+    run: Path,
+    engine: Engine = "local",
+    *,
+    dry_run: bool = False,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Do what is left of a command's stages.
+
+    Args:
+        command: which.
+        settings: of the whole run.
+        run: its folder.
+        engine: "local", or "ray" for the stages whose shards can be worked on anywhere.
+        dry_run: only show what would be done.
+        show: takes the plan, or each finished stage's report, in Markdown.
+
+    Raises:
+        ValueError: settings, models or files that do not fit the run.
+        OSError: no room, no model, or no server; what is finished is kept.
+    """
+    leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
+    for kind in STAGES[command]:
+        stage = kind(settings, run)
+        if dry_run:
+            show(plan(stage))
+        elif leads:
+            show(stage.report(run_stage(stage, engine)))
+        elif kind is TrainStage:
+            run_stage(stage, leads=False)

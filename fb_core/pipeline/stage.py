@@ -1,0 +1,252 @@
+"""A stage of a run: the same work on every shard, in this process or under Ray, begun, broken off and gone on with."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fb_core.config import RunSettings
+from fb_core.pipeline.artefacts import Artefact, Receipt
+from fb_core.pipeline.inputs import Models, models_of
+
+Engine = Literal["local", "ray"]
+
+
+class Output(NamedTuple):
+    """What the work on one shard gives."""
+
+    files: Mapping[str, bytes]  # by name inside the stage's folder
+    counts: Mapping[str, int]
+
+
+class Stage(ABC):
+    """One stage over one run's folder.
+
+    Args:
+        settings: of the whole run.
+        run: its folder.
+
+    Attributes:
+        name: of the stage and its folder.
+        reads: the stages whose files it reads, each with the command that makes it.
+        uses: roles whose identity its files depend on, among "slm", "llm" and "tokenizer".
+        unit: what its shards count.
+    """
+
+    name: ClassVar[str]
+    parallel: ClassVar[bool] = True  # whether shards can be worked on in any order, anywhere
+    reads: ClassVar[Mapping[str, str]] = {}
+    uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
+    unit: ClassVar[str] = "problems"
+
+    def __init__(self, settings: RunSettings, run: Path) -> None:
+        self.settings = settings
+        self.run = run
+        self.folder = Artefact(run, self.name)
+        self.on_progress: Callable[[int], None] = lambda done: None  # units of the shard at work
+        self.leads = True
+
+    @property
+    def models(self) -> Models:
+        """The run's models, loaded when used."""
+        return models_of(self.settings.models)
+
+    def source(self, stage: str) -> Artefact:
+        """The folder of a stage that this one reads."""
+        return Artefact(self.run, stage)
+
+    @abstractmethod
+    def relevant(self) -> dict[str, Any]:
+        """The settings that its files depend on."""
+
+    @abstractmethod
+    def shards(self) -> dict[str, int]:
+        """Every shard with the number of its units."""
+
+    @abstractmethod
+    def work(self, shard: str) -> Output:
+        """Compute a shard; nothing is written yet."""
+
+    @abstractmethod
+    def cost(self) -> str:
+        """What one of its units takes, in words and figures, before anything is measured."""
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        """The finished stage in Markdown, for people."""
+        counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
+        return f"**{self.name}**: {counts}; {_clock(manifest['cost']['seconds'])} of work"
+
+    def choose(self) -> dict[str, Any]:
+        """What is decided for this machine when the stage begins, and then stays."""
+        return {}
+
+    def summary(self) -> dict[str, Any]:
+        """What the manifest says of the finished shards, beside their counts."""
+        return {}
+
+    def tokens_cost(self, role: str, tokens: int, what: str) -> str:
+        """The cost of a unit that takes so many tokens of a model at most."""
+        size = self.models.parameters(role)
+        if size is None:
+            return f"at most {tokens} tokens {what} a unit, by a server"
+        return (
+            f"at most {tokens} tokens {what} a unit, {2 * size * tokens / 1e12:.3g} TFLOP by {size / 1e9:.3g}B weights"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that its files depend on.
+
+        Raises:
+            ValueError: a stage that it reads is not finished.
+        """
+        inputs = {}
+        for stage, command in self.reads.items():
+            manifest = self.source(stage).manifest()
+            if manifest is None or not manifest["complete"]:
+                got = "none" if manifest is None else "a part"
+                remedy = f"run `futurebridge {command}` first"
+                raise ValueError(f"{self.name}: expected finished {stage} in {self.run}, got {got}; {remedy}")
+            inputs[stage] = manifest["digest"]
+        return {"settings": self.relevant(), "models": self.models.identity(*self.uses), "inputs": inputs}
+
+
+def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
+    """Do what is left of a stage and close it.
+
+    Args:
+        stage: the work.
+        engine: "local" for this process, "ray" for tasks of a Ray cluster.
+        leads: False in a process that only helps another one, and writes nothing.
+
+    Returns:
+        the manifest.
+
+    Raises:
+        ValueError: the folder was begun with other settings, models or inputs, or an input is missing or damaged.
+        OSError: no room, or no server; what is finished is kept.
+    """
+    identity = stage.identity()
+    shards = stage.shards()
+    stage.leads = leads
+    if not leads:
+        done = stage.folder.receipts(shards)
+        for shard in shards:
+            if shard not in done:
+                stage.work(shard)
+        return {}
+    with stage.folder.held():
+        begun = stage.folder.manifest()
+        stage.folder.begin(identity, stage.choose() if begun is None else begun["chosen"])
+        done = stage.folder.receipts(shards)
+        pending = [shard for shard in shards if shard not in done]
+        with Board(stage, shards, done) as board:
+            if engine == "ray" and stage.parallel:
+                from fb_core.pipeline.cluster import work_on_ray
+
+                work_on_ray(stage, pending, board.shard_done)
+            else:
+                stage.on_progress = board.within
+                for shard in pending:
+                    work_and_put(stage, shard)
+                    board.shard_done(shard)
+        return stage.folder.complete(list(shards), stage.summary())
+
+
+def work_and_put(stage: Stage, shard: str) -> None:
+    """Compute one shard and write it."""
+    began = time.perf_counter()
+    output = stage.work(shard)
+    stage.folder.put(shard, output.files, output.counts, time.perf_counter() - began, stage.models.device)
+
+
+def plan(stage: Stage) -> str:
+    """What `run_stage` would do: shards and units done and left, their cost, and the time left at the rate so far."""
+    try:
+        stage.identity()
+    except ValueError as problem:
+        return f"{stage.name}: cannot be planned yet ({problem})"
+    shards = stage.shards()
+    done = stage.folder.receipts(shards)
+    units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
+    left = f"{len(shards) - len(done)} of {len(shards)} shards, {units - finished} of {units} {stage.unit}"
+    lines = [f"{stage.name}: {left} to do", f"  cost: {stage.cost()}"]
+    if finished:
+        seconds = sum(receipt.seconds for receipt in done.values())
+        clock = _clock(seconds / finished * (units - finished))
+        lines.append(
+            f"  measured: {finished / max(seconds, 1e-9):.3g} {stage.unit} a second on "
+            f"{', '.join(sorted({receipt.device for receipt in done.values()}))}, {clock} left on one"
+        )
+    return "\n".join(lines)
+
+
+class Board:
+    """Progress of one stage: a bar with rate and remaining time on a terminal, a line a shard elsewhere."""
+
+    def __init__(self, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
+        self._stage, self._shards = stage, shards
+        self._done = sum(shards[shard] for shard in done)
+        self._before = self._done
+        self._of = sum(shards.values())
+        self._began = time.perf_counter()
+        self._bars = Progress(
+            TextColumn("{task.description:<13}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(stage.unit),
+            TimeRemainingColumn(),
+            console=Console(stderr=False),
+        )
+        self._terminal = sys.stdout.isatty()
+
+    def __enter__(self) -> Board:
+        if self._terminal:
+            self._bars.start()
+            self._task = self._bars.add_task(self._stage.name, total=self._of, completed=self._done)
+        elif self._done:
+            print(f"{self._stage.name}: {self._done} of {self._of} {self._stage.unit} were done before", flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def within(self, done: int) -> None:
+        """So many units of the shard at work are done."""
+        if self._terminal:
+            self._bars.update(self._task, completed=self._done + done)
+
+    def shard_done(self, shard: str) -> None:
+        """A shard is written."""
+        self._done += self._shards[shard]
+        if self._terminal:
+            self._bars.update(self._task, completed=self._done)
+            return
+        rate = (self._done - self._before) / max(time.perf_counter() - self._began, 1e-9)
+        left = _clock((self._of - self._done) / rate) if rate else "?"
+        print(
+            f"{self._stage.name}: {shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left",
+            flush=True,
+        )
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Units a second, as far as known."""
+        return Text(f"{task.speed:.3g} {self.unit}/s" if task.speed else "", style="progress.data.speed")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,155 @@
+"""Small runs on the demo's pair, in processes of their own that can be killed at chosen moments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from fb_core.config import RunSettings
+
+SMALL = {
+    "models": {"slm": "demo:plans", "llm": "demo:plans"},
+    "problems": {
+        "train": "demo:plans",
+        "held_out": [],
+        "limit": 48,
+        "validation": 12,
+        "prompt": "{problem}",
+        "per_shard": 6,
+    },
+    "collect": {"max_new_tokens": 45, "quantile": 0.9, "slm_k": 3},
+    "futures": {"max_new_tokens": 45, "llm_k": 3},
+    "score": {"horizon": 8},
+    "train": {
+        "horizons": [8],
+        "seeds": [0, 1],
+        "epochs": 2,
+        "rank": 4,
+        "groups_per_step": 16,
+        "microbatches": 2,
+        "checkpoint_steps": 1,
+        "learning_rate": 0.002,
+    },
+    "evaluate": {"benchmarks": ["demo:plans"], "limit": 9, "max_new_tokens": 45, "per_shard": 3},
+    "verify": {"workers": 1},
+}
+TIMES = ("cost", "seconds", "made_by")  # what may differ between two runs
+
+
+def settings(**changes: Any) -> RunSettings:
+    """`SMALL` with whole sections or parts of them changed."""
+    values = {
+        name: {**section, **changes.get(name, {})} if isinstance(section, dict) else section
+        for name, section in SMALL.items()
+    }
+    return RunSettings.model_validate(values)
+
+
+def work(command: str, values: str, run: str, dies: int | None, seed: int, started: Any = None) -> None:
+    """One command in this process, which dies inside its write number `dies`."""
+    import torch
+
+    from fb_core.pipeline.commands import run_command
+
+    torch.set_num_threads(1)
+    if dies is not None:
+        _die_in_write(dies, random.Random(seed))
+    if started is not None:
+        started.set()
+    run_command(command, RunSettings.model_validate_json(values), Path(run), show=lambda text: None)  # type: ignore[arg-type]
+
+
+def _die_in_write(number: int, random: random.Random) -> None:
+    """SIGKILL to this very process inside a write: half the bytes there, or all but the name, or just the name."""
+    from fb_core.pipeline import artefacts
+
+    sync, replace, left = os.fsync, os.replace, [number]
+    moment = random.choice(["half", "unnamed", "named"])
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fsync(file: int) -> None:
+        size = os.fstat(file).st_size
+        if not os.get_blocking(file) or os.path.isdir(f"/proc/self/fd/{file}"):
+            return sync(file)
+        left[0] -= 1
+        if left[0] == 0 and moment == "half":
+            os.ftruncate(file, random.randrange(size + 1))
+            end()
+        return sync(file)
+
+    def rename(source: Any, target: Any) -> None:
+        if left[0] == 0 and moment == "unnamed":
+            end()
+        replace(source, target)
+        if left[0] == 0:
+            end()
+
+    artefacts.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
+
+
+def context() -> ForkServerContext:
+    """Processes forked from one that has imported everything: a start costs little."""
+    made = get_context("forkserver")
+    made.set_forkserver_preload(
+        ["runs", "fb_core.pipeline.commands", "fb_core.demo.pairs", "transformers.models.qwen3.modeling_qwen3"]
+    )
+    return made
+
+
+def start(command: str, chosen: RunSettings, run: Path, *, dies: int | None = None, seed: int = 0) -> Any:
+    """A process that is at work on a command."""
+    made = context()
+    started = made.Event()
+    process = made.Process(target=work, args=(command, chosen.model_dump_json(), str(run), dies, seed, started))
+    process.start()
+    assert started.wait(60)
+    return process
+
+
+def finish(command: str, chosen: RunSettings, run: Path) -> float:
+    """Seconds that a command took in a process of its own."""
+    process, began = start(command, chosen, run), time.monotonic()
+    process.join()
+    assert process.exitcode == 0
+    return time.monotonic() - began
+
+
+def contents(run: Path) -> dict[str, str]:
+    """Hash of every file of a run, wall times and versions left out."""
+    found = {}
+    for path in sorted(run.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            data = path.read_bytes()
+            if path.suffix in (".json", ".jsonl"):
+                rows = (
+                    [json.loads(line) for line in data.splitlines()] if path.suffix == ".jsonl" else [json.loads(data)]
+                )
+                if path.suffix == ".json" and "files" in rows[0]:  # a receipt: its shard is hashed itself
+                    rows[0].pop("files")
+                for row in rows:
+                    for name in TIMES:
+                        row.pop(name, None)
+                    if "evaluation" in path.parts:
+                        row.pop("digest", None)  # its rows hold wall times
+                data = json.dumps(rows, sort_keys=True).encode()
+            found[str(path.relative_to(run))] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def receipts(run: Path) -> dict[str, int]:
+    """When each finished shard was written."""
+    return {
+        str(path.relative_to(run)): path.stat().st_mtime_ns
+        for path in run.rglob("*.json")
+        if path.name != "manifest.json" and b'"files"' in path.read_bytes()
+    }

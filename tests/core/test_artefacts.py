@@ -1,0 +1,236 @@
+"""Files of a run: whole or not there, and every damage named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fb_core.pipeline.artefacts import Artefact, json_bytes, lists, table_bytes, tensor_bytes, write_file
+
+IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}
+
+
+def begun(folder: Path, name: str = "states") -> Artefact:
+    artefact = Artefact(folder, name)
+    artefact.path.mkdir(parents=True, exist_ok=True)
+    artefact.begin(IDENTITY, {"token_budget": 7})
+    return artefact
+
+
+def filled(folder: Path, shards: int = 3) -> tuple[Artefact, list[str]]:
+    artefact, names = begun(folder), [f"train-{index:05d}" for index in range(shards)]
+    for index, shard in enumerate(names):
+        table = table_bytes({"tokens": lists([torch.arange(index + 2)], pa.int32())})
+        tensors = tensor_bytes({"logprob": torch.full((2, 3), float(index))})
+        files = {f"{shard}.parquet": table, f"{shard}.safetensors": tensors}
+        artefact.put(shard, files, {"states": index}, 1.5, "cpu")
+    return artefact, names
+
+
+def test_what_is_put_is_read_back_and_counted(tmp_path):
+    artefact, names = filled(tmp_path)
+    manifest = artefact.complete(names, {"threshold": 1.25})
+    assert artefact.finished() == manifest == json.loads((artefact.path / "manifest.json").read_text())
+    assert manifest["counts"] == {"states": 3}
+    assert manifest["summary"] == {"threshold": 1.25}
+    assert manifest["chosen"] == {"token_budget": 7}
+    assert manifest["cost"] == {"seconds": 4.5, "gpu_hours": 0.0, "devices": ["cpu"]}
+    assert {"torch", "transformers", "python"} <= manifest["made_by"][0].keys()
+    assert artefact.table(names[1]) == [{"tokens": [0, 1, 2]}]
+    assert torch.equal(artefact.tensors(names[2])["logprob"], torch.full((2, 3), 2.0))
+
+
+def test_gpu_time_is_counted(tmp_path):
+    artefact = begun(tmp_path)
+    artefact.put("a", {"a.jsonl": b"{}"}, {}, 7200.0, "NVIDIA H200")
+    artefact.put("b", {"b.jsonl": b"{}"}, {}, 3600.0, "cpu")
+    assert artefact.complete(["a", "b"], {})["cost"] == {
+        "seconds": 10800.0,
+        "gpu_hours": 2.0,
+        "devices": ["NVIDIA H200", "cpu"],
+    }
+
+
+def test_same_contents_have_the_same_bytes_and_digest(tmp_path):
+    first, names = filled(tmp_path / "a")
+    second, _ = filled(tmp_path / "b")
+    digests = [artefact.complete(names, {})["digest"] for artefact in (first, second)]
+    assert digests[0] == digests[1]
+    for name in names:
+        for suffix in ("parquet", "safetensors"):
+            assert first.read(name, suffix) == second.read(name, suffix)
+    second.put(names[0], {f"{names[0]}.parquet": b"other"}, {}, 1.0, "cpu")
+    assert second.complete(names, {})["digest"] != digests[0]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors", "json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "empty", "grown"])
+def test_a_damaged_shard_is_named_and_not_done(tmp_path, caplog, suffix, damage):
+    artefact, names = filled(tmp_path)
+    path = artefact.path / f"{names[1]}.{suffix}"
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        path.write_bytes(
+            {
+                "cut": data[:-3],
+                "flipped": data[:middle] + bytes([data[middle] ^ 0x80]) + data[middle + 1 :],
+                "empty": b"",
+                "grown": data + b"x",
+            }[damage]
+        )
+    assert artefact.receipts(names).keys() == {names[0], names[2]}
+    if (suffix, damage) != ("json", "gone"):
+        assert str(path) in caplog.text
+    if suffix == "parquet":
+        with pytest.raises(ValueError, match=r"train-00001\.parquet"):
+            artefact.table(names[1])
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        {},
+        {"files": 3},
+        {"files": {}, "counts": {}},
+        [1],
+        {"files": {"a": {}}, "counts": {}, "seconds": 1, "device": ""},
+    ],
+)
+def test_a_receipt_of_another_kind_is_no_receipt(tmp_path, receipt):
+    artefact, names = filled(tmp_path, 1)
+    (artefact.path / f"{names[0]}.json").write_text(json.dumps(receipt))
+    with pytest.raises(ValueError, match=names[0]):
+        artefact.receipt(names[0])
+    assert artefact.receipts(names) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"settings": {"quantile": 0.95, "max_states": 8}}, "settings.quantile 0.99, got 0.95"),
+        ({"settings": {"max_states": 8}}, "settings.quantile 0.99, got nothing"),
+        ({"models": {"tokenizer": "xyz"}}, "models.tokenizer abc, got xyz"),
+        ({"inputs": {"states": "d"}}, "inputs.states nothing, got d"),
+    ],
+)
+def test_another_identity_is_refused_by_name(tmp_path, changed, words):
+    artefact, _ = filled(tmp_path)
+    before = (artefact.path / "manifest.json").read_bytes()
+    with pytest.raises(ValueError, match=words):
+        artefact.begin(IDENTITY | changed, {})
+    assert (artefact.path / "manifest.json").read_bytes() == before
+    artefact.begin(IDENTITY, {})
+
+
+def test_the_first_choice_stays(tmp_path):
+    artefact, _ = filled(tmp_path)
+    assert artefact.begin(IDENTITY, {"token_budget": 9})["chosen"] == {"token_budget": 7}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"stage": "futures"}', "\xff", "[" * 100_000])
+def test_a_damaged_manifest_is_named(tmp_path, text):
+    artefact, _ = filled(tmp_path)
+    (artefact.path / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        artefact.begin(IDENTITY, {})
+
+
+def test_an_unfinished_stage_is_not_finished(tmp_path):
+    with pytest.raises(ValueError, match="expected finished states, got none"):
+        Artefact(tmp_path, "states").finished()
+    artefact, _ = filled(tmp_path)
+    with pytest.raises(ValueError, match="expected finished states, got a part"):
+        artefact.finished()
+
+
+def test_two_processes_do_not_work_on_one_folder(tmp_path):
+    artefact, _ = filled(tmp_path)
+    code = (
+        "import sys, pathlib\nfrom fb_core.pipeline.artefacts import Artefact\n"
+        "with Artefact(pathlib.Path(sys.argv[1]), 'states').held():\n    pass\n"
+    )
+    with artefact.held():
+        other = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "expected to be the only process" in other.stderr
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    artefact, names = filled(tmp_path)
+    left = artefact.path / f".{names[0]}.parquet.host.123.part"
+    left.write_bytes(b"half")
+    with artefact.held():
+        assert not left.exists()
+    assert artefact.receipts(names).keys() == set(names)
+
+
+@given(st.binary(max_size=100), st.binary(max_size=100))
+def test_a_file_is_replaced_whole(before, after):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.bin"
+        for data in (before, after):
+            write_file(path, data)
+            assert path.read_bytes() == data
+        assert os.listdir(folder) == ["a.bin"]
+
+
+def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
+    code = (
+        "import pathlib, resource, signal, sys\n"
+        "from fb_core.pipeline.artefacts import write_file\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "write_file(path, b'before')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try:\n    write_file(path, b'x' * 5000)\n"
+        "except OSError as problem:\n    print(problem)\n"
+    )
+    path = tmp_path / "a.bin"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert "expected room for 5000 bytes" in done.stdout
+    assert "finished shards are kept" in done.stdout
+    assert path.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting takes rights that this process has not")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_named_and_loses_nothing(small_disk):
+    artefact = begun(small_disk)
+    artefact.put("a", {"a.jsonl": b"a" * 60_000}, {"rows": 1}, 1.0, "cpu")
+    with pytest.raises(OSError, match=r"expected room for 400000 bytes.*make room") as problem:
+        artefact.put("b", {"b.jsonl": b"b" * 400_000}, {"rows": 1}, 1.0, "cpu")
+    assert problem.value.errno == errno.ENOSPC
+    assert artefact.receipts(["a", "b"]).keys() == {"a"}
+    assert not [name for name in os.listdir(artefact.path) if name.endswith(".part")]
+    artefact.put("b", {"b.jsonl": b"b" * 40_000}, {"rows": 1}, 1.0, "cpu")
+    assert artefact.complete(["a", "b"], {})["counts"] == {"rows": 2}
+
+
+def test_json_has_no_nan():
+    with pytest.raises(ValueError):
+        json_bytes({"a": float("nan")})

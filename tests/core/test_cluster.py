@@ -1,0 +1,151 @@
+"""The same bytes from Ray tasks and from several training processes as from one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import SMALL, contents, settings
+
+from fb_core.pipeline.collect import TrajectoryStage
+from fb_core.pipeline.stage import Output, run_stage
+
+HERE = Path(__file__).parent
+
+ON_RAY = """
+import pathlib, sys
+import ray
+from fb_core.config import RunSettings
+from fb_core.pipeline.commands import run_command
+
+ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+settings, run = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
+for command in ("collect", "futures", "score", "train", "evaluate"):
+    run_command(command, settings, run, "ray")
+ray.shutdown()
+"""
+
+STAGE_ON_RAY = """
+import pathlib, sys
+import test_cluster
+from fb_core.config import RunSettings
+from fb_core.pipeline.stage import run_stage
+
+stage = getattr(test_cluster, sys.argv[1])(RunSettings.model_validate_json(sys.argv[2]), pathlib.Path(sys.argv[3]))
+try:
+    run_stage(stage, "ray")
+except ValueError as problem:
+    print(problem)
+"""
+
+
+def alone(code: str, *arguments: str) -> str:
+    """What a process prints that runs the code."""
+    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, tmp_path):
+    pytest.importorskip("ray")
+    shown = alone(ON_RAY, settings().model_dump_json(), str(tmp_path / "run"))
+    assert "valid group" in shown
+    assert contents(tmp_path / "run") == contents(undisturbed[0]["evaluate"])
+
+
+DEADLY = ("train-00001", "train-00002", "validation-00000")
+
+
+class DyingStage(TrajectoryStage):
+    """Its worker process is killed the first time that it is at one of three shards."""
+
+    def work(self, shard: str) -> Output:
+        marker = self.run / f"{shard}.died"
+        if shard in DEADLY and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().work(shard)
+
+
+@pytest.mark.slow
+def test_a_task_whose_process_is_killed_is_run_again(undisturbed, tmp_path):
+    pytest.importorskip("ray")
+    alone(STAGE_ON_RAY, "DyingStage", settings().model_dump_json(), str(tmp_path))
+    assert len(list(tmp_path.glob("*.died"))) == len(DEADLY)
+    expected = contents(undisturbed[0]["evaluate"])
+    assert (
+        contents(tmp_path / "trajectories").items()
+        == {
+            name.removeprefix("trajectories/"): value
+            for name, value in expected.items()
+            if name.startswith("trajectories/")
+        }.items()
+    )
+
+
+class RefusingStage(TrajectoryStage):
+    """Its work fails as a user's mistake would."""
+
+    def work(self, shard: str) -> Output:
+        raise ValueError(f"{shard}: expected another shard, got this one; choose again")
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_task_is_the_users_error_and_not_retried(tmp_path):
+    pytest.importorskip("ray")
+    shown = alone(STAGE_ON_RAY, "RefusingStage", settings().model_dump_json(), str(tmp_path))
+    assert "expected another shard" in shown
+
+
+@pytest.mark.slow
+def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
+    done, run = trained_by_two(undisturbed[0]["score"], tmp_path, SMALL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(run) == contents(undisturbed[0]["train"])
+
+
+@pytest.mark.slow
+def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
+    values = {**SMALL, "train": {**SMALL["train"], "microbatches": 1}}
+    done, _ = trained_by_two(undisturbed[0]["score"], tmp_path, values)
+    assert done.returncode != 0
+    assert "expected at most one a microbatch" in done.stderr
+
+
+def trained_by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """`futurebridge train` by two processes, and the run's folder."""
+    run, config = folder / "run", folder / "small.yaml"
+    shutil.copytree(scored, run)
+    config.write_text(yaml.safe_dump(values))
+    launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
+    command = ["fb_core.cli", "train", "--config", str(config), "--run-dir", str(run)]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done, run
+
+
+def test_the_local_engine_runs_the_same_stage(tmp_path):
+    manifest = run_stage(TrajectoryStage(settings(), tmp_path))
+    assert json.loads((tmp_path / "trajectories" / "manifest.json").read_text()) == manifest
+    assert manifest["complete"]

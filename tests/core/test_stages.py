@@ -1,0 +1,388 @@
+"""The stages on disk against the functions in memory and plain forwards, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import SMALL, contents, settings
+from tiny import V, tiny
+
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf
+from fb_core.config import RunSettings
+from fb_core.demo.pairs import load_pair
+from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.collect import StateStage, TrajectoryStage, frozen_policy, log_states, read_trajectories
+from fb_core.pipeline.commands import run_command
+from fb_core.pipeline.futures import FutureStage, read_futures
+from fb_core.pipeline.score import ScoreStage
+from fb_core.pipeline.stage import plan, run_stage
+from fb_core.pipeline.train import TrainStage
+from fb_core.scorer import token_budget
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed) -> Path:
+    return undisturbed[0]["evaluate"]
+
+
+def copied(undisturbed, tmp_path, command) -> Path:
+    return Path(shutil.copytree(undisturbed[0][command], tmp_path / "run"))
+
+
+def full(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0]
+
+
+def test_states_and_pools_are_those_of_the_functions_in_memory(run, pair):
+    policy, seen = frozen_policy(run), 0
+    for shard in TrajectoryStage(settings(), run).shards():
+        trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+        expected = log_states(LocalLLM(pair.slm), LocalLLM(pair.llm), trajectories, policy, slm_k=3, llm_k=3)
+        rows = Artefact(run, "states").table(shard)
+        futures, pools = read_futures(Artefact(run, "futures"), shard)
+        assert [(row["trajectory"], row["position"]) for row in rows] == [(s.trajectory, s.position) for s in expected]
+        for state, row, pool, future in zip(expected, rows, pools, futures, strict=True):
+            assert row["entropy"] == pytest.approx(state.entropy, abs=1e-5)
+            assert pool["pool_ids"] == state.pool.ids.tolist()
+            assert pool["pool_sources"] == state.pool.sources.tolist()
+            assert pool["pool_llm_logprob"] == pytest.approx(state.pool.llm_logprob.tolist(), abs=1e-4)
+            assert row["slm_ids"] == state.pool.ids[:3].tolist()
+            assert row["slm_logprob"] == pytest.approx(state.pool.slm_logprob[:3].tolist(), abs=1e-4)
+            tokens = trajectories[state.trajectory].tokens[: state.position]
+            assert future.first == int(full(pair.llm, tokens)[-1].argmax())
+            seen += 1
+    assert seen > 20
+
+
+def test_the_threshold_is_the_quantile_of_the_validation_split_alone(run):
+    folder, shards = Artefact(run, "trajectories"), TrajectoryStage(settings(), run).shards()
+    entropies = [
+        trajectory.entropy
+        for shard in shards
+        if shard.startswith("validation")
+        for trajectory in read_trajectories(folder, shard)
+    ]
+    assert sum(map(len, entropies)) == folder.finished()["summary"]["validation_tokens"]
+    assert frozen_policy(run) == RequestPolicy.calibrate(torch.cat(entropies), 0.9)
+
+
+def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
+    shard = "train-00001"
+    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+    states = Artefact(run, "states").table(shard)
+    futures, pools = read_futures(Artefact(run, "futures"), shard)
+    scores = Artefact(run, "scores").tensors(shard)
+    ends = scores["cu_group"].tolist()
+    assert scores["logprob"].shape == (ends[-1], 8)
+    for group, row in enumerate(scores["state"].tolist()):
+        prefix = trajectories[states[row]["trajectory"]].tokens[: states[row]["position"]]
+        own = full(pair.slm, prefix)[-1].log_softmax(-1)
+        for place, candidate in zip(range(ends[group], ends[group + 1]), pools[row]["pool_ids"], strict=True):
+            ids = torch.cat([prefix, torch.tensor([candidate]), futures[row].tokens[:8]])
+            wanted = full(pair.slm, ids)[len(prefix) : -1].log_softmax(-1).gather(1, ids[len(prefix) + 1 :, None])[:, 0]
+            torch.testing.assert_close(scores["logprob"][place], wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(scores["slm_logprob"][place], own[candidate], rtol=1e-4, atol=1e-4)
+
+
+def test_the_filters_count_as_the_paper_has_it(run):
+    counts = Artefact(run, "scores").finished()["counts"]
+    futures = Artefact(run, "futures").finished()["counts"]
+    states = Artefact(run, "states").finished()["counts"]
+    assert counts["admitted"] == states["states"] == futures["futures"]
+    assert counts["verified"] == futures["correct"]
+    assert counts["admitted"] >= counts["verified"] >= counts["long_enough"] >= counts["valid_group"] > 0
+    assert counts["train groups"] + counts["validation groups"] == counts["valid_group"]
+
+
+def test_the_sweep_logs_losses_and_validation_of_every_run(run):
+    rows = TrainStage(settings(), run).metrics()
+    assert [(row["epoch"], row["horizon"], row["seed"]) for row in rows] == [(e, 8, s) for e in (1, 2) for s in (0, 1)]
+    assert all(math.isfinite(value) for row in rows for value in [*row["loss"], row["validation_cross_entropy"]])
+    assert rows[0]["loss"] != rows[1]["loss"]
+
+
+def test_the_choice_is_the_best_mean_over_seeds(run):
+    summary = Artefact(run, "selection").finished()["summary"]
+    means = {(row["epoch"], row["horizon"]): sum(s["accuracy"] for s in row["seeds"]) / 2 for row in summary["table"]}
+    assert means[summary["epoch"], summary["horizon"]] == max(means.values())
+
+
+def test_the_reranker_folder_loads_and_its_card_runs(run, pair):
+    for seed in (0, 1):
+        folder = run / "reranker" / f"seed-{seed}"
+        reranker = TokenReranker.from_pretrained(folder, pair.slm)
+        assert reranker.head.abs().sum() > 0
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["task_type"]) == ("LORA", 4, "SEQ_CLS")
+        card = (folder / "README.md").read_text()
+        assert "admitted states" in card
+        (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+        names: dict = {}
+        exec(code.replace("path/to/this/folder", str(folder)), names)
+        prompt = pair.world.problems(1, 0, "test")[0].prompt_ids
+        assert names["decoder"].generate(list(prompt), 45).text
+
+
+def test_every_problem_has_its_row(run):
+    problems = {problem.prompt for problem in load_pair("plans").world.problems(9, 0, "test")}
+    rows = [
+        json.loads(line)
+        for path in sorted((run / "evaluation").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    for seed in (None, 0, 1):
+        mine = [row for row in rows if row["seed"] == seed]
+        assert {row["problem"].removeprefix("plans/") for row in mine} == problems
+        for row in mine:
+            assert (row["verdict"] == "correct") == (f"\\boxed{{{row['gold']}}}" in row["text"])
+            assert len(row["prompt_sha256"]) == 64
+            assert row["seconds"] > 0
+            assert bool(row["events"]) <= (seed is not None)
+    table = Artefact(run, "evaluation").finished()["summary"]["table"]
+    assert [(row["method"], row["problems"], row["runs"]) for row in table] == [
+        ("greedy", 9, 1),
+        ("FutureBridge", 9, 2),
+    ]
+
+
+def test_manifests_say_what_made_them(run):
+    for stage in ("trajectories", "states", "futures", "scores", "training", "selection", "reranker", "evaluation"):
+        manifest = Artefact(run, stage).finished()
+        assert manifest["identity"]["settings"]
+        assert manifest["identity"]["models"]["tokenizer"]
+        assert manifest["made_by"][0]["torch"] == torch.__version__
+        assert manifest["cost"]["seconds"] > 0
+        assert manifest["cost"]["gpu_hours"] == 0 or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("changes", "command", "words"),
+    [
+        ({"collect": {"quantile": 0.8}}, "collect", "settings.collect.quantile 0.9, got 0.8"),
+        ({"problems": {"per_shard": 7}}, "collect", "settings.problems.per_shard 6, got 7"),
+        ({"collect": {"max_states": 3}}, "collect", "settings.max_states 8, got 3"),
+        ({"futures": {"llm_k": 4}}, "futures", "settings.llm_k 3, got 4"),
+        ({"score": {"horizon": 9}}, "score", "settings.horizon 8, got 9"),
+        ({"train": {"rank": 5}}, "train", "settings.rank 4, got 5"),
+        ({"evaluate": {"limit": 8}}, "evaluate", "settings.limit 9, got 8"),
+    ],
+)
+def test_a_changed_setting_is_named_and_nothing_is_lost(undisturbed, tmp_path, changes, command, words):
+    run = copied(undisturbed, tmp_path, "evaluate")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        run_command(command, settings(**changes), run, show=lambda text: None)
+    assert contents(run) == contents(undisturbed[0]["evaluate"])
+
+
+def test_what_changes_no_byte_may_change(undisturbed, tmp_path):
+    run = copied(undisturbed, tmp_path, "train")
+    for changes in ({"train": {"checkpoint_steps": 9}}, {"verify": {"workers": 2}}):
+        run_command("train", settings(**changes), run, show=lambda text: None)
+
+
+@pytest.fixture
+def folders(tmp_path, pair):
+    """The pair as ordinary checkpoints, and settings that name them."""
+    places = {}
+    for role, model in (("slm", pair.slm), ("llm", pair.llm)):
+        places[role] = str(tmp_path / role)
+        model.save_pretrained(places[role])
+        pair.world.tokenizer.save_pretrained(places[role])
+    problems = tmp_path / "problems.jsonl"
+    drawn = pair.world.problems(8, 3, "train")
+    problems.write_text("".join(json.dumps({"problem": p.prompt, "answer": p.answer}) + "\n" for p in drawn))
+    values = {**SMALL, "models": places, "problems": {**SMALL["problems"], "train": str(problems), "validation": 3}}
+    return values, tmp_path / "run", problems
+
+
+def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(folders, pair):
+    values, run, problems = folders
+    chosen = RunSettings.model_validate(values)
+    for stage in (TrajectoryStage, StateStage, FutureStage, ScoreStage):
+        run_stage(stage(chosen, run))
+    (trajectory, *_) = read_trajectories(Artefact(run, "trajectories"), "train-00000")
+    logits = full(pair.slm, trajectory.tokens)[trajectory.prompt_length - 1 : -1]
+    assert torch.equal(logits.argmax(-1), trajectory.output)
+
+    tokenizer = Path(values["models"]["slm"]) / "tokenizer.json"
+    before = tokenizer.read_text()
+    changed = json.loads(before)
+    vocabulary = changed["model"]["vocab"]
+    vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
+    tokenizer.write_text(json.dumps(changed))
+    code = "import sys; from fb_core.cli import main; main()"
+    config = run.parent / "run.yaml"
+    config.write_text(yaml.safe_dump(values))
+
+    def again(command: str) -> str:
+        called = [sys.executable, "-c", code, command, "--config", str(config), "--run-dir", str(run)]
+        done = subprocess.run(called, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 2, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "models.tokenizer" in again("collect")
+    tokenizer.write_text(before)
+    weights = Path(values["models"]["slm"]) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1000:] = bytes(1000)
+    weights.write_bytes(data)
+    assert "models.slm" in again("collect")
+    pair.slm.save_pretrained(values["models"]["slm"])
+    problems.write_text(problems.read_text().replace('"answer": "', '"answer": "1', 1))
+    assert "settings.hash" in again("collect")
+
+
+def test_a_damaged_shard_is_named_made_again_and_read(undisturbed, tmp_path, caplog):
+    run = copied(undisturbed, tmp_path, "collect")
+    path = run / "states" / "train-00002.parquet"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        Artefact(run, "states").table("train-00002")
+    run_command("collect", settings(), run, show=lambda text: None)
+    assert str(path) in caplog.text
+    assert contents(run) == contents(undisturbed[0]["collect"])
+
+
+def test_an_earlier_stage_is_asked_for_by_its_command(tmp_path):
+    for stage, words in ((StateStage, "run `futurebridge collect`"), (ScoreStage, "run `futurebridge collect`")):
+        with pytest.raises(ValueError, match=words):
+            run_stage(stage(settings(), tmp_path))
+        assert words in plan(stage(settings(), tmp_path))
+
+
+def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
+    run = copied(undisturbed, tmp_path, "collect")
+    (run / "trajectories" / "train-00001.json").unlink()
+    before = contents(run)
+    text = plan(TrajectoryStage(settings(), run))
+    assert "1 of 8 shards, 6 of 48 problems to do" in text
+    assert "TFLOP" in text
+    assert "problems a second" in text
+    shown: list[str] = []
+    run_command("futures", settings(), run, dry_run=True, show=shown.append)
+    assert "8 of 8 shards" in shown[0]
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("k", [1, 3, V])
+def test_continuations_with_candidates_are_both_apart(k):
+    llm, generator = LocalLLM(tiny("llama", 5), batch_tokens=60), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, V, (n,), generator=generator) for n in (4, 9, 1, 6)]
+    scored = [torch.randint(V, (n,), generator=generator) for n in (0, 2, 5, 1)]
+    together = llm.continue_many(prompts, 7, k, scored)
+    for (found, written), known, whole in zip(
+        together, llm.candidates_many(prompts, k, scored), llm.complete_many(prompts, 7), strict=True
+    ):
+        assert torch.equal(written, whole)
+        assert torch.equal(found.ids, known.ids)
+        torch.testing.assert_close(found.logprob, known.logprob, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.score_logprob, known.score_logprob, rtol=1e-4, atol=1e-4)
+    assert llm.continue_many([], 7, k, []) == []
+
+
+OUT_OF_MEMORY = """
+import resource, sys, torch
+from tiny import tiny
+from fb_core import BranchGroup, CompatibilityScorer
+torch.set_num_threads(1)
+scorer = CompatibilityScorer(tiny("llama", 1, max_position_embeddings=4096, hidden_size=256))
+generator = torch.Generator().manual_seed(0)
+def group(position):
+    return BranchGroup(position, torch.arange(8), torch.randint(50, (64,), generator=generator))
+work = [(torch.randint(50, (100,), generator=generator), [group(50), group(99)]) for _ in range(16)]
+apart = [scorer.score_trajectory(*one) for one in work]
+status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+limit = int(status["VmSize"].split()[0]) * 1024 + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+forwards, forward = [], scorer._forward
+scorer._forward = lambda pack, local=False: (forwards.append(len(pack)), forward(pack, local))[1]
+packed = scorer.score_trajectories(work, 1 << 20)
+for a, b in zip(packed, apart):
+    for x, y in zip(a, b):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+print(forwards)
+"""
+
+
+def test_where_memory_runs_out_the_pack_is_halved():
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY, str(40 << 20)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    forwards = json.loads(done.stdout)
+    assert forwards[0] == 16
+    assert len(forwards) > 1
+    assert min(forwards) < 16
+
+
+def test_local_log_probabilities_come_with_the_matrices():
+    model = tiny("gemma2", 3)
+    scorer, tokens = CompatibilityScorer(model), torch.arange(3, 15)
+    from fb_core import BranchGroup
+
+    groups = [BranchGroup(position, torch.tensor([4, 9, 20]), torch.tensor([7, 8])) for position in (1, 5, 12)]
+    plain = scorer.score_trajectories([(tokens, groups)])[0]
+    both = scorer.score_trajectories([(tokens, groups)], return_local=True)[0]
+    logprob = full(model, tokens).log_softmax(-1)
+    for group, matrix, (same, local) in zip(groups, plain, both, strict=True):
+        torch.testing.assert_close(same, matrix, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(local, logprob[group.position - 1, group.candidates], rtol=1e-4, atol=1e-4)
+
+
+def test_the_token_budget_follows_the_memory_that_is_free(monkeypatch):
+    model, sizes = tiny("llama"), []
+    for free in (0, 64 << 20, 1 << 40):
+        monkeypatch.setattr(hf, "free_memory", lambda device, free=free: free)
+        sizes.append(token_budget(model))
+    assert sizes[0] == 1024
+    assert sizes[0] < sizes[1] < sizes[2] == 65_536
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"horizons": [64]}}, "at most the scored horizon"),
+        ({"train": {"seeds": [0, 0]}}, "different numbers"),
+        ({"problems": {"prompt": "solve it"}}, "problem"),
+        ({"collect": {"quantle": 0.9}}, "quantle"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**changes)
+
+
+@pytest.mark.parametrize("text", ["a: [", "3", "models: {slm: a}", "\x00"])
+def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError):
+        RunSettings.load(str(path))
+    with pytest.raises(OSError, match=r"tiny\.yaml"):
+        RunSettings.load("no-such-settings")
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])
+def test_shipped_settings_load(name):
+    assert RunSettings.load(name).models.slm
