@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline
+from benchmarks import roofline, stages
 from benchmarks.harness import OURS
 from fb_core.demo import report
 
@@ -125,13 +125,22 @@ def _replace(text: str, name: str, lines: list[str]) -> str:
     return f"{text[:start]}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
 
 
+def render_scale(text: str, root: Path = ROOT) -> str:
+    """docs/scale.md with its table of measured stages made anew."""
+    found = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
+    tables = [[*stages.table(json.loads(file.read_text())), ""] for file in found]
+    return _replace(text, "stage table", [line for lines in tables for line in lines])
+
+
 def main(root: Path = ROOT) -> None:
-    """Write the README's blocks and, where there are GPU results, their plots."""
+    """Write the blocks of the README and of docs/scale.md and, where there are GPU results, their plots."""
     gpu = load(root, GPU)
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
     readme = root / "README.md"
     readme.write_text(render(readme.read_text(), root))
+    scale = root / "docs" / "scale.md"
+    scale.write_text(render_scale(scale.read_text(), root))
 
 
 if __name__ == "__main__":

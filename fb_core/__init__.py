@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.server import ServerError, ServerLLM
     from fb_core.targets import future_compatibility, group_targets
-    from fb_core.training import Recipe, TrainingGroup, TrainingTrajectory, train_reranker
+    from fb_core.training import (
+        GroupMetrics,
+        Recipe,
+        Run,
+        Sweep,
+        TrainingGroup,
+        TrainingTrajectory,
+        train_reranker,
+        validate,
+    )
     from fb_core.verify import Verdict, Verifier
 
 _HOMES = {
@@ -50,7 +59,16 @@ _HOMES = {
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.server": ("ServerError", "ServerLLM"),
     "fb_core.targets": ("future_compatibility", "group_targets"),
-    "fb_core.training": ("Recipe", "TrainingGroup", "TrainingTrajectory", "train_reranker"),
+    "fb_core.training": (
+        "GroupMetrics",
+        "Recipe",
+        "Run",
+        "Sweep",
+        "TrainingGroup",
+        "TrainingTrajectory",
+        "train_reranker",
+        "validate",
+    ),
     "fb_core.verify": ("Verdict", "Verifier"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -63,6 +81,7 @@ __all__ = [
     "Event",
     "FutureBridgeSelector",
     "Generation",
+    "GroupMetrics",
     "LLMPreference",
     "LocalLLM",
     "LowLatencyDecoder",
@@ -70,11 +89,13 @@ __all__ = [
     "RandomChoice",
     "Recipe",
     "RequestPolicy",
+    "Run",
     "SLMPreference",
     "Selector",
     "ServerError",
     "ServerLLM",
     "State",
+    "Sweep",
     "TokenReranker",
     "TrainingGroup",
     "TrainingTrajectory",
@@ -84,6 +105,7 @@ __all__ = [
     "future_compatibility",
     "group_targets",
     "train_reranker",
+    "validate",
 ]
 
 

@@ -16,6 +16,11 @@ def test_tables_are_generated_from_the_result_files():
     assert figures.render(readme) == readme
 
 
+def test_the_stage_table_is_generated_from_its_result_file():
+    scale = (ROOT / "docs" / "scale.md").read_text()
+    assert figures.render_scale(scale) == scale
+
+
 def test_demo_report_is_the_one_of_its_results():
     folder = ROOT / "docs" / "demo"
     assert (folder / "report.md").read_text() == report.markdown(json.loads((folder / "results.json").read_text()))

@@ -19,6 +19,8 @@ from fb_core.pipeline.inputs import verifier_of
 from fb_core.pipeline.stage import Output, Stage
 from fb_core.verify import Verdict, Verifier
 
+SERVED_AT_ONCE = 4  # shards that keep a server busy while the last continuations of one of them are written
+
 
 @dataclass(frozen=True)
 class Future:
@@ -150,6 +152,10 @@ class FutureStage(Stage):
     reads: ClassVar = {"trajectories": "collect", "states": "collect"}
     uses = ("slm", "llm", "tokenizer")
     unit = "states"
+
+    @property
+    def at_once(self) -> int:
+        return 1 if self.settings.models.llm_server is None else SERVED_AT_ONCE
 
     def relevant(self) -> dict[str, Any]:
         return self.settings.futures.model_dump() | self.settings.verify.model_dump(exclude={"workers"})

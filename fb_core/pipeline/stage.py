@@ -6,6 +6,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -53,6 +54,11 @@ class Stage(ABC):
         self.folder = Artefact(run, self.name)
         self.on_progress: Callable[[int], None] = lambda done: None  # units of the shard at work
         self.leads = True
+
+    @property
+    def at_once(self) -> int:
+        """How many shards one process works on together."""
+        return 1
 
     @property
     def models(self) -> Models:
@@ -152,12 +158,26 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
                 from fb_core.pipeline.cluster import work_on_ray
 
                 work_on_ray(stage, pending, board.shard_done)
+            elif stage.at_once > 1:
+                _work_in_threads(stage, pending, board.shard_done)
             else:
                 stage.on_progress = board.within
                 for shard in pending:
                     work_and_put(stage, shard)
                     board.shard_done(shard)
         return stage.folder.complete(list(shards), stage.summary())
+
+
+def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str], None]) -> None:
+    """Several shards at once in this process, whose threads wait for a server."""
+    threads = ThreadPoolExecutor(stage.at_once)
+    try:
+        under_way = {threads.submit(work_and_put, stage, shard): shard for shard in shards}
+        for done in as_completed(under_way):
+            done.result()
+            on_done(under_way[done])
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def work_and_put(stage: Stage, shard: str) -> None:
