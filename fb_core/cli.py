@@ -95,7 +95,10 @@ def _run_command(command: Command, config: str, run: Path | None, engine: str, d
     console = Console()
 
     def show(text: str) -> None:
-        console.print(text if dry_run else Markdown(text))
+        if dry_run or not console.is_terminal:
+            print(text)  # nothing is cut or coloured
+        else:
+            console.print(Markdown(text))
 
     run_command(command, RunSettings.load(config), folder, cast("Engine", engine), dry_run=dry_run, show=show)
 
@@ -205,7 +208,7 @@ def main() -> None:
         app()
     except ValidationError as problem:
         wrong = "; ".join(error["msg"].removeprefix("Value error, ") for error in problem.errors())
-        names = ", ".join(str(error["loc"][0]) for error in problem.errors() if error["loc"])
+        names = ", ".join(".".join(map(str, error["loc"])) for error in problem.errors() if error["loc"])
         typer.secho(f"futurebridge: {names}{': ' if names else ''}{wrong}", fg="red", err=True)
         raise SystemExit(2) from None
     except (ValueError, TypeError, OSError) as problem:

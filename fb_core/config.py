@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -129,7 +129,7 @@ class ModelSettings(BaseModel):
 
     Attributes:
         slm: folder or hub id; "demo:plans" is the demo's own pair.
-        llm: likewise; with `llm_server` only its tokenizer is read here.
+        llm: likewise; with `llm_server` the name by which results know it.
         slm_server: writes the SLM's own trajectories, if given; the SLM is still needed here to be teacher-forced.
         llm_server: asked instead of a large model in this process.
         batch_tokens: tokens, padding and new ones included, that a batch decoded in this process may hold.
@@ -207,7 +207,7 @@ class ScoreSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     horizon: int = Field(default=128, ge=1)
-    token_budget: int | Literal["auto"] = "auto"
+    token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
 class TrainSettings(BaseModel):
@@ -308,7 +308,7 @@ class RunSettings(BaseModel):
         """
         path = Path(source)
         shipped = resources.files("fb_core") / "configs"
-        if not path.is_file():
+        if not path.is_file() and str(path.parent) in (".", "configs"):
             path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"  # type: ignore[assignment]
         if not path.is_file():
             known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))

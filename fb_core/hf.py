@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 import math
 import operator
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -449,12 +450,15 @@ def load_tokenizer(path: str) -> Tokenizer:
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """A hash of everything that turns text into ids and back, the chat template included."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    rules: Any = sorted(tokenizer.get_vocab().items())
+    if backend is not None:
+        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}  # these come and go with its use
     template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(repr([rules, tokenizer.special_tokens_map, template]).encode()).hexdigest()
+    settled = json.dumps([rules, tokenizer.special_tokens_map, template], sort_keys=True, default=str)
+    return hashlib.sha256(settled.encode()).hexdigest()
 
 
-def _checkpoint_files(path: str) -> list[Path]:
+def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
     """config.json and the weights of a folder or hub id.
 
     Raises:
@@ -463,7 +467,8 @@ def _checkpoint_files(path: str) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+            wanted = ["*.json", "*.safetensors"]
+            folder = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=not download))
         except (OSError, ValueError) as problem:
             reason = str(problem).strip().partition("\n")[0]
             raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from None
@@ -473,12 +478,15 @@ def _checkpoint_files(path: str) -> list[Path]:
     return [folder / "config.json", *weights]
 
 
-def checkpoint_size(path: str) -> int:
-    """Number of weights of a checkpoint, from the headers of its files; raises OSError where there is none."""
+def checkpoint_size(path: str) -> int | None:
+    """Number of weights of a checkpoint, from the headers of its files; None where it is not on this machine."""
     total = 0
-    for file in _checkpoint_files(path)[1:]:
-        with safe_open(file, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    try:
+        for file in _checkpoint_files(path, download=False)[1:]:
+            with safe_open(file, "pt") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
     return total
 
 
@@ -490,6 +498,8 @@ def checkpoint_hash(path: str) -> str:
     """
     config, *weights = _checkpoint_files(path)
     found = hashlib.sha256(config.read_bytes())
+    if (generation := config.with_name("generation_config.json")).is_file():
+        found.update(generation.read_bytes())  # where the ends of a generation stand
     for file in weights:
         size = file.stat().st_size
         found.update(repr([file.name, size]).encode())
@@ -497,7 +507,7 @@ def checkpoint_hash(path: str) -> str:
             found.update(file.read_bytes())
             continue
         with file.open("rb") as data:
-            found.update(data.read(8 + int.from_bytes(data.read(8), "little")))
+            found.update(data.read(min(int.from_bytes(data.read(8), "little"), WHOLE_FILE)))
             for place in range(SAMPLES):
                 data.seek(size * place // SAMPLES)
                 found.update(data.read(256))
@@ -541,9 +551,10 @@ def free_memory(device: torch.device) -> int:
 
 def checkpoint_ends(path: str) -> frozenset[int]:
     """The ids that end a generation of a checkpoint that is not loaded."""
-    try:
+    value = None
+    with suppress(OSError):  # it may have none of its own
         value = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # it has none of its own
+    if value is None:
         value = AutoConfig.from_pretrained(path).get_text_config(decoder=True).eos_token_id
     return frozenset([] if value is None else [value] if isinstance(value, int) else value)
 

@@ -14,7 +14,7 @@ from fb_kernels import linear_logprob
 
 TOKEN_BUDGET = 16_384
 LEAST_BUDGET, MOST_BUDGET = 1024, 65_536  # more rows gain nothing
-OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # as torch and oneDNN say it on a CPU
+OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive", "out of memory", "STATUS_ALLOC_FAILED")
 ROW_STATISTICS = 8192  # bytes a row in linear_logprob, about
 
 

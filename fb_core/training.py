@@ -261,6 +261,14 @@ class Sweep:
         for moments in self._optimizer.state.values():
             moments["step"].fill_(self.step)
 
+    def check_step(self) -> None:
+        """ValueError where the processes of the sweep stand at different steps."""
+        steps = self._gather(torch.tensor([self.step], device=self._device)).flatten().tolist()
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"processes: expected all at one step, got {steps}; let them read the same checkpoint, then start again"
+            )
+
     def _gather(self, tensor: Tensor) -> Tensor:
         """[n] of this process -> [W, n] of all."""
         if self._processes is None:

@@ -28,8 +28,8 @@ from fb_core.decoding import (
 )
 from fb_core.demo.pairs import Pair
 from fb_core.llm import LocalLLM
+from fb_core.pipeline.accuracy import Evaluation, evaluate
 from fb_core.pipeline.collect import LoggedState, Trajectory, collect, log_states
-from fb_core.pipeline.evaluate import Evaluation, evaluate
 from fb_core.pipeline.futures import Filters, Future, llm_futures, own_futures, usable
 from fb_core.pipeline.rollouts import roll_out
 from fb_core.pipeline.score import score_states

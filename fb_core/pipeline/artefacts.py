@@ -6,6 +6,7 @@ A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, beside eac
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -34,6 +35,7 @@ except ImportError:  # not on Windows: there a second process is not kept out
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 PART = ".part"  # ends the name of a file that is being written
+NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
 LONGEST_JSON = 64 << 20  # bytes
 SOFTWARE = ("futurebridge", "torch", "transformers", "peft", "accelerate", "pyarrow", "safetensors", "math-verify")
 
@@ -45,12 +47,14 @@ class Receipt:
     """A finished shard.
 
     Attributes:
+        identity: digest of what the stage was begun with.
         files: name -> {"bytes", "sha256"}.
         counts: what the shard holds, by name.
-        seconds: wall time of the work.
-        device: where it ran, such as "cpu" or "NVIDIA H200".
+        seconds: wall time of the work, of all processes together.
+        device: where it ran, such as "cpu", "server" or "NVIDIA H200".
     """
 
+    identity: str
     files: dict[str, dict[str, Any]]
     counts: dict[str, int]
     seconds: float
@@ -73,9 +77,10 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as problem:
         with suppress(OSError):
             temporary.unlink()
+        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
         raise OSError(
             problem.errno,
-            f"{path}: expected room for {len(data)} bytes, got: {problem.strerror}; make room and run the command "
+            f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
             "again, finished shards are kept",
         ) from problem
     with suppress(OSError):  # not every file system can
@@ -176,18 +181,22 @@ class Artefact:
         manifest = self.manifest()
         if manifest is None:
             manifest = {"stage": self.stage, "identity": identity, "chosen": chosen, "made_by": [], "complete": False}
-        changed = [
-            f"{name} {before}, got {after}" for name, before, after in _differences(manifest["identity"], identity)
-        ]
-        if changed:
-            raise ValueError(
-                f"{self.path}: begun with {'; '.join(changed)}; put that back, or choose another run folder"
-            )
+        self.check(manifest, identity)
         software = _software()
         if software not in manifest["made_by"]:
             manifest["made_by"].append(software)
             self._write_manifest(manifest)
         return manifest
+
+    def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
+        """ValueError where a stage was begun with another identity, as far as it is given; what differs is named."""
+        before = {part: manifest["identity"].get(part) for part in identity}
+        differences = _differences(before, json.loads(json.dumps(identity)))
+        changed = [f"{name} {before}, got {after}" for name, before, after in differences]
+        if changed:
+            raise ValueError(
+                f"{self.path}: begun with {'; '.join(changed)}; put that back, or choose another run folder"
+            )
 
     def receipts(self, shards: Iterable[str]) -> dict[str, Receipt]:
         """Those of the shards that are done; a damaged one is named in the log and counts as not done."""
@@ -203,7 +212,7 @@ class Artefact:
         return found
 
     def receipt(self, shard: str) -> Receipt | None:
-        """A shard's receipt with its files compared to it, None where the shard is not done.
+        """A shard's receipt with its files compared to it, None where the shard is not done, or done for another run.
 
         Raises:
             ValueError: a damaged file.
@@ -213,9 +222,16 @@ class Artefact:
             return None
         try:
             receipt = Receipt(**_read_json(path))
+            names = [Path(name) for name in receipt.files]
+            if not names or any(".." in name.parts or not name.parts[0].startswith(shard) for name in names):
+                raise TypeError(f"files {sorted(receipt.files)}")
+            if not all(type(count) is int for count in receipt.counts.values()) or type(receipt.seconds) is not float:
+                raise TypeError("counts and seconds that are no numbers")
+            if receipt.identity != self._identity():
+                return None
             for name, known in receipt.files.items():
                 _checked_bytes(self.path / name, known)
-        except (AttributeError, KeyError, TypeError) as problem:
+        except (AttributeError, IndexError, KeyError, TypeError) as problem:
             raise ValueError(f"{path}: expected the receipt of a shard, got another file ({problem})") from None
         return receipt
 
@@ -228,15 +244,15 @@ class Artefact:
             (self.path / name).parent.mkdir(exist_ok=True)
             write_file(self.path / name, data)
             known[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        receipt = Receipt(known, dict(counts), round(seconds, 3), device)
+        receipt = Receipt(self._identity(), known, dict(counts), round(float(seconds), 3), device)
         write_file(self.path / f"{shard}.json", json_bytes(asdict(receipt)))
 
     def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
         """Close the stage: counts, cost and the digest of its files go into the manifest."""
-        receipts = self.receipts(shards)
-        assert len(receipts) == len(shards)
-        manifest = self.manifest()
-        assert manifest is not None
+        receipts, manifest = self.receipts(shards), self.manifest()
+        left = [shard for shard in shards if shard not in receipts]
+        if left or manifest is None:
+            raise ValueError(f"{self.path}: expected all shards done, got {left} damaged meanwhile; run again")
         counts: dict[str, int] = {}
         for receipt in receipts.values():
             for name, count in receipt.counts.items():
@@ -251,7 +267,7 @@ class Artefact:
             "cost": {
                 "seconds": round(sum(receipt.seconds for receipt in receipts.values()), 3),
                 "gpu_hours": round(
-                    sum(receipt.seconds for receipt in receipts.values() if receipt.device != "cpu") / 3600, 4
+                    sum(receipt.seconds for receipt in receipts.values() if receipt.device not in NO_GPU) / 3600, 4
                 ),
                 "devices": sorted({receipt.device for receipt in receipts.values()}),
             },
@@ -267,9 +283,8 @@ class Artefact:
         """
         manifest = self.manifest()
         if manifest is None or not manifest["complete"]:
-            raise ValueError(
-                f"{self.path}: expected finished {self.stage}, got {'none' if manifest is None else 'a part'}"
-            )
+            got = "none" if manifest is None else "a part"
+            raise ValueError(f"{self.path}: expected finished {self.stage}, got {got}; run its command to the end")
         return manifest
 
     def table(self, shard: str) -> list[dict[str, Any]]:
@@ -305,6 +320,11 @@ class Artefact:
         except (KeyError, TypeError):
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
 
+    def _identity(self) -> str:
+        """Digest of what the stage was begun with."""
+        manifest = self.manifest()
+        return "" if manifest is None else digest(manifest["identity"])
+
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
         write_file(self.path / MANIFEST, json_bytes(manifest))
 
@@ -316,15 +336,15 @@ def digest(value: Any) -> str:
 
 def _checked_bytes(path: Path, known: dict[str, Any]) -> bytes:
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if path.stat().st_size == known["bytes"] else b""
     except OSError as problem:
         raise ValueError(
             f"{path}: expected {known['bytes']} bytes, got {problem.strerror}; run the stage again"
         ) from None
     if len(data) != known["bytes"] or hashlib.sha256(data).hexdigest() != known["sha256"]:
         raise ValueError(
-            f"{path}: expected the {known['bytes']} bytes of its receipt, got {len(data)} that differ (damaged or "
-            "edited); run the stage again"
+            f"{path}: expected the {known['bytes']} bytes of its receipt, got others (damaged or edited); run the "
+            "stage again"
         )
     return data
 

@@ -1,29 +1,42 @@
-"""Shards as Ray tasks: on this machine, or on a cluster that shares the run's folder."""
+"""Shards on workers of a Ray cluster: on this machine, or on many that share the run's folder."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fb_core.config import RunSettings
 from fb_core.pipeline.stage import Stage, work_and_put
 
-RETRIES = 3  # of a task whose process or node died
+RETRIES = 3  # of a shard whose worker died
+
+
+class Worker:
+    """A process with a core and perhaps a GPU of its own, that keeps its models between shards."""
+
+    def __init__(self, kind: type[Stage], settings: RunSettings, run: Path) -> None:
+        self.stage = kind(settings, run)
+
+    def ready(self) -> None:
+        """Returns once the process is up."""
+
+    def work(self, shard: str) -> None:
+        """Compute and write a shard."""
+        work_and_put(self.stage, shard)
 
 
 def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], None]) -> None:
-    """Compute and write shards as tasks, each with a core and, where there are any, a GPU of its own.
+    """Compute and write shards on as many workers as the cluster has GPUs, or cores where it has none.
 
-    A task whose process or node dies is run again; models stay loaded in a worker between tasks. Without RAY_ADDRESS in
-    the environment a Ray of this machine is started, on loopback, and ended.
+    The shard of a worker that dies, with its process or its node, goes to another one. Without RAY_ADDRESS in the
+    environment a Ray of this machine is started, on loopback, and ended.
 
     Raises:
         ValueError: Ray is not installed, or what the work raises.
+        OSError: what the work raises, or workers that die again and again.
     """
     try:
         import ray
@@ -34,30 +47,46 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], No
         return
     own = not ray.is_initialized()
     if own:
-        local: dict[str, Any] = {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else local))
+        here: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else here))
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0)) if stage.on_gpu else 0
+    kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
+    waiting, died = deque(shards), Counter[str]()
+    under_way: dict[Any, tuple[Any, str | None]] = {}
+
+    def hire() -> None:
+        worker = kind.remote(type(stage), stage.settings, stage.run.resolve())
+        under_way[worker.ready.remote()] = (worker, None)  # a shard only once it is up
+
     try:
-        gpus = 1 if torch.cuda.is_available() or ray.cluster_resources().get("GPU") else 0
-        task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(_work)
-        under_way = {task.remote(type(stage), stage.settings, stage.run.resolve(), shard): shard for shard in shards}
-        while under_way:
-            for handle in ray.wait(list(under_way))[0]:
+        for _ in range(min(len(shards), gpus or int(resources["CPU"]))):
+            hire()
+        while waiting or any(shard is not None for _, shard in under_way.values()):
+            (handle,), _ = ray.wait(list(under_way))
+            worker, shard = under_way.pop(handle)
+            try:
                 ray.get(handle)
-                on_done(under_way.pop(handle))
-    except ray.exceptions.RayTaskError as problem:
-        raise problem.as_instanceof_cause() from None
-    except ray.exceptions.RayError as problem:
-        raise OSError(f"ray: expected tasks to finish, got {problem}; run the command again") from problem
+            except ray.exceptions.RayActorError as problem:
+                place = shard or "start"
+                died[place] += 1
+                if died[place] > RETRIES:
+                    raise OSError(f"ray: expected {place} to be lived through, got {problem}; see Ray's log") from None
+                if shard is not None:
+                    waiting.appendleft(shard)
+                hire()
+                continue
+            except ray.exceptions.RayTaskError as problem:
+                raise problem.cause from None
+            if shard is not None:
+                on_done(shard)
+            if waiting:
+                following = waiting.popleft()
+                under_way[worker.work.remote(following)] = (worker, following)
+            else:
+                ray.kill(worker)
     finally:
+        for worker, _ in under_way.values():
+            ray.kill(worker)
         if own:
             ray.shutdown()
-
-
-def _work(kind: type[Stage], settings: RunSettings, run: Path, shard: str) -> None:
-    work_and_put(_stage(kind, settings, run), shard)
-
-
-@lru_cache(maxsize=1)
-def _stage(kind: type[Stage], settings: RunSettings, run: Path) -> Stage:
-    """The stage that a worker is at, with what it has loaded."""
-    return kind(settings, run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -17,7 +17,7 @@ from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
 from fb_core.pipeline.inputs import problems_hash, splits_of
 from fb_core.pipeline.problems import Problem, prompt_ids
-from fb_core.pipeline.stage import Output, Stage
+from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.policy import RequestPolicy
 from fb_kernels import topk_entropy
 
@@ -157,6 +157,7 @@ class TrajectoryStage(Stage):
     """Greedy SLM outputs with their entropies; its summary is the request policy, frozen on validation problems."""
 
     name = "trajectories"
+    command = "collect"
 
     def relevant(self) -> dict[str, Any]:
         settings = self.settings.collect
@@ -188,7 +189,8 @@ class TrajectoryStage(Stage):
             torch.tensor(prompt_ids(self.models.tokenizer, problem, self.settings.problems.prompt), device=slm.device)
             for problem in problems
         ]
-        found = collect(slm, prompts, settings.max_new_tokens, settings.top_k, writer=self.models.slm_writer)
+        writer = self.models.slm_writer
+        found = collect(slm, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, writer)
         columns = {
             "problem": pa.array([problem.id for problem in problems]),
             "prompt_length": pa.array([trajectory.prompt_length for trajectory in found], pa.int32()),
@@ -210,15 +212,16 @@ class TrajectoryStage(Stage):
         policy = RequestPolicy.calibrate(entropies, self.settings.collect.quantile, self.settings.collect.top_k)
         return {"threshold": policy.threshold, "top_k": policy.top_k, "validation_tokens": len(entropies)}
 
-    def cost(self) -> str:
-        return self.tokens_cost("slm", self.settings.collect.max_new_tokens, "generated and teacher-forced")
+    def cost(self) -> Cost:
+        return Cost("generated and teacher-forced", 2 * self.settings.collect.max_new_tokens)
 
 
 class StateStage(Stage):
     """The admitted states with the SLM's candidates."""
 
     name = "states"
-    reads: ClassVar = {"trajectories": "collect"}
+    command = "collect"
+    reads = (TrajectoryStage,)
 
     def relevant(self) -> dict[str, Any]:
         return self.settings.collect.model_dump(include={"max_states", "slm_k"})
@@ -250,8 +253,8 @@ class StateStage(Stage):
         counts = {"states": len(at), f"{shard.partition('-')[0]} states": len(at)}
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
-    def cost(self) -> str:
-        return self.tokens_cost("slm", self.settings.collect.max_new_tokens, "teacher-forced")
+    def cost(self) -> Cost:
+        return Cost("teacher-forced", self.settings.collect.max_new_tokens)
 
 
 def frozen_policy(run: Path) -> RequestPolicy:

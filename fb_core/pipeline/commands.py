@@ -12,8 +12,9 @@ from fb_core.pipeline.collect import StateStage, TrajectoryStage
 from fb_core.pipeline.evaluate import EvaluateStage
 from fb_core.pipeline.futures import FutureStage
 from fb_core.pipeline.score import ScoreStage
+from fb_core.pipeline.select import RerankerStage, SelectionStage
 from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
-from fb_core.pipeline.train import RerankerStage, SelectionStage, TrainStage
+from fb_core.pipeline.train import TrainStage
 
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 STAGES: dict[Command, tuple[type[Stage], ...]] = {
@@ -51,9 +52,7 @@ def run_command(
     leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
     for kind in STAGES[command]:
         stage = kind(settings, run)
-        if dry_run:
-            show(plan(stage))
-        elif leads:
-            show(stage.report(run_stage(stage, engine)))
-        elif kind is TrainStage:
+        if leads:
+            show(plan(stage) if dry_run else stage.report(run_stage(stage, engine)))
+        elif kind is TrainStage and not dry_run:
             run_stage(stage, leads=False)

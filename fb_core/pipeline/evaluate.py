@@ -1,4 +1,4 @@
-"""Stage 5: methods on problems, end to end, verified."""
+"""Stage 5: the chosen rerankers on benchmarks, beside greedy decoding."""
 
 from __future__ import annotations
 
@@ -8,86 +8,47 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fb_core import hf, statistics
-from fb_core.decoding import FutureBridgeSelector, Generation, Selector, SLMPreference
-from fb_core.pipeline.collect import frozen_policy
+from fb_core import statistics
+from fb_core.decoding import FutureBridgeSelector, Selector, SLMPreference
+from fb_core.pipeline.collect import TrajectoryStage, frozen_policy
 from fb_core.pipeline.inputs import problems_hash, read_problems, verifier_of
 from fb_core.pipeline.problems import BENCHMARKS, Problem, prompt_ids
-from fb_core.pipeline.stage import Output, Stage
+from fb_core.pipeline.select import RerankerStage
+from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
-from fb_core.verify import Verdict, Verifier
+from fb_core.verify import Verdict
+
+WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One method on one set of problems.
-
-    Attributes:
-        correct: bool [n], problem by problem.
-        generations: one a problem.
-        seconds: wall time of decoding, verification left out.
-    """
-
-    correct: np.ndarray
-    generations: list[Generation]
-    seconds: float
-
-    @property
-    def events(self) -> float:
-        """Events a problem, on average."""
-        return float(np.mean([len(generation.events) for generation in self.generations]))
-
-    @property
-    def new_tokens(self) -> float:
-        """Tokens a problem, on average."""
-        return float(np.mean([len(generation.token_ids) for generation in self.generations]))
-
-
-def evaluate(
-    generate: Callable[[Sequence[Tensor], int], list[Generation]],
-    prompts: Sequence[Tensor],
-    golds: Sequence[str],
-    tokenizer: hf.Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-) -> Evaluation:
-    """Run `generate` (such as `CollaborativeDecoder.generate_many`) on all prompts and verify what comes out."""
-    began = time.perf_counter()
-    generations = generate(prompts, max_new_tokens)
-    seconds = time.perf_counter() - began
-    texts = [tokenizer.decode(g.token_ids.tolist(), skip_special_tokens=True) for g in generations]
-    verdicts = verifier.verify_many(texts, golds, bad_golds="unparsable")
-    return Evaluation(np.array([verdict == "correct" for verdict in verdicts], dtype=bool), generations, seconds)
 
 
 class EvaluateStage(Stage):
     """The chosen rerankers and plain greedy decoding on the benchmarks, one prompt at a time, as deployed.
 
-    A shard is a JSONL file with a row a problem. FutureBridge runs once for every seed, and as often as the benchmark
-    wants repeats; greedy decoding is deterministic and runs once.
+    A shard is a JSONL file with a row a problem. All is deterministic, so repeats are seeds: FutureBridge runs once for
+    every reranker of the sweep (the published three are AIME's three repeats), greedy decoding once.
     """
 
     name = "evaluation"
-    reads: ClassVar = {"trajectories": "collect", "reranker": "train"}
+    command = "evaluate"
+    reads = (TrajectoryStage, RerankerStage)
     uses = ("slm", "llm", "tokenizer")
 
     def relevant(self) -> dict[str, Any]:
         settings = self.settings
         return {
             **settings.evaluate.model_dump(),
+            "seeds": list(settings.train.seeds),
             "slm_k": settings.collect.slm_k,
             "llm_k": settings.futures.llm_k,
             "prompt": settings.problems.prompt,
@@ -104,6 +65,9 @@ class EvaluateStage(Stage):
             problems = read_problems(name, settings.limit, "test", self.settings.problems.seed)
             golds = [problem.answer for problem in problems]
             verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
+            if "timeout" in verdicts:
+                late = problems[verdicts.index("timeout")].id
+                raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
             found[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
             if left := len(problems) - len(found[name]):
                 log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
@@ -111,14 +75,18 @@ class EvaluateStage(Stage):
 
     def _trials(self) -> dict[str, tuple[str, int | None, list[Problem]]]:
         """(benchmark, seed of the reranker or None for greedy, problems) of every shard."""
-        size, trials = self.settings.evaluate.per_shard, {}
+        size = self.settings.evaluate.per_shard
+        trials: dict[str, tuple[str, int | None, list[Problem]]] = {}
         for name, problems in self._benchmarks.items():
             seeds = self.settings.train.seeds
             known = BENCHMARKS.get(name.partition("=")[0])
-            runs = max(len(seeds), 1 if known is None else known.repeats)
+            if known is not None and known.repeats > len(seeds):
+                log.warning("%s: %d runs instead of %d, one a seed", name, len(seeds), known.repeats)
             methods: list[tuple[str, int | None]] = [("greedy", None)]
-            methods += [(f"futurebridge-{run}", seeds[run % len(seeds)]) for run in range(runs)]
-            stem = "-".join(re.findall(r"[\w.]+", name))
+            methods += [(f"futurebridge-{seed}", seed) for seed in seeds]
+            stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
+            if any(shard.startswith(f"{stem}.") for shard in trials):
+                raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
             for method, seed in methods:
                 for start in range(0, len(problems), size):
                     shard = f"{stem}.{method}.{start // size:05d}"
@@ -131,8 +99,8 @@ class EvaluateStage(Stage):
     def work(self, shard: str) -> Output:
         benchmark, seed, problems = self._trials()[shard]
         tokenizer, device = self.models.tokenizer, self.models.slm.device
-        prompts = [self._prompt(problem) for problem in problems]
-        decoder = self._decoder(seed, max(len(self._prompt(problem)) for problem in self._benchmarks[benchmark]))
+        prompts = [self._prompts[benchmark][problem.id] for problem in problems]
+        decoder = self._decoder(benchmark, seed)
         rows = []
         for done, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
             self.on_progress(done)
@@ -163,12 +131,18 @@ class EvaluateStage(Stage):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         return Output({f"{shard}.jsonl": lines.encode()}, counts)
 
-    def _prompt(self, problem: Problem) -> list[int]:
-        return prompt_ids(self.models.tokenizer, problem, self.settings.problems.prompt)
+    @cached_property
+    def _prompts(self) -> dict[str, dict[str, list[int]]]:
+        """Token ids by benchmark and problem."""
+        tokenizer, template = self.models.tokenizer, self.settings.problems.prompt
+        return {
+            name: {problem.id: prompt_ids(tokenizer, problem, template) for problem in problems}
+            for name, problems in self._benchmarks.items()
+        }
 
-    def _decoder(self, seed: int | None, longest_prompt: int) -> LowLatencyDecoder:
-        """A warm decoder; the last one is kept."""
-        key = (seed, longest_prompt)
+    def _decoder(self, benchmark: str, seed: int | None) -> LowLatencyDecoder:
+        """A decoder that has been through an event, where there is one early on; the last one is kept."""
+        key = (benchmark, seed)
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
         self._kept = None  # its memory first
@@ -176,24 +150,30 @@ class EvaluateStage(Stage):
         selector: Selector = SLMPreference()
         policy = RequestPolicy(math.inf)
         if seed is not None:
-            folder = self.source("reranker").path / f"seed-{seed}"
+            adapters, shard = self.source("reranker"), f"seed-{seed}"
+            if adapters.receipt(shard) is None:
+                raise ValueError(f"{adapters.path}: expected {shard}, got none; run `futurebridge train`")
+            folder = adapters.path / shard
             selector, policy = FutureBridgeSelector(TokenReranker.from_pretrained(folder, slm)), frozen_policy(self.run)
+        prompts = list(self._prompts[benchmark].values())
         decoder = LowLatencyDecoder(
             slm,
             self.models.llm,
             selector,
             policy,
-            max_length=longest_prompt + settings.evaluate.max_new_tokens,
+            max_length=max(map(len, prompts)) + settings.evaluate.max_new_tokens,
             slm_k=settings.collect.slm_k,
             llm_k=settings.futures.llm_k,
-            max_events=settings.evaluate.max_events,
+            max_events=0 if seed is None else settings.evaluate.max_events,  # with 0 the LLM is not kept in step
             tokenizer=self.models.tokenizer,
         )
-        decoder.generate(torch.tensor(self._prompt(next(iter(self._benchmarks.values()))[0]), device=slm.device), 2)
+        for prompt in prompts[:WARM_UP]:
+            if decoder.generate(torch.tensor(prompt, device=slm.device), settings.evaluate.max_new_tokens).events:
+                break
         self._kept = (key, decoder)
         return decoder
 
-    _kept: tuple[tuple[int | None, int], LowLatencyDecoder] | None = None
+    _kept: tuple[tuple[str, int | None], LowLatencyDecoder] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Of every benchmark and method accuracy with its interval, the difference to greedy, and what it cost."""
@@ -247,5 +227,5 @@ class EvaluateStage(Stage):
             )
         return "\n".join(lines)
 
-    def cost(self) -> str:
-        return self.tokens_cost("slm", self.settings.evaluate.max_new_tokens, "decoded one prompt at a time")
+    def cost(self) -> Cost:
+        return Cost("decoded one prompt at a time", self.settings.evaluate.max_new_tokens)

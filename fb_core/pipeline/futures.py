@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -14,9 +14,9 @@ from fb_core import hf
 from fb_core.decoding import merge_candidates
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
-from fb_core.pipeline.collect import LoggedState, Trajectory, TrajectoryStage, read_trajectories
+from fb_core.pipeline.collect import LoggedState, StateStage, Trajectory, TrajectoryStage, read_trajectories
 from fb_core.pipeline.inputs import verifier_of
-from fb_core.pipeline.stage import Output, Stage
+from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.verify import Verdict, Verifier
 
 SERVED_AT_ONCE = 4  # shards that keep a server busy while the last continuations of one of them are written
@@ -111,11 +111,18 @@ def _verify(
     verifier: Verifier,
 ) -> list[Verdict]:
     """Verdicts of the whole solutions: what the SLM wrote up to the state, then the continuation."""
-    texts = []
-    for state, prefix, continuation in zip(states, _prefixes(trajectories, states), written, strict=True):
-        output = torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
-        texts.append(tokenizer.decode(output.tolist(), skip_special_tokens=True))
-    return verifier.verify_many(texts, [golds[state.trajectory] for state in states])
+    outputs = [
+        torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
+        for state, prefix, continuation in zip(states, _prefixes(trajectories, states), written, strict=True)
+    ]
+    return _verdicts(outputs, [golds[state.trajectory] for state in states], tokenizer, verifier)
+
+
+def _verdicts(
+    outputs: Sequence[Tensor], golds: Sequence[str], tokenizer: hf.Tokenizer, verifier: Verifier
+) -> list[Verdict]:
+    texts = [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
+    return verifier.verify_many(texts, golds, bad_golds="unparsable")
 
 
 @dataclass(frozen=True)
@@ -149,23 +156,34 @@ class FutureStage(Stage):
     """The LLM's continuation of every state, verified, and the joint pool with its log p_T."""
 
     name = "futures"
-    reads: ClassVar = {"trajectories": "collect", "states": "collect"}
+    command = "futures"
+    reads = (TrajectoryStage, StateStage)
     uses = ("slm", "llm", "tokenizer")
     unit = "states"
 
     @property
     def at_once(self) -> int:
-        return 1 if self.settings.models.llm_server is None else SERVED_AT_ONCE
+        return 1 if self.on_gpu else SERVED_AT_ONCE
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.models.llm_server is None
+
+    @property
+    def device(self) -> str:
+        return self.models.device if self.on_gpu else "server"
 
     def relevant(self) -> dict[str, Any]:
         return self.settings.futures.model_dump() | self.settings.verify.model_dump(exclude={"workers"})
 
     def shards(self) -> dict[str, int]:
-        states = self.source("states")
-        return {
-            shard: receipt.counts["states"]
-            for shard, receipt in states.receipts(TrajectoryStage(self.settings, self.run).shards()).items()
-        }
+        states, found = StateStage(self.settings, self.run), {}
+        for shard in states.shards():
+            receipt = states.folder.receipt(shard)
+            if receipt is None:
+                raise ValueError(f"{states.folder.path}: expected shard {shard}, got none; run `futurebridge collect`")
+            found[shard] = receipt.counts["states"]
+        return found
 
     def work(self, shard: str) -> Output:
         problems = TrajectoryStage(self.settings, self.run).problems()[shard]
@@ -182,16 +200,12 @@ class FutureStage(Stage):
         )
         answers, written = [answer for answer, _ in found], [new.cpu() for _, new in found]
         pools = merge_candidates(torch.stack(asked), answers, self.models.vocabulary) if states else []
-        texts = [
-            self.models.tokenizer.decode(
-                torch.cat([tokens[trajectories[state["trajectory"]].prompt_length :], new]).tolist(),
-                skip_special_tokens=True,
-            )
+        outputs = [
+            torch.cat([tokens[trajectories[state["trajectory"]].prompt_length :], new])
             for state, tokens, new in zip(states, prefixes, written, strict=True)
         ]
-        verdicts = verifier_of(self.settings.verify).verify_many(
-            texts, [problems[state["trajectory"]].answer for state in states], bad_golds="unparsable"
-        )
+        golds = [problems[state["trajectory"]].answer for state in states]
+        verdicts = _verdicts(outputs, golds, self.models.tokenizer, verifier_of(self.settings.verify))
         columns = {
             "first": pa.array([int(new[0]) for new in written], pa.int32()),
             "tokens": lists((new[1:] for new in written), pa.int32()),
@@ -204,8 +218,8 @@ class FutureStage(Stage):
         counts |= {verdict: verdicts.count(verdict) for verdict in ("correct", "wrong", "unparsable", "timeout")}
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
-    def cost(self) -> str:
-        return self.tokens_cost("llm", self.settings.futures.max_new_tokens, "generated behind its prefix")
+    def cost(self) -> Cost:
+        return Cost("generated behind their prefixes", self.settings.futures.max_new_tokens, "llm")
 
 
 def read_futures(folder: Artefact, shard: str) -> tuple[list[Future], list[dict[str, Any]]]:

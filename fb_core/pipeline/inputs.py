@@ -25,6 +25,7 @@ class Models:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
+        self._known: dict[str, str] = {}  # hashes
 
     @cached_property
     def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
@@ -79,7 +80,7 @@ class Models:
     @property
     def device(self) -> str:
         """Where the SLM computes, by the name of its hardware."""
-        wanted = self.settings.device
+        wanted = "cpu" if self.settings.slm.startswith(DEMO) else self.settings.device
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
@@ -88,19 +89,23 @@ class Models:
         """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype."""
         found: dict[str, Any] = {"dtype": self.settings.dtype}
         for role in roles:
-            if role == "tokenizer":
-                found[role] = hf.tokenizer_hash(self.tokenizer)
-            elif role == "llm" and (server := self.settings.llm_server) is not None:
-                found[role] = digest(["server", server.model or self.settings.llm])
-            else:
-                path = str(getattr(self.settings, role))
-                found[role] = (
-                    hf.fingerprint(self._load(path, role)[0]) if path.startswith(DEMO) else hf.checkpoint_hash(path)
-                )
+            if role not in self._known:
+                self._known[role] = self._hash(role)
+            found[role] = self._known[role]
+        if self.settings.slm_server is not None:
+            found["slm_server"] = self.settings.slm_server.model or self.settings.slm
         return found
 
+    def _hash(self, role: str) -> str:
+        if role == "tokenizer":
+            return hf.tokenizer_hash(self.tokenizer)
+        if role == "llm" and (server := self.settings.llm_server) is not None:
+            return digest(["server", server.model or self.settings.llm])
+        path = str(getattr(self.settings, role))
+        return hf.fingerprint(self._load(path, role)[0]) if path.startswith(DEMO) else hf.checkpoint_hash(path)
+
     def parameters(self, role: str) -> int | None:
-        """Number of weights of "slm" or "llm", from its files; None for a server's."""
+        """Number of weights of "slm" or "llm", from its files; None for a server's, or where they are not here."""
         if role == "llm" and self.settings.llm_server is not None:
             return None
         path = str(getattr(self.settings, role))

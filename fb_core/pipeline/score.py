@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fb_core import scorer as packing
 from fb_core.pipeline.artefacts import tensor_bytes
-from fb_core.pipeline.collect import LoggedState, Trajectory, read_trajectories
+from fb_core.pipeline.collect import LoggedState, StateStage, Trajectory, TrajectoryStage, read_trajectories
 from fb_core.pipeline.futures import FutureStage, read_futures, usable
-from fb_core.pipeline.stage import Output, Stage
+from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 
 
@@ -72,23 +72,29 @@ class ScoreStage(Stage):
     """The matrices of the usable states, with log p_S of every candidate of their pools."""
 
     name = "scores"
-    reads: ClassVar = {"trajectories": "collect", "states": "collect", "futures": "futures"}
+    command = "score"
+    reads = (TrajectoryStage, StateStage, FutureStage)
     unit = "states"
 
     def relevant(self) -> dict[str, Any]:
-        return {"horizon": self.settings.score.horizon, "token_budget": self.settings.score.token_budget}
+        return {"horizon": self.settings.score.horizon}
 
     def choose(self) -> dict[str, Any]:
-        budget = self.settings.score.token_budget
-        return {"token_budget": packing.token_budget(self.models.slm) if budget == "auto" else budget}
+        return {"token_budget": packing.token_budget(self.models.slm)} if self._automatic else {}
+
+    @property
+    def _automatic(self) -> bool:
+        return self.settings.score.token_budget == "auto"
 
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()
 
     def work(self, shard: str) -> Output:
         slm, horizon = self.models.slm, self.settings.score.horizon
-        manifest = self.folder.manifest()
-        assert manifest is not None
+        budget = self.settings.score.token_budget
+        if budget == "auto":
+            chosen = (self.folder.manifest() or {}).get("chosen", {})
+            budget = chosen.get("token_budget", packing.TOKEN_BUDGET)
         trajectories = read_trajectories(self.source("trajectories"), shard, slm.device)
         states = self.source("states").table(shard)
         futures, rows = read_futures(self.source("futures"), shard)
@@ -99,7 +105,7 @@ class ScoreStage(Stage):
             group = BranchGroup(states[row]["position"], pool, futures[row].tokens[:horizon].to(slm.device))
             groups.setdefault(states[row]["trajectory"], []).append(group)
         packed = [(trajectories[index].tokens, members) for index, members in groups.items()]
-        scored = self._scorer.score_trajectories(packed, manifest["chosen"]["token_budget"], return_local=True)
+        scored = self._scorer.score_trajectories(packed, budget, return_local=True)
         flat = [pair for trajectory in scored for pair in trajectory]
         sizes = [len(local) for _, local in flat]
         empty = torch.zeros(0, horizon)
@@ -120,11 +126,9 @@ class ScoreStage(Stage):
     def report(self, manifest: dict[str, Any]) -> str:
         return filter_table(manifest["counts"])
 
-    def cost(self) -> str:
-        settings = self.settings
-        candidates = settings.collect.slm_k + settings.futures.llm_k
-        rows = settings.score.horizon * candidates
-        return self.tokens_cost("slm", rows, "scored behind a shared prefix")
+    def cost(self) -> Cost:
+        candidates = self.settings.collect.slm_k + self.settings.futures.llm_k
+        return Cost("scored behind shared prefixes", self.settings.score.horizon * candidates)
 
 
 def filter_table(counts: dict[str, int]) -> str:

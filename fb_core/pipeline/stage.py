@@ -24,8 +24,17 @@ Engine = Literal["local", "ray"]
 class Output(NamedTuple):
     """What the work on one shard gives."""
 
-    files: Mapping[str, bytes]  # by name inside the stage's folder
+    files: Mapping[str, bytes]  # by name inside the stage's folder, all beginning with the shard's
     counts: Mapping[str, int]
+    seconds: float = 0.0  # of earlier processes, and of other ones
+
+
+class Cost(NamedTuple):
+    """What one unit of a stage takes, before anything is measured."""
+
+    words: str
+    tokens: int = 0  # at most
+    role: str = "slm"  # of the model that they pass
 
 
 class Stage(ABC):
@@ -37,22 +46,27 @@ class Stage(ABC):
 
     Attributes:
         name: of the stage and its folder.
-        reads: the stages whose files it reads, each with the command that makes it.
+        command: that works through it.
+        reads: the stages whose files it reads.
         uses: roles whose identity its files depend on, among "slm", "llm" and "tokenizer".
         unit: what its shards count.
+        parallel: whether shards can be worked on in any order, anywhere.
+        leads: False in a process that only helps another one, and writes nothing.
+        on_progress: told how many units of the shard at work are done.
     """
 
     name: ClassVar[str]
-    parallel: ClassVar[bool] = True  # whether shards can be worked on in any order, anywhere
-    reads: ClassVar[Mapping[str, str]] = {}
+    command: ClassVar[str]
+    reads: ClassVar[Sequence[type[Stage]]] = ()
     uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
     unit: ClassVar[str] = "problems"
+    parallel: ClassVar[bool] = True
 
     def __init__(self, settings: RunSettings, run: Path) -> None:
         self.settings = settings
         self.run = run
         self.folder = Artefact(run, self.name)
-        self.on_progress: Callable[[int], None] = lambda done: None  # units of the shard at work
+        self.on_progress: Callable[[int], None] = lambda done: None
         self.leads = True
 
     @property
@@ -61,9 +75,19 @@ class Stage(ABC):
         return 1
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether a worker needs a GPU, where there are any."""
+        return True
+
+    @property
     def models(self) -> Models:
         """The run's models, loaded when used."""
         return models_of(self.settings.models)
+
+    @property
+    def device(self) -> str:
+        """Where the work is done, by the name of the hardware."""
+        return self.models.device
 
     def source(self, stage: str) -> Artefact:
         """The folder of a stage that this one reads."""
@@ -82,13 +106,8 @@ class Stage(ABC):
         """Compute a shard; nothing is written yet."""
 
     @abstractmethod
-    def cost(self) -> str:
-        """What one of its units takes, in words and figures, before anything is measured."""
-
-    def report(self, manifest: dict[str, Any]) -> str:
-        """The finished stage in Markdown, for people."""
-        counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
-        return f"**{self.name}**: {counts}; {_clock(manifest['cost']['seconds'])} of work"
+    def cost(self) -> Cost:
+        """What one of its units takes."""
 
     def choose(self) -> dict[str, Any]:
         """What is decided for this machine when the stage begins, and then stays."""
@@ -98,30 +117,29 @@ class Stage(ABC):
         """What the manifest says of the finished shards, beside their counts."""
         return {}
 
-    def tokens_cost(self, role: str, tokens: int, what: str) -> str:
-        """The cost of a unit that takes so many tokens of a model at most."""
-        size = self.models.parameters(role)
-        if size is None:
-            return f"at most {tokens} tokens {what} a unit, by a server"
-        return (
-            f"at most {tokens} tokens {what} a unit, {2 * size * tokens / 1e12:.3g} TFLOP by {size / 1e9:.3g}B weights"
-        )
+    def report(self, manifest: dict[str, Any]) -> str:
+        """The finished stage in Markdown, for people."""
+        counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
+        return f"**{self.name}**: {counts}; {_clock(manifest['cost']['seconds'])} of work"
 
-    def identity(self) -> dict[str, Any]:
-        """Everything that its files depend on.
+    def identity(self, models: bool = True) -> dict[str, Any]:
+        """Everything that its files depend on; without the models, whose hashes may want them downloaded, if so wished.
 
         Raises:
-            ValueError: a stage that it reads is not finished.
+            ValueError: a stage that it reads is not finished, or was made with other settings or models.
         """
         inputs = {}
-        for stage, command in self.reads.items():
-            manifest = self.source(stage).manifest()
+        for kind in self.reads:
+            read = kind(self.settings, self.run)
+            manifest = read.folder.manifest()
             if manifest is None or not manifest["complete"]:
                 got = "none" if manifest is None else "a part"
-                remedy = f"run `futurebridge {command}` first"
-                raise ValueError(f"{self.name}: expected finished {stage} in {self.run}, got {got}; {remedy}")
-            inputs[stage] = manifest["digest"]
-        return {"settings": self.relevant(), "models": self.models.identity(*self.uses), "inputs": inputs}
+                remedy = f"run `futurebridge {kind.command}` first"
+                raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
+            read.folder.check(manifest, read.identity(models))
+            inputs[kind.name] = manifest["digest"]
+        known = {"models": self.models.identity(*self.uses)} if models else {}
+        return {"settings": self.relevant(), "inputs": inputs, **known}
 
 
 def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
@@ -129,7 +147,7 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
 
     Args:
         stage: the work.
-        engine: "local" for this process, "ray" for tasks of a Ray cluster.
+        engine: "local" for this process, "ray" for workers of a Ray cluster.
         leads: False in a process that only helps another one, and writes nothing.
 
     Returns:
@@ -184,27 +202,33 @@ def work_and_put(stage: Stage, shard: str) -> None:
     """Compute one shard and write it."""
     began = time.perf_counter()
     output = stage.work(shard)
-    stage.folder.put(shard, output.files, output.counts, time.perf_counter() - began, stage.models.device)
+    seconds = time.perf_counter() - began + output.seconds
+    stage.folder.put(shard, output.files, output.counts, seconds, stage.device)
 
 
 def plan(stage: Stage) -> str:
-    """What `run_stage` would do: shards and units done and left, their cost, and the time left at the rate so far."""
+    """What `run_stage` would do: shards and units left, what they cost at most, and their time at the rate so far."""
     try:
-        stage.identity()
-    except ValueError as problem:
-        return f"{stage.name}: cannot be planned yet ({problem})"
-    shards = stage.shards()
+        identity, manifest = stage.identity(models=False), stage.folder.manifest()
+        if manifest is not None:
+            stage.folder.check(manifest, identity)
+        shards = stage.shards()
+    except (OSError, ValueError) as problem:
+        return f"{stage.name}: cannot run yet: {problem}"
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
-    left = f"{len(shards) - len(done)} of {len(shards)} shards, {units - finished} of {units} {stage.unit}"
-    lines = [f"{stage.name}: {left} to do", f"  cost: {stage.cost()}"]
+    left, cost = units - finished, stage.cost()
+    lines = [f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"]
+    if cost.tokens and (size := stage.models.parameters(cost.role)) is not None:
+        flop = f"{2e-12 * size * cost.tokens * left:,.3g} TFLOP by {size / 1e9:.3g}B weights"
+        lines.append(f"  at most {cost.tokens * left:,} tokens {cost.words}, {flop}")
+    else:
+        lines.append(f"  {cost.words}")
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
-        clock = _clock(seconds / finished * (units - finished))
-        lines.append(
-            f"  measured: {finished / max(seconds, 1e-9):.3g} {stage.unit} a second on "
-            f"{', '.join(sorted({receipt.device for receipt in done.values()}))}, {clock} left on one"
-        )
+        devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
+        rate = f"{finished / max(seconds, 1e-9):.3g} {stage.unit} a second on {devices}"
+        lines.append(f"  measured: {rate}, {_clock(seconds / finished * left)} left on one")
     return "\n".join(lines)
 
 
@@ -223,7 +247,8 @@ class Board:
             MofNCompleteColumn(),
             _Rate(stage.unit),
             TimeRemainingColumn(),
-            console=Console(stderr=False),
+            console=Console(),
+            speed_estimate_period=1e9,  # shards may take hours
         )
         self._terminal = sys.stdout.isatty()
 

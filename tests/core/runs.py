@@ -134,13 +134,12 @@ def contents(run: Path) -> dict[str, str]:
                 rows = (
                     [json.loads(line) for line in data.splitlines()] if path.suffix == ".jsonl" else [json.loads(data)]
                 )
-                if path.suffix == ".json" and "files" in rows[0]:  # a receipt: its shard is hashed itself
-                    rows[0].pop("files")
                 for row in rows:
                     for name in TIMES:
                         row.pop(name, None)
-                    if "evaluation" in path.parts:
-                        row.pop("digest", None)  # its rows hold wall times
+                    if "evaluation" in path.parts:  # its rows hold wall times
+                        row.pop("digest", None)
+                        row.pop("files", None)
                 data = json.dumps(rows, sort_keys=True).encode()
             found[str(path.relative_to(run))] = hashlib.sha256(data).hexdigest()
     return found

@@ -107,7 +107,12 @@ def test_a_damaged_shard_is_named_and_not_done(tmp_path, caplog, suffix, damage)
         {"files": 3},
         {"files": {}, "counts": {}},
         [1],
-        {"files": {"a": {}}, "counts": {}, "seconds": 1, "device": ""},
+        {"files": {"a": {}}, "counts": {}, "seconds": 1.0, "device": ""},
+        {"identity": "", "files": {}, "counts": {}, "seconds": 1.0, "device": ""},
+        {"identity": "", "files": {"train-00000/../../x": {}}, "counts": {}, "seconds": 1.0, "device": ""},
+        {"identity": "", "files": {"/dev/zero": {}}, "counts": {}, "seconds": 1.0, "device": ""},
+        {"identity": "", "files": {"train-00000.parquet": {}}, "counts": {"a": "b"}, "seconds": 1.0, "device": ""},
+        {"identity": "", "files": {"train-00000.parquet": {}}, "counts": {}, "seconds": "1", "device": ""},
     ],
 )
 def test_a_receipt_of_another_kind_is_no_receipt(tmp_path, receipt):
@@ -134,6 +139,16 @@ def test_another_identity_is_refused_by_name(tmp_path, changed, words):
         artefact.begin(IDENTITY | changed, {})
     assert (artefact.path / "manifest.json").read_bytes() == before
     artefact.begin(IDENTITY, {})
+
+
+def test_shards_of_another_identity_are_not_done(tmp_path):
+    artefact, names = filled(tmp_path)
+    (artefact.path / "manifest.json").unlink()
+    artefact.begin(IDENTITY, {})
+    assert artefact.receipts(names).keys() == set(names)
+    (artefact.path / "manifest.json").unlink()
+    artefact.begin(IDENTITY | {"settings": {"quantile": 0.5}}, {})
+    assert artefact.receipts(names) == {}
 
 
 def test_the_first_choice_stays(tmp_path):
@@ -201,7 +216,7 @@ def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
     )
     path = tmp_path / "a.bin"
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert "expected room for 5000 bytes" in done.stdout
+    assert "expected to write 5000 bytes" in done.stdout
     assert "finished shards are kept" in done.stdout
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["a.bin"]
@@ -222,7 +237,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_and_loses_nothing(small_disk):
     artefact = begun(small_disk)
     artefact.put("a", {"a.jsonl": b"a" * 60_000}, {"rows": 1}, 1.0, "cpu")
-    with pytest.raises(OSError, match=r"expected room for 400000 bytes.*make room") as problem:
+    with pytest.raises(OSError, match=r"expected to write 400000 bytes.*make room") as problem:
         artefact.put("b", {"b.jsonl": b"b" * 400_000}, {"rows": 1}, 1.0, "cpu")
     assert problem.value.errno == errno.ENOSPC
     assert artefact.receipts(["a", "b"]).keys() == {"a"}

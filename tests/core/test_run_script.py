@@ -12,7 +12,6 @@ import yaml
 from runs import SMALL, contents
 
 SCRIPT = Path(__file__).parent / "run_and_kill.sh"
-SECONDS = ("5", "5.5", "5", "7", "6")  # three or four of them pass with imports
 
 
 @pytest.mark.slow
@@ -21,12 +20,14 @@ def test_the_five_commands_killed_and_run_again_end_in_their_tables(undisturbed,
     config.write_text(yaml.safe_dump(SMALL))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [str(SCRIPT), str(config), str(run), *SECONDS],
+        [str(SCRIPT), str(config), str(run)],
         env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for words in ("answer-verified future", "valid group", "by seed", "greedy"):
+    assert done.stdout.count("killed at") == 5
+    for words in ("answer-verified future", "valid group", "by seed", "minus greedy"):
         assert words in done.stdout
     assert contents(run) == contents(undisturbed[0]["evaluate"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -181,6 +184,14 @@ def test_manifests_say_what_made_them(run):
         ({"score": {"horizon": 9}}, "score", "settings.horizon 8, got 9"),
         ({"train": {"rank": 5}}, "train", "settings.rank 4, got 5"),
         ({"evaluate": {"limit": 8}}, "evaluate", "settings.limit 9, got 8"),
+        ({"problems": {"seed": 5}}, "futures", "settings.problems.seed 0, got 5"),
+        ({"problems": {"per_shard": 7}}, "futures", "settings.problems.per_shard 6, got 7"),
+        ({"collect": {"quantile": 0.8}}, "score", "settings.collect.quantile 0.9, got 0.8"),
+        ({"futures": {"max_new_tokens": 40}}, "train", "settings.max_new_tokens 45, got 40"),
+        ({"train": {"seeds": [0]}}, "evaluate", "settings.seeds [0, 1], got [0]"),
+        ({"score": {"horizon": 9}}, "evaluate", "settings.horizon 8, got 9"),
+        ({"models": {"slm": "demo:control"}}, "score", "models.slm"),
+        ({"models": {"dtype": "bfloat16"}}, "evaluate", "models.dtype auto, got bfloat16"),
     ],
 )
 def test_a_changed_setting_is_named_and_nothing_is_lost(undisturbed, tmp_path, changes, command, words):
@@ -260,6 +271,64 @@ def test_a_damaged_shard_is_named_made_again_and_read(undisturbed, tmp_path, cap
     assert contents(run) == contents(undisturbed[0]["collect"])
 
 
+def test_a_damaged_shard_stops_what_reads_it(undisturbed, tmp_path):
+    run = copied(undisturbed, tmp_path, "collect")
+    path = run / "states" / "train-00002.parquet"
+    data = path.read_bytes()
+    path.write_bytes(data[:-7])
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        run_command("futures", settings(), run, show=lambda text: None)
+    path.with_suffix(".json").rename(run / "kept.json")
+    with pytest.raises(ValueError, match="expected shard train-00002, got none; run `futurebridge collect`"):
+        run_command("futures", settings(), run, show=lambda text: None)
+
+
+def test_an_edited_adapter_is_not_evaluated(undisturbed, tmp_path):
+    run = copied(undisturbed, tmp_path, "train")
+    path = run / "reranker" / "seed-1" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        run_command("evaluate", settings(), run, show=lambda text: None)
+
+
+def test_an_earlier_epoch_is_made_anew_from_where_it_was(undisturbed, tmp_path, monkeypatch):
+    run = copied(undisturbed, tmp_path, "score")
+    stage, checkpoint = TrainStage(settings(), run), TrainStage._checkpoint
+
+    class Enough(Exception):
+        pass
+
+    def stop_in_the_second_epoch(self, sweep, seconds):
+        checkpoint(self, sweep, seconds)
+        if sweep.step > sweep.epoch_ends[0]:
+            raise Enough
+
+    monkeypatch.setattr(TrainStage, "_checkpoint", stop_in_the_second_epoch)
+    with pytest.raises(Enough):
+        run_stage(stage)
+    monkeypatch.undo()
+    (run / "training" / "epoch-1.safetensors").write_bytes(b"damaged")
+    assert [path.name for path in (run / "training").glob("step-*.json")]
+    run_command("train", settings(), run, show=lambda text: None)
+    assert contents(run) == contents(undisturbed[0]["train"])
+
+
+def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
+    run = copied(undisturbed, tmp_path, "futures")
+    for path in (run / "futures").glob("validation-*.parquet"):
+        rows = Artefact(run, "futures").table(path.stem)
+        columns = {name: [row[name] for row in rows] for name in rows[0]} | {"verdict": ["wrong"] * len(rows)}
+        table = pq.read_schema(path)
+        buffer = io.BytesIO()
+        pq.write_table(pa.table(columns, schema=table), buffer)
+        Artefact(run, "futures").put(path.stem, {path.name: buffer.getvalue()}, {"futures": len(rows)}, 1.0, "cpu")
+    run_command("score", settings(), run, show=lambda text: None)
+    with pytest.raises(ValueError, match="expected scored groups of the validation problems, got none"):
+        run_command("train", settings(), run, show=lambda text: None)
+
+
 def test_an_earlier_stage_is_asked_for_by_its_command(tmp_path):
     for stage, words in ((StateStage, "run `futurebridge collect`"), (ScoreStage, "run `futurebridge collect`")):
         with pytest.raises(ValueError, match=words):
@@ -273,11 +342,14 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
     before = contents(run)
     text = plan(TrajectoryStage(settings(), run))
     assert "1 of 8 shards, 6 of 48 problems to do" in text
+    assert f"at most {6 * 90} tokens generated and teacher-forced" in text
     assert "TFLOP" in text
     assert "problems a second" in text
     shown: list[str] = []
     run_command("futures", settings(), run, dry_run=True, show=shown.append)
     assert "8 of 8 shards" in shown[0]
+    run_command("collect", settings(collect={"top_k": 3}), run, dry_run=True, show=shown.append)
+    assert "settings.collect.top_k 64, got 3" in shown[1]
     assert contents(run) == before
 
 
