@@ -69,7 +69,7 @@ def score_states(
 
 
 class ScoreStage(Stage):
-    """The matrices of the usable states, with log p_S of every candidate of their pools."""
+    """The matrices of the usable states, with log p_S and log p_T of every candidate of their pools."""
 
     name = "scores"
     command = "score"
@@ -109,11 +109,15 @@ class ScoreStage(Stage):
         flat = [pair for trajectory in scored for pair in trajectory]
         sizes = [len(local) for _, local in flat]
         empty = torch.zeros(0, horizon)
+        pools = [rows[row] for row in used]
         tensors = {
-            "logprob": torch.cat([empty, *(matrix.cpu() for matrix, _ in flat)]),
-            "slm_logprob": torch.cat([empty[:, 0], *(local.cpu() for _, local in flat)]),
-            "cu_group": torch.tensor([0, *sizes]).cumsum(0).int(),
-            "state": torch.tensor(used, dtype=torch.int32),
+            "logprob": torch.cat([empty, *(matrix.cpu() for matrix, _ in flat)]),  # [N, H]
+            "slm_logprob": torch.cat([empty[:, 0], *(local.cpu() for _, local in flat)]),  # [N]
+            "llm_logprob": torch.tensor([value for pool in pools for value in pool["pool_llm_logprob"]]).float(),
+            "candidates": torch.tensor([token for pool in pools for token in pool["pool_ids"]], dtype=torch.int32),
+            "sources": torch.tensor([bits for pool in pools for bits in pool["pool_sources"]], dtype=torch.int8),
+            "cu_group": torch.tensor([0, *sizes]).cumsum(0).int(),  # [G + 1]
+            "state": torch.tensor(used, dtype=torch.int32),  # [G] rows of the shard of states
         }
         side = shard.partition("-")[0]
         counts = {**vars(filters), f"{side} groups": len(used), "candidates": sum(sizes)}

@@ -14,7 +14,6 @@ import torch
 
 from fb_core.pipeline.artefacts import tensor_bytes
 from fb_core.pipeline.collect import StateStage, TrajectoryStage, read_trajectories
-from fb_core.pipeline.futures import FutureStage
 from fb_core.pipeline.score import ScoreStage
 from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.reranker import TokenReranker
@@ -35,7 +34,7 @@ class TrainStage(Stage):
 
     name = "training"
     command = "train"
-    reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
+    reads = (TrajectoryStage, StateStage, ScoreStage)
     unit = "groups"
     parallel = False
 
@@ -122,18 +121,18 @@ class TrainStage(Stage):
             used = scores["state"].tolist()
             if not used:
                 continue
-            states, futures = self.source("states").table(shard), self.source("futures").table(shard)
+            states = self.source("states").table(shard)
             sizes = scores["cu_group"].diff().tolist()
             _, targets = group_targets(
                 scores["logprob"].split(sizes),
                 settings.horizons,
                 temperature=settings.temperature,
-                local=[torch.tensor(futures[row]["pool_llm_logprob"]) for row in used],
+                local=scores["llm_logprob"].split(sizes),
                 alpha=settings.alpha,
             )
             members: dict[int, list[TrainingGroup]] = {}
-            for row, target in zip(used, targets, strict=True):
-                pool = torch.tensor(futures[row]["pool_ids"], device=device)
+            pools = scores["candidates"].long().to(device).split(sizes)
+            for row, pool, target in zip(used, pools, targets, strict=True):
                 group = TrainingGroup(states[row]["position"], pool, target.to(device))
                 members.setdefault(states[row]["trajectory"], []).append(group)
             trajectories = read_trajectories(self.source("trajectories"), shard, device)

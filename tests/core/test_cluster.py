@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fb_core.pipeline.collect import TrajectoryStage
 from fb_core.pipeline.stage import Output, run_stage
 
 HERE = Path(__file__).parent
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 ON_RAY = """
 import pathlib, sys
@@ -52,7 +54,7 @@ def alone(code: str, *arguments: str) -> str:
     paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=ONE_THREAD | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=300,
@@ -128,21 +130,35 @@ def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
     assert "expected at most one a microbatch" in done.stderr
 
 
+@pytest.mark.slow
+def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(undisturbed, tmp_path):
+    run, command = by_two(undisturbed[0]["score"], tmp_path, SMALL)
+    both = subprocess.Popen(command, env=ONE_THREAD, start_new_session=True, stdout=subprocess.DEVNULL)
+    while not list((run / "training").glob("step-*.json")):
+        assert both.poll() is None
+        time.sleep(0.01)
+    os.killpg(both.pid, signal.SIGKILL)
+    both.wait()
+    assert not (run / "reranker").exists()
+    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents(run) == contents(undisturbed[0]["train"])
+
+
 def trained_by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """`futurebridge train` by two processes, and the run's folder."""
+    """`futurebridge train` by two processes to its end, and the run's folder."""
+    run, command = by_two(scored, folder, values)
+    return subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=300), run
+
+
+def by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[Path, list[str]]:
+    """A run's folder, and `futurebridge train` on it by two processes."""
     run, config = folder / "run", folder / "small.yaml"
     shutil.copytree(scored, run)
     config.write_text(yaml.safe_dump(values))
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
-    command = ["fb_core.cli", "train", "--config", str(config), "--run-dir", str(run)]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done, run
+    train = ["fb_core.cli", "train", "--config", str(config), "--run-dir", str(run)]
+    return run, [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", *train]
 
 
 def test_the_local_engine_runs_the_same_stage(tmp_path):

@@ -101,6 +101,9 @@ def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
             wanted = full(pair.slm, ids)[len(prefix) : -1].log_softmax(-1).gather(1, ids[len(prefix) + 1 :, None])[:, 0]
             torch.testing.assert_close(scores["logprob"][place], wanted, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(scores["slm_logprob"][place], own[candidate], rtol=1e-4, atol=1e-4)
+        mine = slice(ends[group], ends[group + 1])
+        for name, column in (("candidates", "ids"), ("sources", "sources"), ("llm_logprob", "llm_logprob")):
+            assert scores[name][mine].tolist() == pools[row][f"pool_{column}"]
 
 
 def test_the_filters_count_as_the_paper_has_it(run):
