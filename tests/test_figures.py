@@ -33,6 +33,8 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "demo").mkdir(parents=True)
     shutil.copy(ROOT / "docs" / "demo" / "results.json", tmp_path / "docs" / "demo")
     shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
+    shutil.copy(ROOT / "docs" / "scale.md", tmp_path / "docs")
     return tmp_path
 
 
