@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from fb_core.config import RunSettings
+from fb_core.pipeline.artefacts import write_file
 from fb_core.pipeline.collect import StateStage, TrajectoryStage
 from fb_core.pipeline.evaluate import EvaluateStage
 from fb_core.pipeline.futures import FutureStage
@@ -16,6 +17,7 @@ from fb_core.pipeline.select import RerankerStage, SelectionStage
 from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
 from fb_core.pipeline.train import TrainStage
 
+SETTINGS = "settings.json"  # of the last finished stage, in the run's folder
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 STAGES: dict[Command, tuple[type[Stage], ...]] = {
     "collect": (TrajectoryStage, StateStage),
@@ -52,7 +54,11 @@ def run_command(
     leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
     for kind in STAGES[command]:
         stage = kind(settings, run)
-        if leads:
-            show(plan(stage) if dry_run else stage.report(run_stage(stage, engine)))
+        if leads and dry_run:
+            show(plan(stage))
+        elif leads:
+            manifest = run_stage(stage, engine)
+            write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+            show(stage.report(manifest))
         elif kind is TrainStage and not dry_run:
             run_stage(stage, leads=False)

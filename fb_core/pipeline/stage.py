@@ -214,7 +214,7 @@ def plan(stage: Stage) -> str:
             stage.folder.check(manifest, identity)
         shards = stage.shards()
     except (OSError, ValueError) as problem:
-        return f"{stage.name}: cannot run yet: {problem}"
+        return f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
     left, cost = units - finished, stage.cost()

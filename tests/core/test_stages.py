@@ -168,6 +168,7 @@ def test_every_problem_has_its_row(run):
 
 
 def test_manifests_say_what_made_them(run):
+    assert RunSettings.model_validate_json((run / "settings.json").read_text()) == settings()
     for stage in ("trajectories", "states", "futures", "scores", "training", "selection", "reranker", "evaluation"):
         manifest = Artefact(run, stage).finished()
         assert manifest["identity"]["settings"]
