@@ -17,7 +17,7 @@ from fb_core.pipeline.select import RerankerStage, SelectionStage
 from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
 from fb_core.pipeline.train import TrainStage
 
-SETTINGS = "settings.json"  # of the last finished stage, in the run's folder
+SETTINGS = "settings.json"  # of the last finished command, in the run's folder
 Command = Literal["collect", "futures", "score", "train", "evaluate"]
 STAGES: dict[Command, tuple[type[Stage], ...]] = {
     "collect": (TrajectoryStage, StateStage),
@@ -57,8 +57,8 @@ def run_command(
         if leads and dry_run:
             show(plan(stage))
         elif leads:
-            manifest = run_stage(stage, engine)
-            write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
-            show(stage.report(manifest))
+            show(stage.report(run_stage(stage, engine)))
         elif kind is TrainStage and not dry_run:
             run_stage(stage, leads=False)
+    if leads and not dry_run:
+        write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
