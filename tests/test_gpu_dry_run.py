@@ -31,6 +31,7 @@ import test_qk_norm_rope_gpu as qk_norm_rope
 import test_rms_norm_gpu as rms_norm
 import test_runtime_gpu as runtime
 import test_scorer_gpu as scorer
+import test_stages_gpu as stages
 import test_swiglu_gpu as swiglu
 import test_topk_entropy_gpu as topk_entropy
 
@@ -278,3 +279,8 @@ def test_floor_of_the_anchors() -> None:
     sizes = [(1664, 16), (1664, 8), (1664, 8), (1024, 8), (1024, 8)]
     branches = Branches(1, 13, 128, 1024, *(torch.empty(*size, 128, device="meta") for size in sizes))
     assert ceilings.floor_us(branches.cost) == pytest.approx(18.8, rel=0.01)
+
+
+@ONCE
+def test_the_stages(tmp_path: Path) -> None:
+    stages.run_and_repeat(tmp_path, "cpu", "bfloat16")

@@ -1,0 +1,81 @@
+"""The five commands of a run with both models on a GPU: they end, and what is made again has the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_checks import DEVICE
+
+from fb_core.config import RunSettings
+from fb_core.demo.pairs import load_pair
+from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.commands import STAGES, run_command
+
+pytestmark = pytest.mark.gpu
+AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
+    "trajectories": "train-00001",
+    "states": "train-00001",
+    "futures": "validation-00000",
+    "scores": "train-00000",
+    "selection": "epoch-1-h8-s1",
+}
+
+
+def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
+    """The demo's pair as ordinary checkpoints, and problems of its world."""
+    pair, names = load_pair("plans"), {}
+    for role, model in (("slm", pair.slm), ("llm", pair.llm)):
+        names[role] = str(folder / role)
+        model.to(getattr(torch, dtype)).save_pretrained(names[role])
+        pair.world.tokenizer.save_pretrained(names[role])
+    problems = folder / "problems.jsonl"
+    rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(40, 0, "train")]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RunSettings.model_validate(
+        {
+            "models": {**names, "device": device, "dtype": dtype},
+            "problems": {
+                "train": str(problems),
+                "held_out": [],
+                "validation": 10,
+                "prompt": "{problem}",
+                "per_shard": 10,
+            },
+            "collect": {"max_new_tokens": 45, "quantile": 0.9, "slm_k": 3},
+            "futures": {"max_new_tokens": 45, "llm_k": 3},
+            "score": {"horizon": 8},
+            "train": {"horizons": [8], "seeds": [0, 1], "epochs": 1, "checkpoint_steps": 2, "microbatches": 2},
+            "evaluate": {"benchmarks": [str(problems)], "limit": 8, "max_new_tokens": 45},
+            "verify": {"workers": 1},
+        }
+    )
+
+
+def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
+    """All commands, then some shards made anew."""
+    settings, run = pair_on_disk(folder, device, dtype), folder / "run"
+    for command in STAGES:
+        run_command(command, settings, run)
+    before = {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()}
+    for stage, shard in AGAIN.items():
+        (run / stage / f"{shard}.json").unlink()
+    for command in STAGES:
+        run_command(command, settings, run)
+    assert {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()} == before
+    manifest = Artefact(run, "evaluation").finished()
+    assert manifest["counts"]["decoded"] == 24
+    assert (manifest["cost"]["gpu_hours"] > 0) == (device != "cpu")
+
+
+def shard_bytes(run: Path, stage: str, shard: str) -> str:
+    files = [path for path in (run / stage).glob(f"{shard}.*") if path.suffix != ".json"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_five_commands(tmp_path: Path, dtype: str) -> None:
+    run_and_repeat(tmp_path, DEVICE, dtype)
