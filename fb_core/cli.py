@@ -104,6 +104,21 @@ def _run_command(command: Command, config: str, run: Path | None, engine: str, d
 
 
 @app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    problem: Annotated[str, typer.Argument(help="A problem's id, or a part that no other id has.")],
+    html: Annotated[Path | None, typer.Option(help="A file to write the same to, as one page.")] = None,
+) -> None:
+    """Show how a problem was solved: the text with its events, their candidates and scores."""
+    from rich.console import Console
+
+    from fb_core import explain as viewer
+    from fb_core.pipeline.commands import settings_of
+
+    viewer.explain(settings_of(run), run, problem, Console(), html)
+
+
+@app.command()
 def env() -> None:
     """What is installed, which implementation of each op will run, and why."""
     from fb_kernels.env import report

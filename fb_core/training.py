@@ -302,6 +302,7 @@ class Sweep:
         with _training(self._dropouts, self._device):
             for first in range(0, len(pieces), stride):
                 mine = first + place
+                batch = None  # its prefixes first
                 batch = _Batch.build(self.runs, pieces[mine]) if mine < len(pieces) else None
                 for run, total in enumerate(sums):
                     share = self._share(run, batch, mine, groups)
@@ -353,12 +354,15 @@ def train_reranker(
 
 
 @torch.no_grad()
-def validate(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> list[GroupMetrics]:
+def validate(
+    runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], groups_at_once: int = VALIDATED_AT_ONCE
+) -> list[GroupMetrics]:
     """How well each run's scores fit the targets of held-out groups; prefix KV is shared among the runs.
 
     Args:
         runs: rerankers on one base model (the same object); in eval mode afterwards.
         trajectories: the held-out states.
+        groups_at_once: of one forward, about; their prefixes are what takes memory.
 
     Returns:
         for each run the mean cross-entropy of the groups to its column of the targets, and the share of candidate
@@ -371,7 +375,9 @@ def validate(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) ->
     checked = _checked(runs, trajectories)
     counts = [len(trajectory.groups) for trajectory in checked]
     sums = [[0.0, 0.0, 0.0] for _ in runs]  # loss, agreeing pairs, comparable pairs
-    for first, last in hf.packs(counts, VALIDATED_AT_ONCE):
+    batch = None
+    for first, last in hf.packs(counts, groups_at_once):
+        del batch  # its prefixes first
         batch = _Batch.build(runs, checked[first:last])
         for index, run in enumerate(runs):
             scores = batch.scores(run.reranker)
@@ -589,6 +595,10 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
     tokens = hf.token_ids("tokens", trajectory.tokens, base)
     columns = [run.column for run in runs]
     named = {run.reranker.feature_names for run in runs} - {()}
+    if len(named) > 1:
+        raise ValueError(
+            f"feature_names: expected the same in all runs that have any, got {sorted(named)}; train them apart"
+        )
     groups = []
     for group in trajectory.groups:
         position = hf.check_position(group.position, len(tokens))
@@ -611,5 +621,8 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
                     f"{got}; build them with candidate_features"
                 )
         target = target[:, columns].to(base.device, torch.float32)
-        groups.append(TrainingGroup(position, candidates, target, group.features if named else None))
+        features = None
+        if named and group.features is not None:
+            features = group.features.detach().to(base.device, torch.float32)
+        groups.append(TrainingGroup(position, candidates, target, features))
     return TrainingTrajectory(tokens, groups)

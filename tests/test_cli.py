@@ -36,3 +36,18 @@ def test_errors_are_one_message_and_no_traceback(arguments, words):
     assert result.returncode != 0
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_explain_wants_a_run(tmp_path):
+    result = run("explain", str(tmp_path), "1")
+    assert result.returncode == 2
+    assert "expected a run's settings" in result.stderr
+
+
+def test_a_misspelt_setting_is_named(tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text("models: {slm: a, llm: b}\ncollect: {quantle: 0.9}\n")
+    result = run("collect", "--config", str(config))
+    assert result.returncode == 2
+    assert "collect.quantle" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -12,6 +12,7 @@ from fb_core.config import RunSettings
 from fb_core.pipeline.stage import Stage, work_and_put
 
 RETRIES = 3  # of a shard whose worker died
+PATIENCE = 600  # seconds for a worker to find a place when none is at work
 
 
 class Worker:
@@ -60,14 +61,18 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], No
         under_way[worker.ready.remote()] = (worker, None)  # a shard only once it is up
 
     try:
-        for _ in range(min(len(shards), gpus or int(resources["CPU"]))):
+        for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
             hire()
         while waiting or any(shard is not None for _, shard in under_way.values()):
-            (handle,), _ = ray.wait(list(under_way))
-            worker, shard = under_way.pop(handle)
+            done, _ = ray.wait(list(under_way), timeout=PATIENCE)
+            if not done:
+                if all(shard is None for _, shard in under_way.values()):
+                    raise OSError(f"ray: expected a worker to start within {PATIENCE} s, got none; see `ray status`")
+                continue
+            worker, shard = under_way.pop(done[0])
             try:
-                ray.get(handle)
-            except ray.exceptions.RayActorError as problem:
+                ray.get(done[0])
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as problem:
                 place = shard or "start"
                 died[place] += 1
                 if died[place] > RETRIES:
@@ -78,7 +83,11 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], No
                 continue
             except ray.exceptions.RayTaskError as problem:
                 raise problem.cause from None
-            if shard is not None:
+            except ray.exceptions.RayError as problem:
+                raise OSError(f"ray: expected a worker to go on, got {problem}; see Ray's log") from None
+            if shard is None:
+                died["start"] = 0
+            else:
                 on_done(shard)
             if waiting:
                 following = waiting.popleft()

@@ -62,3 +62,16 @@ def run_command(
             run_stage(stage, leads=False)
     if leads and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+
+
+def settings_of(run: Path) -> RunSettings:
+    """The settings of a run's last finished command.
+
+    Raises:
+        ValueError: no run there, or damaged settings.
+    """
+    path = run / SETTINGS
+    try:
+        return RunSettings.model_validate_json(path.read_bytes())
+    except OSError as problem:
+        raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None

@@ -117,7 +117,11 @@ class SelectionStage(Stage):
             }
             for (epoch, horizon), seeds in cells.items()
         ]
-        best = max(table, key=lambda row: row["accuracy"])
+        right = {
+            cell: round(sum(seed["accuracy"] for seed in seeds) * len(splits_of(self.settings.problems)["validation"]))
+            for cell, seeds in cells.items()
+        }  # whole numbers: a tie is a tie
+        best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
         return {"epoch": best["epoch"], "horizon": best["horizon"], "table": table}
 
     def report(self, manifest: dict[str, Any]) -> str:

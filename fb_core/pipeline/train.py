@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -77,9 +78,10 @@ class TrainStage(Stage):
                 self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
         if not self.leads:
             return Output({}, {})
+        at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
         metrics = [
             {name: None if math.isnan(value) else value for name, value in found._asdict().items()}
-            for found in validate(sweep.runs, self.groups("validation"))
+            for found in validate(sweep.runs, self.groups("validation"), at_once)
         ]
         tensors = {
             f"{run_name(*key)}/{name}": tensor
@@ -148,12 +150,13 @@ class TrainStage(Stage):
             if step > sweep.epoch_ends[epoch - 1]:
                 continue  # an earlier epoch is made anew
             try:
-                sweep.load_state(self.folder.tensors(name))
-                receipt = self.folder.receipt(name)
-                seconds = 0.0 if receipt is None else receipt.seconds
-                break
+                state, receipt = self.folder.tensors(name), self.folder.receipt(name)
             except ValueError as problem:
                 log.warning("%s; going on from an earlier one", problem)
+                continue
+            sweep.load_state(state)
+            seconds = 0.0 if receipt is None else receipt.seconds
+            break
         sweep.check_step()
         self._kept = sweep
         return sweep, seconds
@@ -188,9 +191,10 @@ class TrainStage(Stage):
         """Accelerate's, where this process is one of several."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return None
-        from accelerate import Accelerator
+        from accelerate import Accelerator, InitProcessGroupKwargs
 
-        return Accelerator(cpu=self.models.device == "cpu")
+        patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # others wait while the first one validates
+        return Accelerator(cpu=self.models.device == "cpu", kwargs_handlers=[patient])
 
     def _checkpoints(self) -> list[tuple[int, str]]:
         """(step, shard) of finished checkpoints, the last first."""

@@ -487,3 +487,32 @@ def test_bad_runs():
     ):
         with pytest.raises(ValueError, match=words):
             Sweep(runs, data)
+
+
+def test_runs_with_other_features_do_not_share_a_sweep():
+    base = tiny()
+    runs = [
+        Run(TokenReranker.from_base(base, rank=2, feature_names=names))
+        for names in (("slm", "llm"), ("in_slm", "in_llm"))
+    ]
+    group = TrainingGroup(3, torch.tensor([4, 5]), torch.tensor([0.5, 0.5]), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="feature_names: expected the same in all runs"):
+        Sweep(runs, [TrainingTrajectory(torch.arange(3, 9), [group])])
+
+
+def test_features_of_any_dtype_are_taken():
+    reranker = TokenReranker.from_base(tiny(), rank=2, feature_names=("slm",))
+    features = torch.randn(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    group = TrainingGroup(3, torch.tensor([4, 5]), torch.tensor([0.9, 0.1]), features)
+    assert len(train_reranker(reranker, [TrainingTrajectory(torch.arange(3, 9), [group])], Recipe(epochs=1))) == 1
+
+
+def test_validation_does_not_depend_on_how_much_runs_at_once():
+    base = tiny()
+    runs, data = [Run(TokenReranker.from_base(base, rank=2))], []
+    for place in range(5):
+        group = TrainingGroup(3 + place, torch.tensor([4, 5, 6]), torch.tensor([0.5, 0.3, 0.2]))
+        data.append(TrainingTrajectory(torch.arange(3, 15), [group]))
+    whole, apart = validate(runs, data), validate(runs, data, groups_at_once=1)
+    assert whole[0].cross_entropy == pytest.approx(apart[0].cross_entropy)
+    assert whole[0].pairwise_accuracy == apart[0].pairwise_accuracy

@@ -1,0 +1,335 @@
+"""`futurebridge explain`: what it shows is what is on disk, and no text of a model gets at the reader."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from dialects import byte_tokenizer
+from rich.console import Console
+from runs import settings
+
+from fb_core.explain import COLUMNS, escaped, explain, find_rows, html_page, print_rows, token_text
+from fb_core.pipeline.inputs import models_of
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\x1b]0;owned\x07\x1b[31m",
+    '" onmouseover="x',
+    "\u202egnorw",
+    "[red]",
+    " so",
+]
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed) -> Path:
+    return undisturbed[0]["evaluate"]
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run / "evaluation", tmp_path / "run" / "evaluation")).parent
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    made = byte_tokenizer()
+    made.add_tokens(HOSTILE)
+    return made
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for path in run.glob("evaluation/*.jsonl") for line in path.read_bytes().splitlines()]
+
+
+def printed(rows, tokenizer, **options) -> str:
+    console = Console(file=io.StringIO(), **{"width": 200, **options})
+    print_rows(rows, tokenizer, console)
+    return console.file.getvalue()
+
+
+def row(tokens, events=(), **changes):
+    """A row as `find_rows` gives it; events are (step, pool)."""
+    made = [
+        {
+            "step": step,
+            "entropy": 1.5,
+            "pool": pool,
+            "sources": [1 + i % 3 for i in range(len(pool))],
+            "slm_logprob": [-1.25 - i for i in range(len(pool))],
+            "llm_logprob": [-2.25 - i for i in range(len(pool))],
+            "scores": [0.125 + i for i in range(len(pool))],
+            "choice": pool.index(tokens[step]),
+            "error": None,
+        }
+        for step, pool in events
+    ]
+    plain = {"benchmark": "b", "problem": "p", "seed": 0, "text": "", "gold": "7", "seconds": 0.5, "verdict": "wrong"}
+    return {**plain, "tokens": tokens, "events": made, **changes}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in their order and collects what a page holds."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, str | None]] = []  # tags with their classes
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.ids: list[str | None] = []
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag != "meta":
+            self.open.append((tag, dict(attrs).get("class")))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if ("class", "text") in attrs:
+            self.texts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1][0] in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif ("div", "text") in self.open and ("div", "card") not in self.open:
+            self.texts[-1] += data
+
+
+def body(page: Page) -> list[list[str]]:
+    return [cells for cells in page.rows if cells != list(COLUMNS)]
+
+
+def test_rows_are_those_on_disk_greedy_first(run):
+    stored = lines(run)
+    for problem in {row["problem"] for row in stored}:
+        found = find_rows(run, problem)
+        assert [row["seed"] for row in found] == [None, 0, 1]
+        wanted = [row for row in stored if row["problem"] == problem]
+        assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, wanted))
+
+
+def test_a_part_of_an_id_is_enough_where_it_is_unique(run):
+    ids = sorted({row["problem"] for row in lines(run)})
+    assert find_rows(run, ids[0][6:]) == find_rows(run, ids[0])
+    with pytest.raises(ValueError, match="one id, got 'plans/'; say which of") as several:
+        find_rows(run, "plans/")
+    assert all(repr(name) in str(several.value) for name in ids)
+    with pytest.raises(ValueError, match=r"got 'nope'; they are the rows' \"problem\" in its .jsonl files: ") as none:
+        find_rows(run, "nope")
+    assert all(repr(name) in str(none.value) for name in ids)
+
+
+def rewrite(run: Path, change) -> Path:
+    """One shard with its rows changed and a receipt that agrees."""
+    path = next(iter(sorted(run.glob("evaluation/*futurebridge-0*.jsonl"))))
+    data = "".join(change(json.loads(line)) + "\n" for line in path.read_bytes().splitlines()).encode()
+    path.write_bytes(data)
+    receipt = json.loads(path.with_suffix(".json").read_bytes())
+    receipt["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.with_suffix(".json").write_text(json.dumps(receipt))
+    return path
+
+
+def test_an_id_that_is_part_of_another_is_found_and_long_lists_are_cut(copy):
+    rewrite(copy, lambda row: "".join(json.dumps({**row, "problem": f"x{i}"}) + "\n" for i in range(15)).strip())
+    assert [row["problem"] for row in find_rows(copy, "x1")] == ["x1"] * 3
+    with pytest.raises(ValueError, match=r"'x9' and 5 more$"):
+        find_rows(copy, "x")
+
+
+def test_an_id_cannot_steer_the_terminal_through_an_error(copy):
+    rewrite(copy, lambda row: json.dumps({**row, "problem": "\x1b[31m" + row["problem"]}))
+    with pytest.raises(ValueError) as several:
+        find_rows(copy, "[31m")
+    assert "\x1b" not in str(several.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda row: row.pop("gold"), "gold: Field required"),
+        (lambda row: row["events"][0].pop("pool"), r"events\.0\.pool: Field required"),
+        (lambda row: row["tokens"].append(-1), r"tokens\.\d+: "),
+        (lambda row: row["tokens"].append(1 << 40), r"tokens\.\d+: "),
+        (lambda row: row["events"][0]["scores"].pop(), "event 1 with columns of several lengths"),
+        (lambda row: row["events"][0].update(choice=99), "event 1 whose choice is not the token of its step"),
+        (lambda row: row["events"][0].update(step=99), "event 1 whose choice is not the token of its step"),
+        (lambda row: row["events"].append(row["events"][0]), "events out of order"),
+    ],
+)
+def test_wrong_rows_are_named_by_file_and_line(copy, change, words):
+    left = [1]
+
+    def once(row):
+        if left and row["events"] and left.pop():
+            change(row)
+        return json.dumps(row)
+
+    path = rewrite(copy, once)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}, line 1: expected a row .*{words}.*; run") as wrong:
+        find_rows(copy, "plans/")
+    assert "\n" not in str(wrong.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000, '{"problem": 1e999}', '"\\ud800"', "\0"])
+def test_lines_that_are_no_rows_are_named(copy, text):
+    path = rewrite(copy, lambda row: text)
+    with pytest.raises(ValueError, match=f"{path.name}, line 1: expected a row of an evaluation"):
+        find_rows(copy, "plans/")
+
+
+def test_damaged_shards_are_named_and_unfinished_evaluations_shown(copy):
+    problem = lines(copy)[0]["problem"]
+    for path in copy.glob("evaluation/*futurebridge-1*.json"):
+        path.unlink()
+    assert [row["seed"] for row in find_rows(copy, problem)] == [None, 0]
+    damaged = copy / "evaluation" / "demo-plans.greedy.00001.jsonl"
+    damaged.write_bytes(damaged.read_bytes().replace(b"plans", b"plane", 1))
+    with pytest.raises(ValueError, match=r"greedy\.00001\.jsonl: expected the .* bytes of its receipt, got others"):
+        find_rows(copy, problem)
+    with pytest.raises(ValueError, match="expected shards of an evaluation, got none; run `futurebridge evaluate`"):
+        find_rows(copy / "nowhere", problem)
+
+
+def test_both_outputs_hold_every_candidate_with_its_score(run):
+    tokenizer = models_of(settings().models).tokenizer
+    chosen = max(lines(run), key=lambda row: len(row["events"]))["problem"]
+    rows = find_rows(run, chosen)
+    text, page = printed(rows, tokenizer), Page(html_page(rows, tokenizer))
+    tables = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.search(r"\d\.\d{4} *$", line)]
+    wanted = []
+    for row in rows:
+        for event in row["events"]:
+            for i, token in enumerate(event["pool"]):
+                numbers = [event[name][i] for name in ("slm_logprob", "llm_logprob", "scores")]
+                mark = "→" if i == event["choice"] else ""
+                source = {1: "S", 2: "L", 3: "SL"}[event["sources"][i]]
+                shown = tokenizer.decode([token]).replace(" ", "␣")
+                wanted.append([mark, shown, str(token), source, *(f"{number:.4f}" for number in numbers)])
+    assert len(wanted) > 10
+    assert [cells if cells[0] == "→" else ["", *cells] for cells in tables] == wanted
+    assert sorted(body(page)) == sorted(wanted * 2)  # in the text and below it
+    for row in rows:
+        for words in (
+            row["verdict"],
+            f"gold answer {row['gold']}, {len(row['tokens'])} tokens",
+            f"{row['seconds']:.2f} s",
+        ):
+            assert words in text
+            assert words in html_page(rows, tokenizer)
+        assert f"FutureBridge, seed {row['seed']}" in text or row["seed"] is None
+    assert text.count("greedy") == 1
+
+
+def test_the_text_is_whole_with_its_events_in_place(run):
+    tokenizer = models_of(settings().models).tokenizer
+    for problem in dict.fromkeys(row["problem"] for row in lines(run)):
+        rows = find_rows(run, problem)
+        text, page = printed(rows, tokenizer), Page(html_page(rows, tokenizer))
+        for row, shown in zip(rows, page.texts, strict=True):
+            parts = [tokenizer.decode([token]) for token in row["tokens"]]
+            for number, event in enumerate(row["events"], 1):
+                word = parts[event["step"]].replace(" ", "␣")
+                parts[event["step"]] = f"⟦{word}⟧{'¹²³⁴⁵⁶⁷⁸'[number - 1]}"
+            assert "".join(parts) in text
+            plain = re.sub(r"⟦(.*?)⟧(.)", lambda mark: mark[1] + str("¹²³⁴⁵⁶⁷⁸".index(mark[2]) + 1), "".join(parts))
+            assert shown == plain
+
+
+def test_html_is_one_file_whose_links_lead_somewhere(run):
+    tokenizer = models_of(settings().models).tokenizer
+    made = html_page(find_rows(run, max(lines(run), key=lambda row: len(row["events"]))["problem"]), tokenizer)
+    page = Page(made)
+    assert not re.search(r"https?://|//|url\(|@import", made)
+    assert not {"script", "link", "img", "iframe", "base"} & set(page.tags)
+    assert "prefers-color-scheme: dark" in made
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links
+    assert {link[1:] for link in links} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert {name for name, _ in page.attributes if name.startswith("on")} == set()
+
+
+def test_hostile_tokens_are_shown_and_do_nothing(hostile):
+    pool = hostile.convert_tokens_to_ids(HOSTILE)
+    assert None not in pool
+    rows = [
+        row([0, *pool], [(1 + i, pool) for i in range(len(pool))], benchmark=HOSTILE[0], problem=HOSTILE[1], seed=None),
+        row(pool, gold=HOSTILE[0] + HOSTILE[1], verdict=HOSTILE[0] + HOSTILE[1]),
+        row(pool, [(0, pool)]),
+    ]
+    rows[2]["events"][0]["error"] = HOSTILE[0] + HOSTILE[1]
+    for options in ({}, {"force_terminal": True, "color_system": "truecolor"}, {"width": 30}):
+        text = printed(rows, hostile, **options)
+        visible = re.sub(r"\x1b\[[\d;]*m", "", text) if "force_terminal" in options else text
+        assert not set(re.findall(r"[^\n -~]", visible)) - set("␣⟦⟧→–─¹²³⁴⁵⁶")
+        assert "\\x1b" in visible
+    made = html_page(rows, hostile)
+    page = Page(made)
+    assert "script" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert not {"\x1b", "\x07", "\u202e"} & set(made)
+    shown = {cells[1] for cells in body(page)}
+    assert shown == {
+        "<script>alert(1)</script>",
+        "\\x1b]0;owned\\x07\\x1b[31m",
+        '"␣onmouseover="x',
+        "\\u202egnorw",
+        "[red]",
+        "␣so",
+    }
+    cells = re.findall(r"^(?: {6}|  → {3})(\S+) ", printed(rows, hostile), re.MULTILINE)
+    assert set(cells) == {"token", *shown}
+    assert page.texts[1] == "".join(escaped(text) for text in HOSTILE)
+    made.encode()
+
+
+def test_half_characters_and_white_space(hostile):
+    euro = hostile("€")["input_ids"]
+    newline, tab, space = (hostile(char)["input_ids"][0] for char in "\n\t ")
+    assert [token_text(token, hostile) for token in (*euro, newline, tab, space, 0)] == [
+        *"\ufffd\ufffd\ufffd↵⇥␣",
+        "<pad>",
+    ]
+    assert token_text(100_000, hostile) == "<100000>"
+    for step, shown in enumerate(["⟦\ufffd⟧¹€a", "⟦\ufffd⟧¹€a", "⟦€⟧¹a"]):
+        tokens = [*euro, *hostile("a")["input_ids"]]
+        assert f"\n{shown}\n" in printed([row(tokens, [(step, [tokens[step]])])], hostile)
+    assert "\n⟦\ufffd⟧¹\n" in printed([row(euro[:1], [(0, euro[:1])])], hostile)
+    assert "\n⟦↵⟧¹\n€\n" in printed([row([newline, *euro], [(0, [newline])])], hostile)
+
+
+def test_what_is_not_known_is_a_dash(hostile):
+    made = row([5], [(0, [5])])
+    made["events"][0] |= {"scores": None, "llm_logprob": [float("nan")], "error": "no answer"}
+    assert re.search(r"S +-1.2500 +– +–", printed([made], hostile))
+    assert "the LLM failed: no answer" in printed([made], hostile)
+    assert body(Page(html_page([made], hostile)))[0][-3:] == ["-1.2500", "–", "–"]
+
+
+def test_explain_writes_both_and_refuses_another_tokenizer(run, tmp_path):
+    problem, console = lines(run)[0]["problem"], Console(file=io.StringIO())
+    explain(settings(), run, problem, console, tmp_path / "page.html")
+    rows, tokenizer = find_rows(run, problem), models_of(settings().models).tokenizer
+    assert console.file.getvalue() == printed(rows, tokenizer, width=80)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == html_page(rows, tokenizer)
+    with pytest.raises(ValueError, match=r"begun with models\.tokenizer"):
+        explain(settings(models={"slm": "demo:helpful", "llm": "demo:helpful"}), run, problem, console)
