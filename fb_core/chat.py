@@ -61,16 +61,10 @@ class Chat:
             return LLMPreference()
         return FutureBridgeSelector(TokenReranker.from_pretrained(self.settings.adapter, slm).eval())
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation: through the tokenizer's chat template, or plain where it has none."""
-        if getattr(self.tokenizer, "chat_template", None):
-            return hf.chat_ids(self.tokenizer, messages)
-        return list(self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted."""
         printer = Printer(self.tokenizer, console)
-        prompt = torch.tensor(self.prompt_ids(messages), device=self.decoder.slm.device)
+        prompt = torch.tensor(hf.chat_ids(self.tokenizer, messages), device=self.decoder.slm.device)
         try:
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
         finally:

@@ -515,7 +515,9 @@ def checkpoint_hash(path: str) -> str:
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation through the tokenizer's chat template, thinking off, open for the answer."""
+    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

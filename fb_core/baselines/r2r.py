@@ -355,15 +355,15 @@ def train_router(
         torch.manual_seed(seed)
         router.train()
         for _ in range(epochs):
-            total = 0.0
+            total = torch.zeros((), dtype=torch.float64, device=device)
             for batch in torch.randperm(len(target), generator=order).to(device).split(batch_size):
                 logit = router(RouterFeatures(*(part[batch] for part in every)))
                 loss = F.binary_cross_entropy_with_logits(logit, target[batch], pos_weight=weight)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                total += loss.item() * len(batch)
-            losses.append(total / len(target))
+                total += loss.detach() * len(batch)
+            losses.append(float(total) / len(target))
     router.eval()
     return losses
 

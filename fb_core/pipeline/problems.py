@@ -23,8 +23,6 @@ from fb_core.verify import boxed
 
 log = logging.getLogger(__name__)
 
-TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-
 TEXT_FIELDS = ("problem", "question")
 ID_FIELDS = ("unique_id", "id")
 LONGEST_ROW = 10_000_000  # bytes of a line of JSON
@@ -226,7 +224,7 @@ def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list
     return train, [problems[index] for index in sorted(chosen)]
 
 
-def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str = TEMPLATE) -> list[int]:
+def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str) -> list[int]:
     """Token ids of a problem in its prompt: a user turn where there is a chat template, else the bare text.
 
     Args:
@@ -242,10 +240,7 @@ def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str = TEMPLA
     """
     if "{problem}" not in template:
         raise ValueError(f"prompt_ids: template must contain {{problem}}, got {template[:80]!r}; say where it goes.")
-    text = template.replace("{problem}", problem.text)
-    if getattr(tokenizer, "chat_template", None):
-        return hf.chat_ids(tokenizer, [{"role": "user", "content": text}])
-    return list(tokenizer(text)["input_ids"])
+    return hf.chat_ids(tokenizer, [{"role": "user", "content": template.replace("{problem}", problem.text)}])
 
 
 def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Problem]:

@@ -80,11 +80,8 @@ class ScoreStage(Stage):
         return {"horizon": self.settings.score.horizon}
 
     def choose(self) -> dict[str, Any]:
-        return {"token_budget": packing.token_budget(self.models.slm)} if self._automatic else {}
-
-    @property
-    def _automatic(self) -> bool:
-        return self.settings.score.token_budget == "auto"
+        automatic = self.settings.score.token_budget == "auto"
+        return {"token_budget": packing.token_budget(self.models.slm)} if automatic else {}
 
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()

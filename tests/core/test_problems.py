@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from fb_core.config import ProblemSettings
 from fb_core.pipeline.problems import (
     BENCHMARKS,
     LONGEST_ROW,
-    TEMPLATE,
     Problem,
     load_problems,
     prompt_ids,
@@ -478,9 +478,10 @@ def spelled(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 def test_prompts_are_bare_text_without_a_chat_template() -> None:
     tokenizer = characters()
-    ids = prompt_ids(tokenizer, problem("\\frac{1}{2} {problem} {0}?"))
-    assert spelled(tokenizer, ids) == "<s>" + TEMPLATE.replace("{problem}", "\\frac{1}{2} {problem} {0}?")
-    assert ids == list(tokenizer(TEMPLATE.replace("{problem}", "\\frac{1}{2} {problem} {0}?")).input_ids)
+    template = ProblemSettings().prompt
+    ids = prompt_ids(tokenizer, problem("\\frac{1}{2} {problem} {0}?"), template)
+    assert spelled(tokenizer, ids) == "<s>" + template.replace("{problem}", "\\frac{1}{2} {problem} {0}?")
+    assert ids == list(tokenizer(template.replace("{problem}", "\\frac{1}{2} {problem} {0}?")).input_ids)
     assert spelled(tokenizer, prompt_ids(tokenizer, problem("1?"), "{} {problem}{x}")) == "<s>{} 1?{x}"
 
 
