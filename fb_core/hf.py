@@ -426,8 +426,8 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except OSError as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from problem
@@ -441,7 +441,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         OSError: nothing usable there.
     """
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except OSError as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
@@ -557,7 +557,7 @@ def checkpoint_ends(path: str) -> frozenset[int]:
     with suppress(OSError):  # it may have none of its own
         value = GenerationConfig.from_pretrained(path).eos_token_id
     if value is None:
-        value = AutoConfig.from_pretrained(path).get_text_config(decoder=True).eos_token_id
+        value = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).eos_token_id
     return frozenset([] if value is None else [value] if isinstance(value, int) else value)
 
 
@@ -862,7 +862,7 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
-    """Drop the other rows of a batched cache, in place."""
+    """Make a batched cache one of these rows, in place; a row may come again."""
     cache.batch_select_indices(torch.tensor(rows, device=device))
 
 

@@ -80,6 +80,61 @@ class LLM(ABC):
         found = self.candidates_many(prompts, k, score_ids)
         return list(zip(found, self.complete_many(prompts, max_new_tokens), strict=True))
 
+    def complete_branches(
+        self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
+    ) -> list[list[Tensor]]:
+        """`complete` behind each prefix and one token more, for several such tokens.
+
+        Args:
+            prefixes: [P] the tokens of each so far, at least one.
+            branches: [K] tokens for each prefix, any number of them; each goes on behind its prefix on its own.
+            max_new_tokens: the most tokens behind a branch's first.
+
+        Returns:
+            for every prefix K int64 tensors of what follows the branch's token, which is not among it; empty behind one
+            of `ends`, and where it took the last position that the model is known to have.
+
+        Raises:
+            ValueError: not one list of branches for each prefix; the rest as `complete_many`.
+        """
+        _check_branches(prefixes, branches)
+        groups = [(_listed(prefix), _listed(firsts)) for prefix, firsts in zip(prefixes, branches, strict=True)]
+        ends, none = self.ends, torch.tensor([], dtype=torch.int64, device=self.device)
+        going = [[*prefix, first] for prefix, firsts in groups for first in firsts if first not in ends]
+        written = iter(self.complete_many(going, max_new_tokens))
+        return [[none if first in ends else next(written) for first in firsts] for _, firsts in groups]
+
+    def sample_many(
+        self,
+        prompts: Sequence[Ids],
+        n: int,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.7,
+        top_p: float = 0.8,
+        top_k: int = 20,
+        seed: int = 0,
+    ) -> list[list[Tensor]]:
+        """Sampled continuations of every prompt, n each; no global random state is read or changed.
+
+        Args:
+            prompts: token ids of each prompt.
+            n: samples of one prompt.
+            max_new_tokens: the most tokens of a sample.
+            temperature: divides the logits.
+            top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this much of their probability.
+            top_k: number of largest logits kept, 0 for all.
+            seed: a sample is a function of it, the prompt's tokens, its number among the n, and who samples.
+
+        Returns:
+            for every prompt n int64 tensors of new tokens, the end-of-sequence token included.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: an LLM that does not sample, a setting out of range; the rest as `complete_many`.
+        """
+        raise ValueError(f"llm: expected one that samples, got {type(self).__name__}; use LocalLLM or ServerLLM")
+
 
 @dataclass
 class Row:
@@ -114,6 +169,8 @@ def lockstep(
     choose: Callable[[Step], Sequence[int]],
     done: Callable[[Row], bool],
     batch_tokens: int,
+    *,
+    shared: bool = False,
 ) -> list[Row]:
     """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
 
@@ -124,6 +181,7 @@ def lockstep(
         choose: the next token of every row.
         done: called once behind every token; a row that is done leaves its batch.
         batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
+        shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
 
     Returns:
         one row a prompt, in order.
@@ -132,10 +190,14 @@ def lockstep(
     device, limit = model.device, hf.max_positions(model) or math.inf
     for batch in batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens):
         live = [rows[index] for index in batch]
-        ids, mask = hf.left_padded([prompts[index] for index in batch])
+        first, source = _distinct(live) if shared else (live, [])
+        ids, mask = hf.left_padded([prompts[row.index] for row in first])
         width, cache = ids.shape[1], hf.new_cache()
         for step in range(max_new_tokens):
             logits = hf.last_logits(model, ids, mask, cache)
+            if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
+                hf.keep_rows(cache, source, device)
+                logits, mask = logits[source], None if mask is None else mask[source]
             for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
                 row.tokens.append(token)
             going = [place for place, row in enumerate(live) if not done(row) and len(row.tokens) < limit]
@@ -148,6 +210,13 @@ def lockstep(
             ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
             mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
     return rows
+
+
+def _distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+    """The first of the rows with each sequence of tokens, and every row's place among these."""
+    places: dict[tuple[int, ...], int] = {}
+    source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
+    return [rows[source.index(place)] for place in range(len(places))], source
 
 
 def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
@@ -196,6 +265,29 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
         raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
 
 
+def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
+    """ValueError for a setting of `LLM.sample_many` that is out of range."""
+    if n < 1:
+        raise ValueError(f"n: expected 1 or more samples, got {n}; the published majority takes 8")
+    if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
+        raise ValueError(
+            "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
+            f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
+        )
+
+
+def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
+    """ValueError where there is not one list of branches for each prefix."""
+    if len(branches) != len(prefixes):
+        raise ValueError(
+            f"branches: expected one list for each of {len(prefixes)} prefixes, got {len(branches)}; pass [] for none"
+        )
+
+
+def _listed(ids: Ids) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor) else list(ids)
+
+
 def seeded(seed: int, tokens: Sequence[int], stream: int = 0) -> random.Random:
     """A generator that is a function of seed, tokens and stream alone: the same in any batch, on any machine."""
     return random.Random(hashlib.sha256(repr((seed, stream, list(tokens))).encode()).digest())
@@ -214,7 +306,8 @@ class LocalLLM(LLM):
     """A Hugging Face causal LM in this process.
 
     `candidates` keeps the KV cache of its last query: a query that extends it costs one forward of the new tokens, the
-    same query again costs none, any other starts fresh. The `*_many` forms run left-padded batches of similar lengths.
+    same query again costs none, any other starts fresh. The `*_many` forms run left-padded batches of similar lengths,
+    and those that write compute equal prompts of a batch once.
 
     Args:
         model: in eval mode; it is never changed.
@@ -305,6 +398,29 @@ class LocalLLM(LLM):
         written = self._continue(prompts, max_new_tokens, choose)
         return [(found[row], new) for row, new in enumerate(written)]
 
+    def complete_branches(
+        self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
+    ) -> list[list[Tensor]]:
+        """As `LLM.complete_branches`: what branches of one batch share of their prefixes is computed once.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: not one list of branches for each prefix, a prefix that leaves no position for its branches; the
+                rest as `complete_many`.
+        """
+        _check_branches(prefixes, branches)
+        check_max_new_tokens(max_new_tokens)
+        checked = checked_prompts("prefixes", prefixes, self.model, room=1)
+        firsts = [hf.token_ids("branches", ids, self.model).tolist() for ids in branches]
+        flat = [first for group in firsts for first in group]
+
+        def choose(step: Step) -> list[int]:
+            return self._greedy(step) if step.index else [flat[row.index] for row in step.rows]
+
+        prompts = [prefix for prefix, group in zip(checked, firsts, strict=True) for _ in group]
+        written = iter(self._continue(prompts, max_new_tokens + 1, choose))
+        return [[next(written)[1:] for _ in group] for group in firsts]
+
     def sample_many(
         self,
         prompts: Sequence[Ids],
@@ -316,31 +432,8 @@ class LocalLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """Sampled continuations of every prompt, n each; no global random state is read or changed.
-
-        Args:
-            prompts: token ids of each prompt.
-            n: samples of one prompt.
-            max_new_tokens: the most tokens of a sample.
-            temperature: divides the logits.
-            top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this much of their probability.
-            top_k: number of largest logits kept, 0 for all.
-            seed: a sample is a function of it, the prompt's tokens and its number among the n.
-
-        Returns:
-            for every prompt n int64 tensors of new tokens, the end-of-sequence token included.
-
-        Raises:
-            TypeError: ids that are not integers.
-            ValueError: as `complete_many`, or a setting out of range.
-        """
-        if n < 1:
-            raise ValueError(f"n: expected 1 or more samples, got {n}; the published majority takes 8")
-        if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
-            raise ValueError(
-                "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
-                f"{temperature}, {top_p}, {top_k}; use complete_many for greedy decoding"
-            )
+        """As `LLM.sample_many`, the same samples in any batch; raises as that and `complete_many`."""
+        check_sampling(n, temperature, top_p, top_k)
         kept = min(top_k or self._valid, self._valid)
         checked = checked_prompts("ids", prompts, self.model, room=1)
         sources = [seeded(seed, ids.tolist(), sample) for ids in checked for sample in range(n)]
@@ -417,6 +510,12 @@ class LocalLLM(LLM):
         check_max_new_tokens(max_new_tokens)
         checked, ends = checked_prompts("ids", prompts, self.model, room=1), self.ends
         rows = lockstep(
-            self.model, checked, max_new_tokens, choose, lambda row: row.tokens[-1] in ends, self.batch_tokens
+            self.model,
+            checked,
+            max_new_tokens,
+            choose,
+            lambda row: row.tokens[-1] in ends,
+            self.batch_tokens,
+            shared=True,
         )
         return [torch.tensor(row.new, device=self.device) for row in rows]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens
+from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 MAX_BODY = 64 << 20  # bytes of one answer
@@ -45,7 +45,7 @@ class ServerError(OSError):
 
 
 class ServerLLM(LLM):
-    r"""A large model behind a server, with temperature 0 and no penalties whatever the server's defaults are.
+    r"""A large model behind a server, greedy unless told to sample, with no penalties, whatever the server's defaults.
 
     A request that fails (no connection, no whole answer in time, status 429 or 5xx) is sent again up to `retries` times
     with growing pauses; any other failure is final. All calls share one pool of threads, each with its own connection,
@@ -59,6 +59,11 @@ class ServerLLM(LLM):
     - "sglang": `/generate` with `top_logprobs_num` and `token_ids_logprob`.
     - "llama.cpp": `/completion` with `n_probs`, before sampling. There is no way to ask for given ids, so `n_probs`
       grows from 128 by factors of 16, up to the vocabulary, until it holds the `score_ids`; the prompt stays cached.
+
+    Samples are drawn by the server, each by a request with a seed of its own: they are not those of a `LocalLLM`, and
+    whether they come again is up to the server, where each batch may round differently. SGLang heeds the seeds only
+    under `--enable-deterministic-inference` (a version without `sampling_seed` refuses them) and takes `top_p` of all
+    probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to it.
 
     A continuation ends where the server ends it (its model's end-of-sequence tokens), or behind one of `ends`.
     Where a server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103)
@@ -183,7 +188,36 @@ class ServerLLM(LLM):
                 long for it is among these. The object stays usable.
         """
         check_max_new_tokens(max_new_tokens)
-        return list(self._pool.map(lambda ids: self._complete(ids, max_new_tokens), self._prompts(prompts)))
+        return list(self._pool.map(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts)))
+
+    def sample_many(
+        self,
+        prompts: Sequence[Ids],
+        n: int,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.7,
+        top_p: float = 0.8,
+        top_k: int = 20,
+        seed: int = 0,
+    ) -> list[list[Tensor]]:
+        """As `LLM.sample_many`, one request a sample, at most `in_flight` at once.
+
+        Raises:
+            TypeError: ids or max_new_tokens that are not integers.
+            ValueError: a setting out of range, no ids, one outside the vocabulary, or max_new_tokens below 1.
+            ServerError: as `complete_many`.
+        """
+        check_sampling(n, temperature, top_p, top_k)
+        check_max_new_tokens(max_new_tokens)
+
+        def draw(ids: list[int], sample: int) -> Tensor:
+            own = seeded(seed, ids, sample).getrandbits(31)  # what every flavour takes
+            return self._complete(ids, max_new_tokens, self._dialect.sampled(temperature, top_p, top_k, own))
+
+        checked = self._prompts(prompts)
+        drawn = list(self._pool.map(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked)))
+        return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
         """Refuse a server whose tokenizer, by its `/tokenize`, disagrees with this one.
@@ -244,9 +278,9 @@ class ServerLLM(LLM):
             None if wanted is None else torch.tensor([known[token] for token in wanted], dtype=torch.float32),
         )
 
-    def _complete(self, ids: list[int], n: int) -> Tensor:
+    def _complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> Tensor:
         asked = f"1 to {n} tokens behind {len(ids)}"
-        new = self._read(asked, self._dialect.complete, ids, n)[:n]
+        new = self._read(asked, self._dialect.complete, ids, n, sampled)[:n]
         if not new:
             raise ServerError(
                 f"{self.url}: expected {asked}, got none; check that the prompt leaves the server room and that it "
@@ -389,8 +423,12 @@ class _Dialect(ABC):
         """Log-probabilities by id: of the k most likely tokens, and of `wanted`; others may be among them."""
 
     @abstractmethod
-    def complete(self, ids: list[int], n: int) -> list[int]:
-        """The greedy continuation."""
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        """The continuation, greedy without the fields of `sampled`."""
+
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        """The fields that make `complete` sample; top_k 0 keeps all."""
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around."""
@@ -420,7 +458,13 @@ class _Dialect(ABC):
         return known
 
 
-_PLAIN = {"temperature": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_PLAIN = {
+    "temperature": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class _VLLM(_Dialect):
@@ -440,8 +484,9 @@ class _VLLM(_Dialect):
             known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
         return top, known
 
-    def complete(self, ids: list[int], n: int) -> list[int]:
-        (choice,) = self._choices(prompt=ids, max_tokens=n, return_token_ids=True, stop_token_ids=self.ends)
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        fields = {"max_tokens": n, "return_token_ids": True, "stop_token_ids": self.ends} | sampled
+        (choice,) = self._choices(prompt=ids, **fields)
         return self.tokens(choice["token_ids"])
 
     def _next(self, ids: list[int], **fields: Any) -> dict[int, float]:
@@ -461,17 +506,20 @@ class _VLLM(_Dialect):
 class _SGLang(_Dialect):
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         asked = {"token_ids_logprob": wanted} if wanted else {}
-        found = self._generate(ids, 1, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
+        found = self._generate(ids, 1, {}, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
         top = self.logprobs((token, value) for value, token, *_ in found["output_top_logprobs"][0])
         if not wanted:
             return top, {}
         return top, self.logprobs((token, value) for value, token, *_ in found["output_token_ids_logprobs"][0])
 
-    def complete(self, ids: list[int], n: int) -> list[int]:
-        return self.tokens(self._generate(ids, n)["output_ids"])
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        return self.tokens(self._generate(ids, n, sampled)["output_ids"])
 
-    def _generate(self, ids: list[int], n: int, **fields: Any) -> Any:
-        sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends}
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or -1, "sampling_seed": seed}
+
+    def _generate(self, ids: list[int], n: int, sampled: dict[str, Any], **fields: Any) -> Any:
+        sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends} | sampled
         return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
 
 
@@ -484,8 +532,12 @@ class _LlamaCpp(_Dialect):
             known = self._next(ids, n)
         return known, known
 
-    def complete(self, ids: list[int], n: int) -> list[int]:
-        return self.tokens(self._completion(ids, n, return_tokens=True)["tokens"])
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        return self.tokens(self._completion(ids, n, return_tokens=True, **sampled)["tokens"])
+
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        order = {"samplers": ["top_k", "temperature", "top_p"]}  # the server's own would take top_p before temperature
+        return super().sampled(temperature, top_p, top_k, seed) | order
 
     def tokenize(self, text: str) -> list[int]:
         fields = {"content": text, "add_special": False, "parse_special": True}
@@ -497,8 +549,8 @@ class _LlamaCpp(_Dialect):
         return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
 
     def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
-        plain = {"temperature": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": [], "cache_prompt": True}
-        return self.post("/completion", plain | {"prompt": ids, "n_predict": n} | fields)
+        plain = {"temperature": 0, "dynatemp_range": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": []}
+        return self.post("/completion", plain | {"cache_prompt": True, "prompt": ids, "n_predict": n} | fields)
 
 
 _DIALECTS: dict[str, type[_Dialect]] = {"vllm": _VLLM, "sglang": _SGLang, "llama.cpp": _LlamaCpp}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,6 +18,9 @@ FAMILY, SEED = "llama", 2
 SIZE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else V  # of the vocabulary
 MAX_LOGPROBS = 20  # of vLLM
 OLD = "/old"  # in front of a path: a vLLM that does not know logprob_token_ids
+
+Filter = Callable[[torch.Tensor], torch.Tensor]  # of logits [V]
+Choose = Callable[[torch.Tensor], int]  # a token by its logits [V]
 
 
 def byte_tokenizer(swapped: bool = False, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
@@ -55,16 +58,43 @@ class Model:
         values, ids = row.topk(min(k, SIZE))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
-    def greedy(self, ids: list[int], n: int, ends: list[int]) -> list[tuple[int, torch.Tensor]]:
+    def write(self, ids: list[int], n: int, ends: list[int], choose: Choose) -> list[tuple[int, torch.Tensor]]:
         """New tokens, the end included, and the log-probabilities that each was taken from."""
         new: list[tuple[int, torch.Tensor]] = []
         while len(new) < n and not (new and new[-1][0] in (EOS, *ends)):
             row = self.logprobs(ids + [token for token, _ in new])[-1]
-            new.append((int(row.argmax()), row))
+            new.append((choose(row), row))
         return new
 
 
 MODEL = Model()
+
+
+def top_k(row: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest logits, all below 1."""
+    return row if k < 1 else row.where(row >= row.topk(min(k, SIZE)).values[-1], -torch.inf)
+
+
+def top_p(row: torch.Tensor, p: float) -> torch.Tensor:
+    """The logits of the fewest tokens that hold the probability p."""
+    chances, ids = row.double().softmax(-1).sort(descending=True)
+    return row.index_fill(0, ids[chances.cumsum(-1) - chances >= p], -torch.inf)
+
+
+def chooser(temperature: float, seed: int | None, *filters: Filter) -> Choose:
+    """The largest logit at temperature 0, else a draw from what the filters leave, one after the other."""
+    if temperature == 0:
+        return lambda row: int(row.argmax())
+    if seed is None or not 0 <= seed < 2**31:
+        raise Refused(f"expected a seed, got {seed}")
+    source = torch.Generator().manual_seed(seed)
+
+    def choose(row: torch.Tensor) -> int:
+        for kept in filters:
+            row = kept(row)
+        return int(row.double().softmax(-1).multinomial(1, generator=source))
+
+    return choose
 
 
 def vllm(fields: dict[str, Any], old: bool) -> dict[str, Any]:
@@ -75,10 +105,18 @@ def vllm(fields: dict[str, Any], old: bool) -> dict[str, Any]:
         raise Refused(f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {MAX_LOGPROBS}")
     if wanted == [] or (wanted and logprobs is None):
         raise Refused("when using `logprob_token_ids`, `logprobs` must be set.")
+    temperature, k, p = fields["temperature"], fields.get("top_k", 0), fields.get("top_p", 1.0)
+    choose = chooser(
+        temperature,
+        fields.get("seed"),
+        lambda row: row / temperature,
+        lambda row: top_k(row, k),
+        lambda row: top_p(row, p),
+    )
     prompt = fields["prompt"]
     choices = []
     for ids in prompt if isinstance(prompt[0], list) else [prompt]:
-        new = MODEL.greedy(ids, fields["max_tokens"], fields.get("stop_token_ids") or [])
+        new = MODEL.write(ids, fields["max_tokens"], fields.get("stop_token_ids") or [], choose)
         choice: dict[str, Any] = {
             "index": len(choices),
             "text": MODEL.tokenizer.decode([token for token, _ in new]),
@@ -121,9 +159,19 @@ def vllm(fields: dict[str, Any], old: bool) -> dict[str, Any]:
 
 
 def sglang(fields: dict[str, Any]) -> dict[str, Any]:
-    """/generate."""
+    """/generate, started with --enable-deterministic-inference; top_p is of all probabilities."""
     ids, sampling = fields["input_ids"], fields["sampling_params"]
-    new = MODEL.greedy(ids, sampling["max_new_tokens"], sampling.get("stop_token_ids") or [])
+    temperature, k, p = sampling["temperature"], sampling.get("top_k", -1), sampling.get("top_p", 1.0)
+    if k == 0 or "seed" in sampling:
+        raise Refused(f"top_k must be -1 (disable) or at least 1, got {k}; or Unexpected keyword argument 'seed'")
+    choose = chooser(
+        temperature,
+        sampling.get("sampling_seed"),
+        lambda row: row / temperature,
+        lambda row: top_p(row, p),
+        lambda row: top_k(row, k),
+    )
+    new = MODEL.write(ids, sampling["max_new_tokens"], sampling.get("stop_token_ids") or [], choose)
     tokens = [token for token, _ in new]
     meta: dict[str, Any] = {
         "id": "1",
@@ -150,7 +198,13 @@ def sglang(fields: dict[str, Any]) -> dict[str, Any]:
 def llama_cpp(fields: dict[str, Any]) -> dict[str, Any]:
     """/completion; it may generate a token more than asked for, as the documentation says."""
     limit = fields["n_predict"] + (fields["n_predict"] > 1)
-    new = MODEL.greedy(fields["prompt"], limit, [])
+    samplers: dict[str, Filter] = {
+        "temperature": lambda row: row / fields["temperature"],
+        "top_k": lambda row: top_k(row, fields["top_k"]),
+        "top_p": lambda row: top_p(row, fields["top_p"]),
+    }
+    choose = chooser(fields["temperature"], fields.get("seed"), *(samplers[name] for name in fields["samplers"]))
+    new = MODEL.write(fields["prompt"], limit, [], choose)
     tokens = [token for token, _ in new]
     answer: dict[str, Any] = {
         "index": 0,
@@ -188,8 +242,6 @@ def tokenize(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    if fields.get("temperature", fields.get("sampling_params", {}).get("temperature", 0)) != 0:
-        raise Refused("expected greedy decoding")
     if path.endswith("/v1/completions"):
         return vllm(fields, path.startswith(OLD))
     return {"/generate": sglang, "/completion": llama_cpp, "/tokenize": tokenize}[path](fields)

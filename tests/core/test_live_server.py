@@ -125,6 +125,36 @@ def test_completions_are_greedy_decoding_token_by_token(live, local):
     assert tokens == wanted[-1].tolist()
 
 
+def test_samples_repeat_with_their_seed_and_differ_by_number(live, local):
+    llm, asked, settings = connect(live), prompts(6), {"temperature": 1.5, "top_p": 0.95, "top_k": 0}
+
+    def drawn(seed, n=4, **options):
+        return [
+            [new.tolist() for new in group]
+            for group in llm.sample_many(asked, n, 12, seed=seed, **(settings | options))
+        ]
+
+    first = drawn(3)
+    assert first == drawn(3) != drawn(4)
+    assert [len({tuple(sample) for sample in samples}) for samples in first] == [4] * len(asked)
+    greedy = [[new.tolist()] * 2 for new in local.complete_many(asked, 12)]
+    assert drawn(0, 2, top_k=1) == drawn(0, 2, top_p=1e-6) == drawn(0, 2, temperature=1e-3) == greedy
+
+
+def test_samples_follow_the_truncated_distribution(live, local):
+    (ids,), temperature, top_p, top_k, n = prompts(1), 3.0, 0.8, 8, 400
+    ranked = local.candidates(ids, top_k)
+    chances = (ranked.logprob.double() / temperature).softmax(0)
+    kept = int((chances.cumsum(0) - chances < top_p).sum())
+    wanted = (chances[:kept] / chances[:kept].sum()).tolist()
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 7}
+    (drawn,) = connect(live).sample_many([ids], n, 1, **settings)
+    counts = [sum(int(sample) == token for sample in drawn) for token in ranked.ids[:kept].tolist()]
+    assert (kept, sum(counts)) == (6, n)  # kept would be 5 if the temperature came last
+    for count, chance in zip(counts, wanted, strict=True):
+        assert count / n == pytest.approx(chance, abs=4 * (chance * (1 - chance) / n) ** 0.5)
+
+
 def test_a_prompt_without_room_is_refused_and_named(live, local):
     llm, ids = connect(live), torch.full((CONTEXT,), 7)
     with pytest.raises(ServerError, match=r"got status 400: .*exceeds the available context size"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import EOS, FAMILIES, V, tiny
 
+from fb_core import llm as llm_module
 from fb_core.llm import LLM, Candidates, LocalLLM, batches
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -103,6 +104,8 @@ def test_empty_batches():
     assert llm.candidates_many([], 3) == []
     assert llm.complete_many([], 3) == []
     assert llm.sample_many([], 2, 3) == []
+    assert llm.complete_branches([], [], 3) == []
+    assert llm.complete_branches(prompts(3, 4), [[], torch.tensor([], dtype=torch.long)], 3) == [[], []]
 
 
 def test_completions_include_eos_and_ignore_sampling_settings_of_the_model(caplog):
@@ -132,6 +135,96 @@ def test_completion_stops_at_the_positions():
     new = llm.complete_many(prompts(15, 4, 10), 8)
     assert [len(tokens) for tokens in new] == [1, 8, 6]
     check(llm.candidates(prompts(16)[0], 3), model, prompts(16)[0], 3)
+
+
+def lists(written):
+    return [[new.tolist() for new in group] for group in written]
+
+
+@pytest.mark.parametrize("batch_tokens", [60, 65536])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_branches_equal_completions_of_their_concatenations(family, batch_tokens):
+    window = {"sliding_window": 5} if family == "mistral" else {}
+    model = tiny(family, 4, tie_word_embeddings=False, **window)
+    model.generation_config.eos_token_id = ends = [EOS, 11, 21, 31, 41]
+    llm = LocalLLM(model, batch_tokens=batch_tokens)
+    prefixes = prompts(3, 12, 1, 12, 7, 31)
+    prefixes.append(prefixes[1])
+    branches = [[5, 6, 5], [7, EOS, 8], [9], [], range(10, 30), [EOS], torch.tensor([8, 9])]
+    found = llm.complete_branches(prefixes, branches, 6)
+    for prefix, firsts, group in zip(prefixes, branches, found, strict=True):
+        going = [first for first in map(int, firsts) if first not in ends]
+        starts = [torch.cat([prefix, torch.tensor([first])]) for first in going]
+        written = dict(zip(going, llm.complete_many(starts, 6), strict=True))
+        assert [new.tolist() for new in group] == [
+            written[first].tolist() if first in written else [] for first in map(int, firsts)
+        ]
+        assert {new.dtype for new in group} <= {torch.int64}
+        if going:
+            assert written[going[0]].tolist() == greedy(model, starts[0], 6, ends)
+    assert len({len(new) for group in found for new in group}) > 2
+
+
+def test_branches_compute_their_prefix_once():
+    model = tiny("qwen3", 4)
+    model.generation_config.eos_token_id = [V - 1]
+    a, b, c = prompts(9, 6, 5)
+    with forwarded(model) as seen:
+        LocalLLM(model).complete_branches([a, b, a.tolist(), c], [[5, 6, 7], [5, V - 1], [8], []], 3)
+    assert seen == [(2, 9), (5, 1), (5, 1), (5, 1)]
+    with forwarded(model) as seen:
+        LocalLLM(model).complete_many([a, b, a, a], 3)
+        LocalLLM(model).sample_many([a, b], 4, 3)
+    assert seen == [(2, 9), (4, 1), (4, 1), (2, 9), (8, 1), (8, 1)]
+
+
+def test_batches_count_branches(monkeypatch):
+    model = tiny("qwen3", 4)
+    model.generation_config.eos_token_id = [V - 1]
+    prefixes, branches = prompts(9, 6), [range(3, 13), range(20, 23)]
+    whole = lists(LocalLLM(model).complete_branches(prefixes, branches, 3))
+    monkeypatch.setattr(llm_module, "MAX_ROWS", 4)
+    with forwarded(model) as seen:
+        assert lists(LocalLLM(model).complete_branches(prefixes, branches, 3)) == whole
+    assert seen[::4] == [(1, 9), (1, 9), (2, 9), (1, 6)]
+    assert [rows for rows, new in seen if new == 1] == [4] * 9 + [1] * 3
+    with forwarded(model) as seen:
+        assert lists(LocalLLM(model, batch_tokens=3 * (9 + 4)).complete_branches(prefixes, branches, 3)) == whole
+    assert max(rows for rows, _ in seen) == 3
+
+
+def test_branches_stop_at_the_positions():
+    model = tiny("llama", 6, max_position_embeddings=16, eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    llm, prefixes = LocalLLM(model), prompts(15, 14, 4)
+    found = llm.complete_branches(prefixes, [[3, 4], [5], [6, 7]], 8)
+    assert [[len(new) for new in group] for group in found] == [[0, 0], [1], [8, 8]]
+    assert found[1][0].tolist() == llm.complete([*prefixes[1].tolist(), 5], 8).tolist()
+
+
+def test_branches_of_an_llm_that_only_completes():
+    class Plain(LLM):
+        def __init__(self, local):
+            self.local = local
+
+        @property
+        def ends(self):
+            return self.local.ends
+
+        def candidates(self, ids, k, score_ids=None):
+            return self.local.candidates(ids, k, score_ids)
+
+        def complete(self, ids, max_new_tokens):
+            return self.local.complete(ids, max_new_tokens)
+
+    local = LocalLLM(tiny("qwen3", 5))
+    a, b = prompts(4, 9)
+    asked = [a, b.tolist(), b], [[5, EOS, 5], torch.tensor([6]), []]
+    found = Plain(local).complete_branches(*asked, 5)
+    assert lists(found) == lists(local.complete_branches(*asked, 5))
+    assert {new.dtype for group in found for new in group} == {torch.int64}
+    with pytest.raises(ValueError, match="branches: expected one list for each of 1 prefixes, got 2; pass"):
+        Plain(local).complete_branches([a], [[5], [6]], 5)
 
 
 def test_ties_go_to_the_lowest_id_and_k_is_clamped():
@@ -234,6 +327,8 @@ def test_defaults_of_the_base_class_loop():
     assert [len(found.score_logprob) for found in llm.candidates_many(prompts(3, 2), 2, [[1], [1, 2]])] == [1, 2]
     assert [found.score_logprob for found in llm.candidates_many(prompts(3, 2), 2)] == [None, None]
     assert [tokens.shape for tokens in llm.complete_many(prompts(3, 2), 2)] == [(2,), (2,)]
+    with pytest.raises(ValueError, match="llm: expected one that samples, got Echo; use LocalLLM or ServerLLM"):
+        llm.sample_many(prompts(3), 2, 2)
 
 
 IDS = prompts(4)[0]
@@ -257,6 +352,17 @@ IDS = prompts(4)[0]
         ),
         (lambda llm: llm.complete([3] * 128, 3), ValueError, "ids: expected at most 127 tokens"),
         (lambda llm: llm.complete(IDS, 0), ValueError, "max_new_tokens: expected 1 or more"),
+        (
+            lambda llm: llm.complete_branches([IDS], [], 3),
+            ValueError,
+            "branches: expected one list for each of 1 prefixes, got 0",
+        ),
+        (lambda llm: llm.complete_branches([[]], [[5]], 3), ValueError, "prefixes: expected at least one token"),
+        (lambda llm: llm.complete_branches([[3] * 128], [[5]], 3), ValueError, "prefixes: expected at most 127 tokens"),
+        (lambda llm: llm.complete_branches([IDS], [[V]], 3), ValueError, "branches: expected ids from 0 below 50"),
+        (lambda llm: llm.complete_branches([IDS], [[1.5]], 3), TypeError, "branches: expected int64"),
+        (lambda llm: llm.complete_branches([IDS], [[5]], 0), ValueError, "max_new_tokens: expected 1 or more, got 0"),
+        (lambda llm: llm.complete_branches([IDS], [[5]], None), TypeError, "max_new_tokens: expected an int"),
         (lambda llm: llm.sample_many([IDS], 0, 3), ValueError, "n: expected 1 or more"),
         (lambda llm: llm.sample_many([None], 1, 3), TypeError, "ids: expected a sequence of token ids"),
         (lambda llm: llm.sample_many([IDS], 1, 3, temperature=0.0), ValueError, "temperature, top_p, top_k: expected"),

@@ -101,6 +101,57 @@ def test_completions_equal_those_of_the_model_in_process(url, flavour, prefix):
         assert llm.complete(ids, 1).tolist() == expected[:1].tolist()
 
 
+@served
+def test_branches_equal_those_of_the_model_in_process(url, local, flavour, prefix):
+    prefixes, branches = prompts(4, 6, 1, seed=1), [[5, EOS, 9], [], torch.tensor([7])]
+    wanted = local.complete_branches(prefixes, branches, 8)
+    found = ServerLLM(url + prefix, flavour, vocabulary=V, ends=[EOS]).complete_branches(prefixes, branches, 8)
+    assert as_lists(found) == as_lists(wanted)
+    assert len(wanted[0][1]) == 0 < len(wanted[0][0])
+
+
+def as_lists(written):
+    return [[new.tolist() for new in group] for group in written]
+
+
+@flavours
+def test_samples_repeat_with_their_seed(url, local, flavour):
+    asked, settings = prompts(3, 8, 5), {"temperature": 1.5, "top_p": 0.95, "top_k": 0}
+    llm = ServerLLM(url, flavour, vocabulary=V, ends=[EOS])
+    first = llm.sample_many(asked, 4, 6, seed=3, **settings)
+    assert as_lists(first) == as_lists(llm.sample_many([ids.tolist() for ids in asked], 4, 6, seed=3, **settings))
+    assert as_lists(first) != as_lists(llm.sample_many(asked, 4, 6, seed=4, **settings))
+    assert as_lists(llm.sample_many(asked[1:2], 2, 6, seed=3, **settings)) == [as_lists(first)[1][:2]]
+    for samples in as_lists(first):
+        assert len(samples) == 4 == len({tuple(sample) for sample in samples})
+        for sample in samples:
+            assert len(sample) == 6 or sample[-1] == EOS
+            assert EOS not in sample[:-1]
+    assert {sample.dtype for samples in first for sample in samples} == {torch.int64}
+    greedy = [[new] * 2 for new in local.complete_many(asked, 6)]
+    assert as_lists(llm.sample_many(asked, 2, 6, top_k=1)) == as_lists(greedy)
+    assert llm.sample_many([], 2, 6) == []
+
+
+@flavours
+def test_samples_follow_the_truncated_distribution(url, local, flavour):
+    (ids,) = prompts(5)
+    temperature, top_p, top_k, n = 3.0, 0.8, 8, 400
+    ranked = local.candidates(ids, V)
+    chances = (ranked.logprob.double() / temperature).softmax(0)[:top_k]
+    if flavour != "sglang":
+        chances = chances / chances.sum()
+    kept = int((chances.cumsum(0) - chances < top_p).sum())
+    assert kept == (8 if flavour == "sglang" else 5)  # 2 if the temperature came last
+    wanted = (chances[:kept] / chances[:kept].sum()).tolist()
+    llm = ServerLLM(url, flavour, vocabulary=V)
+    (drawn,) = llm.sample_many([ids], n, 1, temperature=temperature, top_p=top_p, top_k=top_k, seed=7)
+    counts = [sum(int(sample) == token for sample in drawn) for token in ranked.ids[:kept].tolist()]
+    assert sum(counts) == n
+    for count, chance in zip(counts, wanted, strict=True):
+        assert count / n == pytest.approx(chance, abs=4 * (chance * (1 - chance) / n) ** 0.5)
+
+
 @pytest.mark.parametrize("pool", ["joint", "slm", "llm"])
 @served
 def test_decoding_with_a_server_gives_the_tokens_of_the_model_in_process(url, local, flavour, prefix, pool):
@@ -405,6 +456,78 @@ def test_completions_that_do_not_fit(flavour, wrap):
         assert ServerLLM(there.url, flavour, vocabulary=V, ends=[7]).complete([5, 6], 4).tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("flavour", "answer", "sent"),
+    [
+        (
+            "vllm",
+            {"choices": [{"token_ids": [7]}]},
+            {
+                "prompt": [5, 6],
+                "max_tokens": 9,
+                "temperature": 1.5,
+                "top_p": 0.9,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "stop_token_ids": [1],
+                "return_token_ids": True,
+            },
+        ),
+        (
+            "sglang",
+            {"output_ids": [7]},
+            {
+                "input_ids": [5, 6],
+                "sampling_params": {
+                    "max_new_tokens": 9,
+                    "temperature": 1.5,
+                    "top_p": 0.9,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "repetition_penalty": 1.0,
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                    "stop_token_ids": [1],
+                },
+            },
+        ),
+        (
+            "llama.cpp",
+            {"tokens": [7]},
+            {
+                "prompt": [5, 6],
+                "n_predict": 9,
+                "samplers": ["top_k", "temperature", "top_p"],
+                "temperature": 1.5,
+                "dynatemp_range": 0,
+                "top_p": 0.9,
+                "top_k": 0,
+                "mirostat": 0,
+                "logit_bias": [],
+                "cache_prompt": True,
+                "return_tokens": True,
+            },
+        ),
+    ],
+    ids=["vllm", "sglang", "llama.cpp"],
+)
+def test_what_is_sent_for_samples(flavour, answer, sent):
+    with scripted(says(answer)) as there:
+        llm = ServerLLM(there.url, flavour, vocabulary=V, ends=[EOS])
+        drawn = llm.sample_many([[5, 6]], 3, 9, temperature=1.5, top_p=0.9, top_k=0, seed=2)
+        assert as_lists(drawn) == [[[7], [7], [7]]]
+    seeds = [
+        fields["sampling_params"].pop("sampling_seed") if flavour == "sglang" else fields.pop("seed")
+        for fields in there.asked
+    ]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert there.asked == [sent] * 3
+
+
 def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
     size = 5000
 
@@ -573,6 +696,13 @@ def test_bad_settings(arguments, kind, sentence):
         (lambda llm: llm.complete([5], 0), ValueError, "max_new_tokens: expected 1 or more"),
         (lambda llm: llm.complete([5], 1.5), TypeError, "max_new_tokens: expected an int"),
         (lambda llm: llm.complete(None, 3), TypeError, "ids: expected a sequence of token ids"),
+        (lambda llm: llm.complete_branches([[5]], [[V]], 3), ValueError, "ids: expected ids from 0 below 50, got 50"),
+        (lambda llm: llm.complete_branches([[5]], [], 3), ValueError, "branches: expected one list for each of 1"),
+        (lambda llm: llm.sample_many([[5]], 0, 3), ValueError, "n: expected 1 or more samples, got 0"),
+        (lambda llm: llm.sample_many([[5]], 1, 0), ValueError, "max_new_tokens: expected 1 or more"),
+        (lambda llm: llm.sample_many([[]], 1, 3), ValueError, "ids: expected at least one token"),
+        (lambda llm: llm.sample_many([[5]], 1, 3, temperature=0.0), ValueError, "temperature, top_p, top_k: expected"),
+        (lambda llm: llm.sample_many([[5]], 1, 3, top_k=-1), ValueError, "temperature, top_p, top_k: expected"),
     ],
 )
 def test_bad_arguments_send_nothing(call, kind, sentence):
