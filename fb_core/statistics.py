@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ DRAWS_AT_ONCE = 1 << 20  # resampled outcomes held in memory
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its confidence interval."""
+    """A mean (or ratio, or difference of two) and the ends of its confidence interval."""
 
     mean: float
     low: float
@@ -36,7 +37,8 @@ def interval(a: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed
         TypeError: outcomes or scores are no bools or real numbers.
         ValueError: `a` is empty, not one-dimensional or not finite, or an option is out of its range.
     """
-    return _bootstrap(_vector("interval", "a", a), resamples, level, seed)
+    values = _vector("interval", "a", a)
+    return _bootstrap(lambda drawn: values[drawn].mean(axis=1), len(values), resamples, level, seed)
 
 
 def paired_interval(
@@ -64,7 +66,69 @@ def paired_interval(
     """
     first, second = _vector("paired_interval", "a", a), _vector("paired_interval", "b", b)
     _same_length("paired_interval", "a", first, "b", second)
-    return _bootstrap(first - second, resamples, level, seed)
+    difference = first - second
+    return _bootstrap(lambda drawn: difference[drawn].mean(axis=1), len(difference), resamples, level, seed)
+
+
+def ratio_interval(
+    part: ArrayLike, whole: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap interval of sum(part) / sum(whole), drawn by problem.
+
+    For shares whose denominator is counted, such as pairwise accuracy with the agreeing and the comparable pairs of
+    each problem: the states of a problem are not independent, so a problem is drawn with all it has.
+
+    Args:
+        part: what counts of each problem, finite and not negative.
+        whole: out of how much, of the same problems in the same order, finite and not negative, not 0 everywhere.
+        resamples: how often the problems are drawn again, with replacement; draws whose whole is 0 are left out.
+        level: share of the resampled ratios between the ends, in (0, 1).
+        seed: of the draws; the same arguments give the same interval.
+
+    Returns:
+        `Interval(mean, low, high)`, mean being the ratio of the problems as given.
+
+    Raises:
+        TypeError: an argument that is no bools or real numbers.
+        ValueError: lengths differ, a value is negative or not finite, the whole is 0, an argument is empty or not
+            one-dimensional, or an option is out of its range.
+    """
+    ratio = _ratio("ratio_interval", "part", part, "whole", whole)
+    return _bootstrap(lambda drawn: _divided(ratio, drawn), len(ratio), resamples, level, seed)
+
+
+def paired_ratio_interval(
+    a: tuple[ArrayLike, ArrayLike],
+    b: tuple[ArrayLike, ArrayLike],
+    *,
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap interval of the difference of two ratios over the same problems, as of two scores' accuracy.
+
+    Args:
+        a: (part, whole) as of `ratio_interval`.
+        b: the other's, of the same problems in the same order; the wholes may differ.
+        resamples: how often the problems are drawn again, with replacement, for both alike; draws in which a whole is 0
+            are left out.
+        level: share of the resampled differences between the ends, in (0, 1).
+        seed: of the draws; the same arguments give the same interval.
+
+    Returns:
+        `Interval(mean, low, high)` of the ratio of a less that of b.
+
+    Raises:
+        TypeError: an argument that is no bools or real numbers.
+        ValueError: lengths differ, a value is negative or not finite, a whole is 0, an argument is empty or not
+            one-dimensional, or an option is out of its range.
+    """
+    first = _ratio("paired_ratio_interval", "part of a", a[0], "whole of a", a[1])
+    second = _ratio("paired_ratio_interval", "part of b", b[0], "whole of b", b[1])
+    _same_length("paired_ratio_interval", "a", first, "b", second)
+    return _bootstrap(
+        lambda drawn: _divided(first, drawn) - _divided(second, drawn), len(first), resamples, level, seed
+    )
 
 
 def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int]:
@@ -146,20 +210,47 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
     return bool(outcomes.min() < outcomes.max())
 
 
-def _bootstrap(values: NDArray[np.float64], resamples: int, level: float, seed: int) -> Interval:
+def _bootstrap(
+    statistic: Callable[[NDArray[np.integer]], NDArray[np.float64]],
+    problems: int,
+    resamples: int,
+    level: float,
+    seed: int,
+) -> Interval:
+    """Of a statistic of drawn problems [R, n] -> [R], NaN where a draw has none."""
     if not resamples >= 1:
         raise ValueError(f"bootstrap: resamples must be at least 1, got {resamples}; 10000 is usual.")
     if not 0 < level < 1:
         raise ValueError(f"bootstrap: level must lie between 0 and 1, got {level}; 0.95 is usual.")
     generator = np.random.default_rng(seed)
-    rows = max(1, DRAWS_AT_ONCE // len(values))
-    means = np.empty(resamples)
+    rows = max(1, DRAWS_AT_ONCE // problems)
+    values = np.empty(resamples)
     for start in range(0, resamples, rows):
-        part = means[start : start + rows]
-        drawn = generator.integers(len(values), size=(len(part), len(values)), dtype=np.int32)
-        part[:] = values[drawn].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(values.mean()), float(low), float(high))
+        part = values[start : start + rows]
+        part[:] = statistic(generator.integers(problems, size=(len(part), problems), dtype=np.int32))
+    values = values[~np.isnan(values)]
+    if not len(values):
+        raise ValueError(f"bootstrap: the whole must not be 0 in all draws, got {resamples} such; draw more often.")
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(statistic(np.arange(problems)[None])[0]), float(low), float(high))
+
+
+def _ratio(where: str, part_name: str, part: ArrayLike, whole_name: str, whole: ArrayLike) -> NDArray[np.float64]:
+    """[n, 2] of parts and wholes."""
+    parts, wholes = _vector(where, part_name, part), _vector(where, whole_name, whole)
+    _same_length(where, part_name, parts, whole_name, wholes)
+    for name, values in ((part_name, parts), (whole_name, wholes)):
+        if values.min() < 0:
+            at = int(values.argmin())
+            raise ValueError(f"{where}: {name} must not be negative, got {values[at]} at {at}; pass counts.")
+    if not wholes.any():
+        raise ValueError(f"{where}: {whole_name} must not be 0 everywhere, got {len(wholes)} zeros; report none.")
+    return np.stack([parts, wholes], axis=1)
+
+
+def _divided(ratio: NDArray[np.float64], drawn: NDArray[np.integer]) -> NDArray[np.float64]:
+    part, whole = ratio[:, 0][drawn].sum(axis=1), ratio[:, 1][drawn].sum(axis=1)  # [R]
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0)
 
 
 def _candidates(where: str, score: ArrayLike, outcome: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -72,3 +72,48 @@ def group_targets(
         alpha=alpha,
     )
     return list(score.split(counts)), list(target.split(counts))
+
+
+def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
+    """Log-probs of a future without what every other candidate loses at its start only since it was written behind one.
+
+    The future's early tokens fit the candidate that it was written behind (the LLM's own token), so all others are less
+    likely there for a reason that says nothing about them. With gap[k, h] = max(0, logprob[first, h] - logprob[k, h]),
+    the smallest gap of the others at h is what they lose alike; it is given back to each. How the others compare with
+    one another stays as it was.
+
+    Args:
+        logprob: [K, H] as from `CompatibilityScorer`, nats.
+        first: index of the candidate that the future was written behind.
+        early: how many tokens count as its start; a future that is shorter is early as a whole.
+
+    Returns:
+        [K, H] of logprob's dtype: logprob plus the smallest gap, for every k other than `first` at h < early; equal to
+        logprob where K = 1 or early = 0.
+
+    Raises:
+        TypeError: log-probs that are not floating.
+        ValueError: another shape, `first` that is no candidate, a negative `early`, or an early log-prob that is not
+            finite.
+    """
+    if not logprob.is_floating_point():
+        raise TypeError(f"logprob: expected a floating dtype, got {logprob.dtype}; pass the scorer's log-probs")
+    if logprob.ndim != 2:
+        raise ValueError(f"logprob: expected [K, H], got {list(logprob.shape)}; pass one group's log-probs")
+    if not 0 <= first < len(logprob):
+        raise ValueError(
+            f"first: expected the index of one of {len(logprob)} candidates, got {first}; find the LLM's own token "
+            "among them"
+        )
+    if early < 0:
+        raise ValueError(f"early: expected 0 or more tokens, got {early}; 0 changes nothing")
+    start = logprob[:, :early]  # [K, early]
+    if not bool(start.isfinite().all()):
+        bad = int((~start.isfinite()).sum())
+        raise ValueError(f"logprob: expected finite early log-probs, got {bad} that are not; leave the state out")
+    others = torch.arange(len(logprob), device=logprob.device) != first
+    repaired = logprob.clone()
+    if early and len(logprob) > 1:
+        gap = (start[first] - start[others]).clamp(min=0)  # [K - 1, early]
+        repaired[others, :early] += gap.amin(0)
+    return repaired

@@ -17,7 +17,9 @@ from fb_core.statistics import (
     interval,
     outcomes_differ,
     paired_interval,
+    paired_ratio_interval,
     pairwise_agreement,
+    ratio_interval,
     top1_success,
 )
 
@@ -64,6 +66,91 @@ def test_the_seed_decides_and_the_chunks_stay_small(monkeypatch: pytest.MonkeyPa
     one_by_one = interval(values)
     monkeypatch.undo()
     assert one_by_one.low == pytest.approx(interval(values).low, abs=0.01)
+
+
+def test_two_problems_give_three_ratios() -> None:
+    """1 of 1 and 0 of 3: the first twice gives 1, both 1/4, the second twice 0, with probabilities 1/4, 1/2, 1/4."""
+    assert ratio_interval([1, 0], [1, 3]) == Interval(0.25, 0.0, 1.0)
+    assert ratio_interval([1, 0], [1, 3], level=0.4) == Interval(0.25, 0.25, 0.25)
+
+
+def test_draws_without_a_whole_are_left_out() -> None:
+    """The second problem has no pairs: every other draw gives 1/2, and those of the second alone give nothing."""
+    assert ratio_interval([2, 0], [4, 0]) == Interval(0.5, 0.5, 0.5)
+    assert paired_ratio_interval(([2, 0], [4, 0]), ([0, 1], [0, 1])) == Interval(-0.5, -0.5, -0.5)
+    with pytest.raises(ValueError, match="draw more often"):
+        ratio_interval([2, 0], [4, 0], resamples=1, seed=0)  # draws the second problem twice
+
+
+def test_ratios_of_problems_of_one_size_are_means() -> None:
+    values = np.random.default_rng(2).random(30)
+    apart, together = interval(values), ratio_interval(3 * values, np.full(30, 3.0))
+    assert together == pytest.approx(apart)
+
+
+def test_large_problems_widen_the_interval() -> None:
+    """400 pairs in 8 problems that agree as a whole say less than 400 problems of a pair."""
+    whole, right = np.full(8, 50), np.arange(8) % 2 * 50
+    clustered = ratio_interval(right, whole)
+    single = ratio_interval(np.repeat(right / 50, 50), np.ones(400))
+    assert clustered.mean == single.mean == 0.5
+    assert clustered.high - clustered.low > 5 * (single.high - single.low)
+
+
+def test_pairing_ratios_cancels_what_the_problems_share() -> None:
+    whole = np.arange(1.0, 41.0)
+    right = whole * (np.arange(40) % 2)
+    found = paired_ratio_interval((right, whole), (right, 2 * whole))
+    assert found.mean == ratio_interval(right, whole).mean / 2
+    assert paired_ratio_interval((right, whole), (right, whole)) == Interval(0.0, 0.0, 0.0)
+    better = paired_ratio_interval((right + whole / 4, whole), (right, whole))
+    assert better == pytest.approx((0.25, 0.25, 0.25))
+    worse = paired_ratio_interval((right, whole), (right + whole / 4, whole))
+    assert worse == pytest.approx((-0.25, -0.25, -0.25))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8).filter(
+        lambda pairs: any(whole for _, whole in pairs)
+    ),
+    st.integers(0, 3),
+)
+def test_ratio_bounds_hold_and_repeat(pairs: list[tuple[int, int]], seed: int) -> None:
+    whole = [size for _, size in pairs]
+    part = [min(count, size) for count, size in pairs]
+    found = ratio_interval(part, whole, resamples=100, seed=seed)
+    assert found == ratio_interval(part, whole, resamples=100, seed=seed)
+    assert found.mean == sum(part) / sum(whole)
+    assert 0 <= found.low <= found.high <= 1
+    paired = paired_ratio_interval((part, whole), (whole, whole), resamples=100, seed=seed)
+    assert paired == pytest.approx(tuple(end - 1 for end in found))
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "message"),
+    [
+        ([], [], "not empty"),
+        ([1, math.nan], [1, 1], "part.* must be finite, got nan at 1"),
+        ([1, 1], [math.inf, 1], "whole.* must be finite, got inf at 0"),
+        ([1, -1], [1, 1], "part.* must not be negative, got -1.0 at 1"),
+        ([1, 1], [1, -2], "whole.* must not be negative, got -2.0 at 1"),
+        ([1, 0], [1, 2, 3], "got 2 and 3"),
+        ([0, 0], [0, 0], "whole.* must not be 0 everywhere, got 2 zeros"),
+        ([[1]], [[1]], "one-dimensional"),
+    ],
+)
+def test_bad_ratios_are_refused(part: list[float], whole: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ratio_interval(part, whole)
+    with pytest.raises(ValueError, match=message):
+        paired_ratio_interval(([1, 1], [1, 1]), (part, whole))
+
+
+def test_ratios_of_other_problems_are_not_paired() -> None:
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        paired_ratio_interval(([1], [1]), ([1, 1], [1, 1]))
+    with pytest.raises(ValueError, match="resamples"):
+        ratio_interval([1], [1], resamples=0)
 
 
 @pytest.mark.parametrize("values", [[0.7], [0.1] * 9, [True] * 3])
