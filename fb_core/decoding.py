@@ -219,11 +219,19 @@ class ScoringSelector(Selector):
 
 
 class LLMPreference(ScoringSelector):
-    """The LLM's most likely candidate: on the joint pool its argmax, on the SLM's own pool "S2T"."""
+    """The LLM's most likely candidate, ties to the lowest id: on the joint pool its argmax, on the SLM's own "S2T"."""
 
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         """The candidates' log p_T."""
         return [pool.llm_logprob for pool in pools]
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """As of any scores, with the LLM's own rule for ties."""
+        chosen: list[tuple[int, Tensor | None]] = []
+        for (first, scores), pool in zip(super().choose_many(states, pools), pools, strict=True):
+            equal = pool.llm_logprob == pool.llm_logprob[first]
+            chosen.append((int(pool.ids.where(equal, pool.ids.max() + 1).argmin()), scores))
+        return chosen
 
 
 class SLMPreference(ScoringSelector):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 from fb_core.reranker import TokenReranker
@@ -52,6 +53,9 @@ class Recipe:
     A step's trajectories are cut into `microbatches` contiguous pieces, as even in groups as whole trajectories allow,
     each one forward and backward: less memory, and work for as many processes. The bits of a step depend on it.
 
+    A `margin` above 0 adds a hinge to the cross-entropy of every group of two or more candidates:
+    relu(margin - (score of the candidate with the largest target, ties to the first, - best other score)).
+
     Raises:
         ValueError: a setting out of range.
     """
@@ -66,12 +70,13 @@ class Recipe:
     feature_scale: float = 5.0
     seed: int = 0
     microbatches: int = 1
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "groups_per_step", "microbatches"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {count}; leave it out for the published value")
-        for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale"):
+        for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale", "margin"):
             if not 0.0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")
 
@@ -315,7 +320,7 @@ class Sweep:
         if batch is None:
             return torch.zeros(sum(p.numel() for p in parameters) + 1, device=self._device)
         _seed(self._device, self.runs[run].seed, self.step, microbatch)
-        loss = batch.loss(batch.scores(self.runs[run].reranker), run) / groups
+        loss = batch.loss(batch.scores(self.runs[run].reranker), run, self.recipe.margin) / groups
         gradients = torch.autograd.grad(loss, parameters)
         return torch.cat([*(gradient.flatten() for gradient in gradients), loss.detach()[None]])
 
@@ -454,9 +459,22 @@ class _Batch:
             ]
         )
 
-    def loss(self, scores: Tensor, run: int) -> Tensor:
+    def loss(self, scores: Tensor, run: int, margin: float = 0.0) -> Tensor:
         """Sum over the groups."""
-        return group_cross_entropy(scores, self.target[:, run], self.cu_group, reduction="sum")
+        target = self.target[:, run]
+        loss = group_cross_entropy(scores, target, self.cu_group, reduction="sum")
+        if not margin:
+            return loss
+        return loss + _hinge(scores, target, [len(group.candidates) for group in self.groups], margin)
+
+
+def _hinge(scores: Tensor, target: Tensor, sizes: list[int], margin: float) -> Tensor:
+    """Sum over groups of relu(margin - (score of the best by target - best other score)); a lone candidate adds 0."""
+    rows = pad_sequence(scores.split(sizes), batch_first=True, padding_value=-math.inf)  # [G, K]
+    wanted = pad_sequence(target.split(sizes), batch_first=True, padding_value=-math.inf)
+    best = wanted.argmax(1, keepdim=True)  # the first of equal ones
+    rival = rows.scatter(1, best, -math.inf).max(1).values
+    return (margin - (rows.gather(1, best)[:, 0] - rival)).relu().sum()
 
 
 @contextmanager

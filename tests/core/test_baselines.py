@@ -1,3 +1,6 @@
+"""The peers: decision rules on logits made by hand, equality where one is another, losses against their formulas."""
+
+import json
 import math
 
 import pytest
@@ -9,16 +12,57 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
+from fb_core.baselines.direct import direct, one_token_takeover
+from fb_core.baselines.external import external, load_external
+from fb_core.baselines.greedy import greedy
 from fb_core.baselines.majority import majority, majority_vote
+from fb_core.baselines.preferences import distilled_preference, preference_target, random_choice, slm_preference
+from fb_core.baselines.s2t import s2t
+from fb_core.baselines.s2t_local import KL_WEIGHT, MARGIN, NoLLM, original_target, s2t_local
 from fb_core.baselines.takeover import takeover
-from fb_core.decoding import CollaborativeDecoder, LLMPreference
-from fb_core.llm import LocalLLM
+from fb_core.decoding import LARGE, SLM, CollaborativeDecoder, LLMPreference
+from fb_core.demo.pairs import load_pair
+from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
+from fb_core.training import _hinge
+from fb_kernels import group_cross_entropy
 
 
 def prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, V, (n,), generator=generator) for n in lengths]
+
+
+ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
+
+
+def bigram(table):
+    """A model of V ids whose logits behind a token are that token's row of the table [V, V], whatever came before."""
+    size = len(table)
+    model = tiny("qwen3", vocab_size=size, tie_word_embeddings=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size, 32))
+        model.model.norm.weight.fill_(32**-0.5)  # of a one-hot row, whose mean square is 1 / 32
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :size] = torch.tensor(table).T
+    return model
+
+
+def words_tokenizer(size, **more):
+    """One word an id, the end at EOS."""
+    words = {f"w{token}": token for token in range(size)} | {"<end>": EOS} | more
+    words = {word: token for word, token in words.items() if word != f"w{EOS}"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0", eos_token="<end>"
+    )
+
+
+def tokens_of(generations):
+    return [one.token_ids.tolist() for one in generations]
 
 
 def same_number(a, b):
@@ -114,3 +158,303 @@ def test_takeover_at_the_limit_and_at_eos():
     (ended,) = takeover(slm, llm, RequestPolicy(-math.inf), [ids], 9)
     assert ended.token_ids.tolist() == one.token_ids.tolist()
     assert takeover(slm, llm, RequestPolicy(1.0), [], 9) == []
+
+
+# What may follow the prompt's token 7; behind it comes the end. The SLM's order is 4, 5, 6, the LLM's 3, 6, 5: its
+# argmax is none of the SLM's two candidates, of which it prefers 5.
+SMALL = [-9.0, -9.0, 0.5, 0.0, 3.0, 2.5, 2.0, -9.0]
+LARGER = [-9.0, -9.0, 1.0, 4.0, 0.0, 2.0, 3.0, -9.0]
+END = [0.0, 9.0] + [0.0] * 6
+
+
+def hand_made():
+    return tuple(bigram([END] * 7 + [row]) for row in (SMALL, LARGER))
+
+
+def only_event(decoder):
+    generation = decoder.generate([7], 5)
+    (event,) = generation.events
+    assert generation.token_ids.tolist() == [event.token, EOS]
+    assert event.slm_logprob == pytest.approx(torch.tensor(SMALL).log_softmax(0)[event.pool].tolist(), abs=1e-4)
+    return event
+
+
+def test_decision_rules_by_hand():
+    """Direct: argmax of p_T. S2T: that among the SLM's top k (evaluate_s2t.py, generate_hybrid, teacher_rerank)."""
+    slm, llm = hand_made()
+    options = {"slm_k": 2, "llm_k": 2, "max_events": 1}
+    event = only_event(direct(slm, llm, ALWAYS, **options))
+    assert (event.pool, event.sources, event.token) == ([4, 5, 3, 6], [SLM, SLM, LARGE, LARGE], 3)
+    assert event.llm_logprob == pytest.approx(torch.tensor(LARGER).log_softmax(0)[event.pool].tolist(), abs=1e-4)
+    event = only_event(one_token_takeover(slm, llm, ALWAYS, max_events=1))
+    assert (event.pool, event.sources, event.token) == ([3], [LARGE], 3)
+    event = only_event(s2t(slm, llm, ALWAYS, **options))
+    assert (event.pool, event.sources, event.token) == ([4, 5], [SLM, SLM], 5)
+    assert event.scores == event.llm_logprob
+    event = only_event(slm_preference(slm, llm, ALWAYS, **options))
+    assert (event.pool, event.token) == ([4, 5, 3, 6], 4)
+    event = only_event(slm_preference(slm, llm, ALWAYS, pool="llm", **options))
+    assert (event.pool, event.token) == ([3, 6], 6)
+    assert tokens_of(greedy(slm, [[7]], 5)) == [[4, EOS]]
+    drawn = [only_event(random_choice(slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(400)]
+    assert [drawn.count(token) for token in (4, 5, 3, 6)] == pytest.approx([100] * 4, abs=35)
+    assert drawn[:9] == [only_event(random_choice(slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(9)]
+
+
+def test_where_the_llm_ties_both_take_the_lowest_id():
+    slm, _ = hand_made()
+    llm = bigram([END] * 7 + [[-9.0, -9.0, 1.0, 4.0, 0.0, 4.0, 3.0, -9.0]])
+    assert only_event(direct(slm, llm, ALWAYS, slm_k=2, llm_k=2, max_events=1)).token == 3
+    assert only_event(one_token_takeover(slm, llm, ALWAYS, max_events=1)).token == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_direct_is_one_token_takeover_on_random_models(seed):
+    slm, llm = tiny("qwen3", seed), tiny("llama", seed + 10)
+    asked = prompts(4, 9, 6, 5, seed=seed)
+    compare_direct(slm, llm, RequestPolicy(1.5), asked, 24, slm_k=3, llm_k=3, max_events=(8, 3)[seed % 2])
+
+
+def test_direct_is_one_token_takeover_on_the_demo_pair():
+    pair = load_pair("plans")
+    asked = [torch.tensor(problem.prompt_ids) for problem in pair.world.problems(8, 1, "validation")]
+    compare_direct(pair.slm, pair.llm, RequestPolicy(0.8), asked, 60, tokenizer=pair.world.tokenizer)
+
+
+def compare_direct(slm, llm, policy, asked, length, **options):
+    found = direct(slm, llm, policy, **options).generate_many(asked, length)
+    taken = one_token_takeover(slm, llm, policy, **{k: v for k, v in options.items() if k != "llm_k"})
+    again = taken.generate_many(asked, length)
+    assert tokens_of(found) == tokens_of(again)
+    choices = [[[(event.step, event.token) for event in one.events] for one in run] for run in (found, again)]
+    assert choices[0] == choices[1]
+    assert sum(map(len, choices[0])) > 5
+    assert any(event.sources[event.choice] == LARGE for one in found for event in one.events)
+
+
+def test_greedy_is_the_slm_by_itself_and_padding_never_counts():
+    slm = tiny("qwen3", 6)
+    asked = prompts(4, 9, 6)
+    found = greedy(slm, asked, 12)
+    assert tokens_of(found) == tokens_of(
+        CollaborativeDecoder(slm, slm, LLMPreference(), NEVER).generate_many(asked, 12)
+    )
+    assert tokens_of(found) == [ids.tolist() for ids in LocalLLM(slm).complete_many(asked, 12)]
+    assert tokens_of(greedy(slm, asked, 12, batch_tokens=1)) == tokens_of(found)
+    assert not any(one.events or one.text for one in found)
+    assert greedy(slm, [], 12) == []
+    padded = bigram([END] * 7 + [[*SMALL[:7], 9.0]])  # the largest logit is that of no word
+    assert tokens_of(greedy(padded, [[7]], 3)) == [[7, 7, 7]]
+    (one,) = greedy(padded, [[7]], 3, tokenizer=words_tokenizer(7))
+    assert one.token_ids.tolist() == [4, EOS]
+    assert one.text == "w4"
+    with pytest.raises(ValueError, match="slm: expected at least the tokenizer's 50 ids, got 8"):
+        greedy(padded, [[7]], 3, tokenizer=words_tokenizer(V))
+
+
+def test_an_external_checkpoint_is_decoded_as_the_slm_is(tmp_path):
+    tokenizer, model = words_tokenizer(V), tiny("qwen3", 7)
+    tokenizer.chat_template = "{{ messages }}"
+    model.save_pretrained(tmp_path / "a")
+    tokenizer.save_pretrained(tmp_path / "a")
+    loaded = load_external(str(tmp_path / "a"), tokenizer, "cpu", "float32")
+    assert not loaded.training
+    asked = prompts(4, 9, 6)
+    found = external(loaded, tokenizer, asked, 12)
+    assert tokens_of(found) == tokens_of(greedy(model, asked, 12, tokenizer=tokenizer))
+    assert tokens_of(external(loaded, tokenizer, asked, 12, batch_tokens=1)) == tokens_of(found)
+    assert all(one.text is not None for one in found)
+    for name, other in (
+        ("b", words_tokenizer(V, w3=4, w4=3)),
+        ("c", words_tokenizer(V - 1)),
+        ("d", words_tokenizer(V)),
+    ):
+        model.save_pretrained(tmp_path / name)
+        other.save_pretrained(tmp_path / name)  # the last one without the chat template
+        with pytest.raises(
+            ValueError, match=f"{name}: expected the run's tokenizer of 50 ids, got one of {len(other)}"
+        ):
+            load_external(str(tmp_path / name), tokenizer)
+    with pytest.raises(OSError, match="nowhere"):
+        load_external(str(tmp_path / "nowhere"), tokenizer)
+
+
+def test_the_distilled_preference_is_the_rerankers_favourite_of_the_joint_pool():
+    slm, llm = tiny("qwen3", 8), tiny("qwen3", 9)
+    reranker = shaken(slm)
+    decoder = distilled_preference(slm, llm, reranker, RequestPolicy(1.5), slm_k=3, llm_k=3)
+    (ids,) = prompts(6)
+    generation = decoder.generate(ids, 12)
+    assert any(LARGE in event.sources for event in generation.events)
+    for event in generation.events:
+        prefix = torch.cat([ids, generation.token_ids[: event.step]])
+        scores = reranker.scores(prefix, event.pool)
+        assert event.scores == pytest.approx(scores.tolist(), abs=1e-4)
+        assert event.choice == int(scores.argmax())
+
+
+def shaken(model, **options):
+    """A reranker whose head prefers something."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        reranker = TokenReranker.from_base(model, rank=2, **options)
+        with torch.no_grad():
+            reranker.head.copy_(torch.randn_like(reranker.head))
+    return reranker
+
+
+def test_the_preference_target_is_a_softmax_of_standardised_log_probs():
+    values = [-0.5, -1.5, -4.0]
+    mean = sum(values) / 3
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 3)
+    powers = [math.exp((value - mean) / (deviation + 1e-6) / 0.5) for value in values]
+    wanted = [power / sum(powers) for power in powers]
+    assert preference_target(torch.tensor(values, dtype=torch.float64)).tolist() == pytest.approx(wanted, rel=1e-9)
+    assert preference_target(torch.tensor([-1.0, -1.0])).tolist() == [0.5, 0.5]
+    assert preference_target(torch.tensor([-3.0])).tolist() == [1.0]
+    sharp = preference_target(torch.tensor(values), temperature=0.1)
+    assert sharp.dtype == torch.float32
+    assert float(sharp[0]) > wanted[0]
+
+
+def original_loss(scores, teacher):
+    """train_s2t_local.py, `listwise_loss`, mode top1_ce, of one group: teacher holds p_T of the whole vocabulary."""
+    p_teacher = [p / sum(teacher) for p in teacher]
+    total = sum(math.exp(score) for score in scores)
+    p_student = [math.exp(score) / total for score in scores]
+    kl = sum(t * math.log(t / s) for t, s in zip(p_teacher, p_student, strict=True))
+    best = p_teacher.index(max(p_teacher))
+    rival = max((score for k, score in enumerate(scores) if k != best), default=-math.inf)
+    return -math.log(p_student[best]) + 0.1 * kl, max(0.0, 1.0 - (scores[best] - rival))
+
+
+@pytest.mark.parametrize(
+    ("scores", "teacher", "smooth", "hinge"),
+    [  # numbers worked out by hand: softmax(score) = 0.6285, 0.1402, 0.2312 and p_T = 0.625, 0.125, 0.25
+        ([2.0, 0.5, 1.0], [0.5, 0.1, 0.2], 0.464369 + 0.1 * 0.001613, 0.0),
+        ([0.5, 2.0, 1.0], [0.5, 0.1, 0.2], 1.964369 + 0.1 * 0.751613, 2.5),
+        ([0.0, 0.0], [0.3, 0.3], math.log(2), 1.0),
+        ([0.7], [0.4], 0.0, 0.0),
+    ],
+)
+def test_the_original_loss_is_a_cross_entropy_and_a_hinge(scores, teacher, smooth, hinge):
+    assert original_loss(scores, teacher) == pytest.approx((smooth, hinge), abs=1e-5)
+    smooth, hinge = original_loss(scores, teacher)
+    logprob = torch.tensor(teacher, dtype=torch.float64).log()
+    target = original_target(logprob)
+    assert target.dtype == torch.float64
+    assert float(target.sum()) == pytest.approx(1.1)
+    p = torch.tensor(teacher, dtype=torch.float64) / sum(teacher)
+    entropy = float(-(p * p.log()).sum())
+    offsets = torch.tensor([0, len(scores)])
+    score = torch.tensor(scores, dtype=torch.float64)
+    ours = group_cross_entropy(score, target, offsets)
+    assert float(ours) - KL_WEIGHT * entropy == pytest.approx(smooth, rel=1e-12, abs=1e-12)
+    assert float(_hinge(score, target, [len(scores)], MARGIN)) == pytest.approx(hinge, rel=1e-12)
+
+
+def test_an_original_target_needs_a_candidate_that_the_llm_finds_possible():
+    assert original_target(torch.tensor([-1.0, -math.inf])).tolist() == pytest.approx([1.1, 0.0])
+    assert original_target(torch.tensor([-1.0, -1.0])).tolist() == pytest.approx([1.05, 0.05])  # ties to the first
+    for bad in ([], [-math.inf, -math.inf], [math.nan, -1.0], [[-1.0]]):
+        with pytest.raises(ValueError, match=r"llm_logprob: expected \[K\] with numbers"):
+            original_target(torch.tensor(bad))
+
+
+@pytest.mark.parametrize("scope", ["candidate", "sequence"])
+def test_s2t_local_selects_without_an_llm(scope):
+    slm = tiny("qwen3", 8)
+    reranker = shaken(slm, scope=scope)
+    decoder = s2t_local(slm, reranker, RequestPolicy(1.5), slm_k=3, max_events=4, tokenizer=words_tokenizer(V))
+    asked = prompts(6, 3, 9)
+    together = decoder.generate_many(asked, 12)
+    changed = 0
+    for ids, generation in zip(asked, together, strict=True):
+        alone = decoder.generate(ids, 12)
+        assert torch.equal(alone.token_ids, generation.token_ids)
+        assert alone.text == generation.text
+        for event in generation.events:
+            state = torch.cat([ids, generation.token_ids[: event.step]])
+            with torch.no_grad():
+                logits = slm(state[None]).logits[0, -1]
+            assert event.pool == logits.topk(3).indices.tolist()
+            assert event.sources == [SLM] * 3
+            assert event.error is None
+            assert all(math.isnan(value) for value in event.llm_logprob)
+            assert event.scores == pytest.approx(reranker.scores(state, event.pool).tolist(), abs=1e-4)
+            assert event.choice == event.scores.index(max(event.scores))
+            changed += event.choice > 0
+    assert changed > 0
+    assert all(0 < len(one.events) <= 4 for one in together)
+
+
+def test_no_llm_writes_nothing_and_what_needs_one_is_refused():
+    slm, nobody = tiny("qwen3", 8), NoLLM()
+    for names in (("slm",), ("llm", "in_slm")):
+        with pytest.raises(ValueError, match=f"reranker: expected none .* got {', '.join(names)}; train one without"):
+            s2t_local(slm, shaken(slm, feature_names=names), NEVER)
+    with pytest.raises(ValueError, match="selector: expected a reranker made on the decoder's own SLM"):
+        s2t_local(slm, shaken(tiny("qwen3", 9)), NEVER)
+    with pytest.raises(ValueError, match="llm: expected one that writes, got NoLLM"):
+        nobody.complete([4], 3)
+    assert isinstance(nobody, LLM)
+    ids, logprob, asked = nobody.candidates([4], 8)
+    assert (ids.tolist(), logprob.tolist(), asked) == ([], [], None)
+    assert nobody.candidates([4], 8, [5, 6])[2].isnan().tolist() == [True, True]
+    (prompt,) = prompts(5)
+    with pytest.raises(ValueError, match="LLMPreference: expected scores that are numbers"):
+        s2t(slm, nobody, ALWAYS).generate(prompt, 3)
+    with pytest.raises(ValueError, match="llm: expected a candidate among the 50 common ids, got none"):
+        one_token_takeover(slm, nobody, ALWAYS).generate(prompt, 3)
+
+
+class HighestId(LLM):
+    """Prefers high ids, whatever came before."""
+
+    def candidates(self, ids, k, score_ids=None):
+        logprob = torch.linspace(-9.0, 0.0, V).log_softmax(0)
+        asked = None if score_ids is None else logprob[torch.as_tensor(score_ids)]
+        top = logprob.topk(k)
+        return Candidates(top.indices, top.values, asked)
+
+    def complete(self, ids, max_new_tokens):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("target", "margin"), [(preference_target, 0.0), (original_target, MARGIN)])
+def test_a_trained_selector_does_what_s2t_did_with_the_llm(target, margin):
+    slm, policy, options = tiny("qwen3", 8), RequestPolicy(1.0), {"slm_k": 4}
+    teacher = s2t(slm, HighestId(), policy, **options)
+    data = []
+    asked = prompts(*[5] * 60, seed=3)
+    for ids, generation in zip(asked, teacher.generate_many(asked, 12), strict=True):
+        groups = [
+            TrainingGroup(len(ids) + event.step, torch.tensor(event.pool), target(torch.tensor(event.llm_logprob)))
+            for event in generation.events
+        ]
+        data.append(TrainingTrajectory(torch.cat([ids, generation.token_ids]), groups))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reranker = TokenReranker.from_base(slm, rank=4)
+    train_reranker(reranker, data, Recipe(learning_rate=1e-2, epochs=8, margin=margin))
+    agreeing = total = 0
+    for generation in s2t_local(slm, reranker, policy, **options).generate_many(prompts(*[5] * 20, seed=4), 12):
+        for event in generation.events:
+            agreeing += event.token == max(event.pool)
+            total += 1
+    assert total > 40
+    assert agreeing > 0.6 * total  # chance: 0.25
+
+
+def test_a_checkpoint_cannot_bring_code_along(tmp_path, monkeypatch):
+    """Not even where someone answers "y" on standard input, which transformers asks if it is left to decide."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: ...\n")
+    classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_ends):
+        with pytest.raises((ValueError, OSError)):
+            load(str(tmp_path))
+    assert not ran.exists()

@@ -4,11 +4,21 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import EOS, V, tiny
 from torch.nn import functional as F
 
-from fb_core.baselines.r2r import R2RRouter, RouterFeatures, divergence_labels, r2r, router_features, train_router
+from fb_core.baselines.r2r import (
+    R2RRouter,
+    RouterFeatures,
+    divergence_labels,
+    r2r,
+    recall_threshold,
+    router_features,
+    train_router,
+)
 from fb_core.decoding import LARGE, SLM
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
@@ -448,3 +458,52 @@ def test_bad_labels_and_sizes():
     with pytest.raises(ValueError, match="dropout: expected 0 or more"):
         R2RRouter(slm, dropout=1.0)
     assert R2RRouter(slm).logits_size == V
+
+
+def test_the_threshold_by_hand():
+    """The largest threshold with recall >= min_recall, p >= threshold routing (r2r/train/optimizer.py)."""
+    probability = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+    divergent = torch.tensor([True, False, True, True, False, True])
+    found = [recall_threshold(probability, divergent, share) for share in (0.25, 0.26, 0.5, 0.75, 0.95, 1.0)]
+    assert found == pytest.approx([0.9, 0.7, 0.7, 0.6, 0.4, 0.4])
+    assert bool((probability >= found[2])[2])  # the threshold is a probability, and equality routes
+    many = torch.arange(100, 0, -1) / 128
+    for share in (0.07, 0.29, 0.55, 0.57, 0.95):  # 100 * 0.55 is above 55 in floating point, 55 / 100 is not below 0.55
+        assert recall_threshold(many, torch.ones(100, dtype=torch.bool), share) == many[round(100 * share) - 1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 20).map(lambda share: share / 20),
+)
+def test_the_threshold_is_the_highest_that_suffices(rows, min_recall):
+    probability = torch.tensor([value / 8 for value, _ in rows])
+    divergent = torch.tensor([label for _, label in rows])
+    if not divergent.any():
+        with pytest.raises(ValueError, match="at least one divergent position, got 0 divergent"):
+            recall_threshold(probability, divergent, min_recall)
+        return
+
+    def recall(threshold):
+        routed = [value / 8 >= threshold for value, _ in rows]
+        return sum(r and label for r, (_, label) in zip(routed, rows, strict=True)) / int(divergent.sum())
+
+    threshold = recall_threshold(probability, divergent, min_recall)
+    assert recall(threshold) >= min_recall
+    assert recall(math.nextafter(threshold, 2.0)) < min_recall
+
+
+def test_bad_thresholds():
+    ones, labels = torch.full((3,), 0.5), torch.tensor([True, False, True])
+    for probability, divergent, min_recall, message in (
+        (ones, labels[:2], 0.9, r"divergent: expected one bool for each probability \[n\], got torch.bool \[2\]"),
+        (ones, labels.float(), 0.9, "divergent: expected one bool"),
+        (ones, labels, 0.0, "min_recall: expected above 0 and at most 1, got 0.0"),
+        (ones, labels, 1.01, "min_recall: expected above 0"),
+        (ones, labels, math.nan, "min_recall: expected above 0"),
+        (ones, torch.zeros(3, dtype=torch.bool), 0.9, "got 0 divergent and 0 NaN of 3; label more"),
+        (torch.tensor([0.5, math.nan, 0.5]), labels, 0.9, "got 2 divergent and 1 NaN of 3"),
+        (ones[:0], labels[:0], 0.9, "got 0 divergent and 0 NaN of 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recall_threshold(probability, divergent, min_recall)
