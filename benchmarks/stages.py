@@ -16,8 +16,9 @@ from benchmarks import harness
 from fb_core import BranchGroup, CompatibilityScorer, hf
 from fb_core.config import RunSettings
 from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import STAGES, run_command
+from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.pipeline.futures import read_futures
+from fb_core.pipeline.score import read_groups
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time
@@ -32,10 +33,10 @@ UNITS = {
 }
 
 
-def rates(run: Path) -> list[dict[str, Any]]:
+def rates(settings: RunSettings, run: Path) -> list[dict[str, Any]]:
     """Units, tokens and seconds of every finished stage, from its manifest."""
     rows = []
-    for stage in (kind.name for kinds in STAGES.values() for kind in kinds):
+    for stage in (kind.name for command in COMMANDS for kind in stages_of(command, settings)):
         if stage in UNITS and (path := run / stage / "manifest.json").is_file():
             manifest = json.loads(path.read_text())
             counts, seconds = manifest["counts"], manifest["cost"]["seconds"]
@@ -49,11 +50,13 @@ def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, Branch
     stage, found = TrajectoryStage(settings, run), []
     for shard in stage.shards():
         trajectories = read_trajectories(stage.folder, shard)
-        states, (futures, rows) = stage.source("states").table(shard), read_futures(stage.source("futures"), shard)
-        for row in stage.source("scores").tensors(shard)["state"].tolist():
-            future = futures[row].tokens[: settings.score.horizon]
-            group = BranchGroup(states[row]["position"], torch.tensor(rows[row]["pool_ids"]), future)
-            found.append((trajectories[states[row]["trajectory"]].tokens, group))
+        states, futures = stage.source("states").table(shard), read_futures(stage.source("futures"), shard)[0]
+        for scored in read_groups(stage.source("scores"), shard):
+            if scored.logprob is not None:
+                future = futures[scored.state].tokens[: settings.score.horizon]
+                state = states[scored.state]
+                group = BranchGroup(state["position"], scored.candidates, future)
+                found.append((trajectories[state["trajectory"]].tokens, group))
     return found[:GROUPS]
 
 
@@ -129,12 +132,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = given.run or Path(folder)
         if given.run is None:
-            for command in STAGES:
+            for command in COMMANDS:
                 run_command(command, settings, run)
         result = {
             **harness.machine(),
             "config": given.config,
-            "stages": rates(run),
+            "stages": rates(settings, run),
             "scoring": scoring(settings, run),
         }
     print("\n".join(table(result)))

@@ -74,6 +74,27 @@ def train(
 
 
 @app.command()
+def rollouts(
+    config: ConfigOption,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Say what the scores are worth for this pair.")] = False,
+) -> None:
+    """Diagnostics, after stage 3: what becomes of every candidate of the held-out states, and how well scores tell."""
+    _run_command("rollouts", config, run, engine, dry_run)
+    if not dry_run:
+        from fb_core.config import RunSettings
+        from fb_core.pipeline.advice import advice
+        from fb_core.pipeline.agreement import agreement_table
+
+        settings, folder = RunSettings.load(config), _folder(config, run)
+        _show(agreement_table(settings, folder))
+        if advise:
+            _show("\n".join(f"- {sentence}" for sentence in advice(settings, folder)))
+
+
+@app.command()
 def evaluate(
     config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
 ) -> None:
@@ -82,25 +103,73 @@ def evaluate(
 
 
 def _run_command(command: Command, config: str, run: Path | None, engine: str, dry_run: bool) -> None:
-    from rich.console import Console
-    from rich.markdown import Markdown
-
     from fb_core.config import RunSettings
     from fb_core.pipeline.commands import run_command
 
     if engine not in ("local", "ray"):
         raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
     logging.basicConfig(format="%(message)s")
-    folder = Path("runs") / Path(config).stem if run is None else run
+    show = print if dry_run else _show
+    run_command(
+        command, RunSettings.load(config), _folder(config, run), cast("Engine", engine), dry_run=dry_run, show=show
+    )
+
+
+def _folder(config: str, run: Path | None) -> Path:
+    return Path("runs") / Path(config).stem if run is None else run
+
+
+def _show(text: str) -> None:
+    """Markdown, set on a terminal, as it is elsewhere: there nothing is cut or coloured."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
     console = Console()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text)
 
-    def show(text: str) -> None:
-        if dry_run or not console.is_terminal:
-            print(text)  # nothing is cut or coloured
-        else:
-            console.print(Markdown(text))
 
-    run_command(command, RunSettings.load(config), folder, cast("Engine", engine), dry_run=dry_run, show=show)
+@app.command()
+def experiment(
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="methods, pools, horizons, futures, alpha, scope, temperature, repairs, quantiles, costs or all."
+        ),
+    ],
+    config: ConfigOption,
+    run: RunOption = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one a core, or one where a GPU is.")] = None,
+) -> None:
+    """Peers and ablations: everything a table needs, from states to benchmarks, and the report."""
+    from fb_core.config import RunSettings
+    from fb_core.pipeline.experiment import TABLES, Table, run_experiment
+    from fb_core.pipeline.findings import findings
+    from fb_core.pipeline.report import write_report
+
+    if table != "all" and table not in TABLES:
+        raise ValueError(f"experiment: expected all or one of {', '.join(TABLES)}, got {table!r}; name one of them")
+    logging.basicConfig(format="%(message)s")
+    settings, folder = RunSettings.load(config), _folder(config, run)
+    run_experiment(TABLES if table == "all" else [cast("Table", table)], settings, folder, workers, _show)
+    written = write_report([findings(settings, folder)], folder / "report")
+    typer.echo("Written: " + ", ".join(str(path) for path in written))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md and figures.")] = Path("report"),
+) -> None:
+    """One HTML file and one Markdown file of all that runs found, side by side."""
+    from fb_core.pipeline.commands import settings_of
+    from fb_core.pipeline.findings import findings
+    from fb_core.pipeline.report import write_report
+
+    written = write_report([findings(settings_of(run), run) for run in runs], out)
+    typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -176,7 +176,14 @@ class ProblemSettings(BaseModel):
 
 
 class CollectSettings(BaseModel):
-    """Trajectories and states: the request quantile is frozen on validation problems."""
+    """Trajectories and states: the request quantile is frozen on validation problems.
+
+    Attributes:
+        top_k: size of the softmax that the entropy is taken over.
+        slm_k: the SLM's candidates in a pool.
+        deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
+            run's threshold; its states are trained on as well. None for the SLM's own.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -185,6 +192,7 @@ class CollectSettings(BaseModel):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
+    deployed: str | None = None
 
 
 class FutureSettings(BaseModel):
@@ -196,26 +204,78 @@ class FutureSettings(BaseModel):
     llm_k: int = Field(default=8, ge=1)
 
 
+class SampleSettings(BaseModel):
+    """Sampled continuations, where a run wants other futures than the LLM's greedy ones.
+
+    Attributes:
+        llm: the LLM's samples of a state at most, drawn until one is wrong.
+        llm_temperature: of these, over its whole distribution.
+        slm: the SLM's own samples of a state.
+        slm_temperature: of these.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    llm: int = Field(default=16, ge=1)
+    llm_temperature: float = Field(default=1.0, gt=0)
+    slm: int = Field(default=4, ge=1)
+    slm_temperature: float = Field(default=0.7, gt=0)
+    seed: int = Field(default=0, ge=0)
+
+
 class ScoreSettings(BaseModel):
     """The [K, horizon] matrices.
 
     Attributes:
         horizon: future tokens scored; states with shorter futures are left out.
         token_budget: rows of a packed forward at most; "auto" sets it once from the memory that is free.
+        pool: the candidates scored, trained on and deployed: of both models, of one of them, or ("slm-wide") as many of
+            the SLM's as both together may propose.
+        future: what stands behind them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
+            sample from the bare state ("own"); or, on the states that have all of these, that same continuation
+            ("verified"), the LLM's first sample whatever its answer ("unverified"), its first wrong one ("incorrect"),
+            the continuation of another problem's state ("cross-state"), the verified one's tokens in a random order
+            ("shuffled").
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     horizon: int = Field(default=128, ge=1)
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
+    future: Literal["llm", "own", "verified", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
+
+
+class RolloutSettings(BaseModel):
+    """Greedy rollouts of the SLM behind every candidate.
+
+    Attributes:
+        validation: share of the held-out states, for the diagnostics.
+        train: share of the training states, for the calibrated target.
+        minimum_mixed: training states whose candidates differ in outcome that a calibration needs.
+        seed: of the choice of states.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    validation: float = Field(default=1.0, gt=0, le=1)
+    train: float = Field(default=0.02, ge=0, le=1)
+    minimum_mixed: int = Field(default=25, ge=1)
+    seed: int = Field(default=0, ge=0)
 
 
 class TrainSettings(BaseModel):
     """The sweep of rerankers: horizons times seeds, on one data order.
 
     Attributes:
-        temperature: of the soft targets.
+        target: softmax of the standardised compatibility ("future"); what six numbers make of compatibility and both
+            models' log-probs so that the mass falls on candidates whose rollouts are right ("calibrated"); the LLM's
+            best candidate, with the loss of S2T-Local ("select").
+        temperature: of the soft targets of "future".
         alpha: share of the future's score in the hybrid target; 1 is the published one.
+        hindsight: early tokens of the future whose loss common to all candidates but the LLM's own is given back.
+        scope: what the adapter acts on: the candidate alone, or the whole sequence.
+        features: candidate features in the scalar head, by name.
         microbatches: pieces of a step; as many processes can share it.
         checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
     """
@@ -224,8 +284,12 @@ class TrainSettings(BaseModel):
 
     horizons: tuple[int, ...] = (16, 32, 64, 128)
     seeds: tuple[int, ...] = (0, 1, 2)
+    target: Literal["future", "calibrated", "select"] = "future"
     temperature: float = Field(default=0.5, gt=0)
     alpha: float = Field(default=1.0, ge=0, le=1)
+    hindsight: int = Field(default=0, ge=0)
+    scope: Literal["candidate", "sequence"] = "candidate"
+    features: tuple[Literal["slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain"], ...] = ()
     rank: int = Field(default=16, ge=1)
     lora_alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.05, ge=0, lt=1)
@@ -253,6 +317,7 @@ class EvaluateSettings(BaseModel):
     Attributes:
         benchmarks: known sets, local files, or the demo's own.
         limit: the first so many problems of each alone.
+        certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
         per_shard: problems of one shard.
     """
 
@@ -262,7 +327,87 @@ class EvaluateSettings(BaseModel):
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=4096, ge=1)
     max_events: int = Field(default=8, ge=0)
+    certainty: float | None = Field(default=None, ge=0, le=1)
     per_shard: int = Field(default=16, ge=1)
+
+
+class RouterSettings(BaseModel):
+    """The network of R2R and its training; the defaults are the published ones.
+
+    Attributes:
+        problems: training problems whose LLM solutions are labelled token by token, a fifth of them held out.
+        min_recall: of divergent held-out tokens, which sets the threshold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    problems: int = Field(default=1000, ge=5)
+    width: int = Field(default=1024, ge=1)
+    blocks: int = Field(default=6, ge=1)
+    epochs: int = Field(default=50, ge=1)
+    batch_size: int = Field(default=1024, ge=1)
+    learning_rate: float = Field(default=5e-5, gt=0)
+    min_recall: float = Field(default=0.95, gt=0, le=1)
+
+
+Method = Literal[
+    "greedy",
+    "majority",
+    "takeover",
+    "one-token-takeover",
+    "s2t",
+    "direct",
+    "slm-preference",
+    "random",
+    "r2r",
+    "r2r-events",
+    "r2r-entropy",
+    "spec-reason",
+    "futurebridge",
+]
+
+
+class CompareSettings(BaseModel):
+    """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
+
+    Attributes:
+        methods: which of them; those without training of their own first.
+        external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
+        votes: samples of a majority.
+        delimiter: text behind which a step of SpecReason ends.
+        judge: what stands between such a step and its score; None for plain words.
+        timed: problems of the first benchmark that are decoded one at a time for the table of costs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    methods: tuple[Method, ...] = get_args(Method)
+    external: dict[str, str] = {}
+    votes: int = Field(default=8, ge=1)
+    router: RouterSettings = RouterSettings()
+    delimiter: str = Field(default="\n\n", min_length=1)
+    judge: str | None = Field(default=None, min_length=1)
+    timed: int = Field(default=50, ge=1)
+
+
+class ExperimentSettings(BaseModel):
+    """What `futurebridge experiment` varies, one thing at a time.
+
+    Attributes:
+        alphas: shares of the future's score in the hybrid target.
+        temperatures: of the soft targets.
+        quantiles: of the request policy, at each of which states, futures and rerankers are made again.
+        certainty: of the override.
+        hindsight: early tokens of the hindsight baseline.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
+    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
+    quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
+    certainty: float = Field(default=0.9, ge=0, le=1)
+    hindsight: int = Field(default=4, ge=1)
 
 
 class VerifierSettings(BaseModel):
@@ -284,9 +429,13 @@ class RunSettings(BaseModel):
     problems: ProblemSettings = ProblemSettings()
     collect: CollectSettings = CollectSettings()
     futures: FutureSettings = FutureSettings()
+    samples: SampleSettings = SampleSettings()
     score: ScoreSettings = ScoreSettings()
+    rollouts: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+    compare: CompareSettings = CompareSettings()
+    experiment: ExperimentSettings = ExperimentSettings()
     verify: VerifierSettings = VerifierSettings()
 
     @model_validator(mode="after")

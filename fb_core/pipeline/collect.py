@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from fb_core import hf
 from fb_core.decoding import Pool, PoolKind, candidate_pool
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
+from fb_core.pipeline.deploy import chosen_reranker, deployed_decoder, deployed_digest, frozen_policy
 from fb_core.pipeline.inputs import problems_hash, splits_of
 from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.stage import Cost, Output, Stage
@@ -61,7 +63,7 @@ def collect(
     max_new_tokens: int,
     top_k: int = 64,
     on_done: Callable[[int], None] | None = None,
-    writer: LLM | None = None,
+    write: Callable[[Sequence[Tensor], int], list[Tensor]] | None = None,
 ) -> list[Trajectory]:
     """Greedy SLM outputs, and the entropy at every step from one teacher-forced pass.
 
@@ -71,10 +73,10 @@ def collect(
         max_new_tokens: output length at most.
         top_k: size of the softmax that the entropy is taken over.
         on_done: called with the number of problems finished.
-        writer: the same small model behind a server, if that is to write the outputs.
+        write: what writes the outputs from prompts and max_new_tokens, if not the SLM in this process by itself.
     """
     policy = RequestPolicy(float("inf"), top_k)
-    outputs = (writer or slm).complete_many(prompts, max_new_tokens)
+    outputs = (write or slm.complete_many)(prompts, max_new_tokens)
     whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
     trajectories: list[Trajectory] = []
     for start, rows in _teacher_forced(slm.model, whole, [len(prompt) - 1 for prompt in prompts]):
@@ -154,7 +156,7 @@ def _teacher_forced(
 
 
 class TrajectoryStage(Stage):
-    """Greedy SLM outputs with their entropies; its summary is the request policy, frozen on validation problems."""
+    """Greedy SLM outputs with their entropies, or those of a deployed reranker."""
 
     name = "trajectories"
     command = "collect"
@@ -163,7 +165,8 @@ class TrajectoryStage(Stage):
         settings = self.settings.collect
         return {
             "problems": self.settings.problems.model_dump(),
-            "collect": settings.model_dump(include={"max_new_tokens", "top_k", "quantile"}),
+            "collect": settings.model_dump(include={"max_new_tokens", "top_k"}),
+            "deployed": None if settings.deployed is None else deployed_digest(Path(settings.deployed)),
             "hash": {split: problems_hash(problems) for split, problems in self._splits.items()},
         }
 
@@ -189,8 +192,8 @@ class TrajectoryStage(Stage):
             torch.tensor(prompt_ids(self.models.tokenizer, problem, self.settings.problems.prompt), device=slm.device)
             for problem in problems
         ]
-        writer = self.models.slm_writer
-        found = collect(slm, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, writer)
+        write = self.models.slm_writer.complete_many if settings.deployed is None else self._collaborate
+        found = collect(slm, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
         columns = {
             "problem": pa.array([problem.id for problem in problems]),
             "prompt_length": pa.array([trajectory.prompt_length for trajectory in found], pa.int32()),
@@ -200,31 +203,73 @@ class TrajectoryStage(Stage):
         tokens = sum(len(trajectory.output) for trajectory in found)
         return Output({f"{shard}.parquet": table_bytes(columns)}, {"trajectories": len(found), "tokens": tokens})
 
-    def summary(self) -> dict[str, Any]:
-        entropies = torch.cat(
-            [
-                trajectory.entropy
-                for shard in self.shards()
-                if shard.startswith("validation")
-                for trajectory in read_trajectories(self.folder, shard)
-            ]
-        )
-        policy = RequestPolicy.calibrate(entropies, self.settings.collect.quantile, self.settings.collect.top_k)
-        return {"threshold": policy.threshold, "top_k": policy.top_k, "validation_tokens": len(entropies)}
+    def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
+        """What the deployed reranker of another run makes of prompts, together with the LLM."""
+        run = Path(self.settings.collect.deployed or "")
+        reranker = chosen_reranker(self.settings, run, self.settings.train.seeds[0])
+        decoder = deployed_decoder(self.settings, run, reranker)
+        return [found.token_ids for found in decoder.generate_many(prompts, max_new_tokens)]
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced", 2 * self.settings.collect.max_new_tokens)
 
 
+class PolicyStage(Stage):
+    """The request policy, frozen on the validation problems; a run under a deployed reranker keeps that one's."""
+
+    name = "policy"
+    command = "collect"
+    reads = (TrajectoryStage,)
+    unit = "policies"
+    parallel = False
+
+    def relevant(self) -> dict[str, Any]:
+        return self.settings.collect.model_dump(include={"top_k", "quantile"})
+
+    def shards(self) -> dict[str, int]:
+        return {"policy": 1}
+
+    def work(self, shard: str) -> Output:
+        settings, trajectories = self.settings.collect, TrajectoryStage(self.settings, self.run)
+        if settings.deployed is not None:
+            policy, tokens = frozen_policy(Path(settings.deployed)), 0
+        else:
+            entropies = torch.cat(
+                [
+                    trajectory.entropy
+                    for name in trajectories.shards()
+                    if name.startswith("validation")
+                    for trajectory in read_trajectories(trajectories.folder, name)
+                ]
+            )
+            policy, tokens = RequestPolicy.calibrate(entropies, settings.quantile, settings.top_k), len(entropies)
+        line = json.dumps({"threshold": policy.threshold, "top_k": policy.top_k}) + "\n"
+        return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": tokens})
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        policy = frozen_policy(self.run)
+        return (
+            f"**{self.name}**: the LLM is asked above {policy.threshold:.4f} nats, quantile "
+            f"{self.settings.collect.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
+        )
+
+    def cost(self) -> Cost:
+        return Cost("read off the trajectories")
+
+
 class StateStage(Stage):
-    """The admitted states with the SLM's candidates."""
+    """The admitted states with the SLM's candidates: as many as both models propose to a pool, the likeliest first."""
 
     name = "states"
     command = "collect"
-    reads = (TrajectoryStage,)
+    reads = (TrajectoryStage, PolicyStage)
 
     def relevant(self) -> dict[str, Any]:
-        return self.settings.collect.model_dump(include={"max_states", "slm_k"})
+        return {"max_states": self.settings.collect.max_states, "slm_k + llm_k": self._logged}
+
+    @property
+    def _logged(self) -> int:
+        return self.settings.collect.slm_k + self.settings.futures.llm_k
 
     def shards(self) -> dict[str, int]:
         return TrajectoryStage(self.settings, self.run).shards()
@@ -236,7 +281,7 @@ class StateStage(Stage):
         ids: list[Tensor] = []
         logprobs: list[Tensor] = []
         for places, logits in state_logits(slm, trajectories, frozen_policy(self.run), settings.max_states):
-            top = topk_entropy(logits, min(settings.slm_k, logits.shape[1]))[2]
+            top = topk_entropy(logits, min(self._logged, logits.shape[1]))[2]
             at.extend(places)
             ids.extend(top)
             logprobs.extend(logits.log_softmax(-1).gather(1, top))
@@ -255,12 +300,6 @@ class StateStage(Stage):
 
     def cost(self) -> Cost:
         return Cost("teacher-forced", self.settings.collect.max_new_tokens)
-
-
-def frozen_policy(run: Path) -> RequestPolicy:
-    """The request policy of a run; raises ValueError where its trajectories are not finished."""
-    summary = Artefact(run, TrajectoryStage.name).finished()["summary"]
-    return RequestPolicy(summary["threshold"], summary["top_k"])
 
 
 def read_trajectories(folder: Artefact, shard: str, device: torch.device | str = "cpu") -> list[Trajectory]:

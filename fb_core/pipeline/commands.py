@@ -5,27 +5,44 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from fb_core.config import RunSettings
 from fb_core.pipeline.artefacts import write_file
-from fb_core.pipeline.collect import StateStage, TrajectoryStage
+from fb_core.pipeline.calibrate import CalibrationStage
+from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.pipeline.evaluate import EvaluateStage
 from fb_core.pipeline.futures import FutureStage
+from fb_core.pipeline.qualities import OwnFutureStage, SampleStage
+from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.score import ScoreStage
 from fb_core.pipeline.select import RerankerStage, SelectionStage
 from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
 from fb_core.pipeline.train import TrainStage
 
 SETTINGS = "settings.json"  # of the last finished command, in the run's folder
-Command = Literal["collect", "futures", "score", "train", "evaluate"]
-STAGES: dict[Command, tuple[type[Stage], ...]] = {
-    "collect": (TrajectoryStage, StateStage),
-    "futures": (FutureStage,),
-    "score": (ScoreStage,),
-    "train": (TrainStage, SelectionStage, RerankerStage),
-    "evaluate": (EvaluateStage,),
-}
+Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
+COMMANDS: tuple[Command, ...] = get_args(Command)
+
+
+def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
+    """The stages that a command works through under its settings, in order."""
+    calibrated = settings.train.target == "calibrated"
+    other: dict[str, tuple[type[Stage], ...]] = {"llm": (), "own": (OwnFutureStage,)}
+    stages: dict[Command, tuple[type[Stage], ...]] = {
+        "collect": (TrajectoryStage, PolicyStage, StateStage),
+        "futures": (FutureStage,),
+        "score": (*other.get(settings.score.future, (SampleStage,)), ScoreStage),
+        "rollouts": (RolloutStage,),
+        "train": (
+            *((RolloutStage, CalibrationStage) if calibrated else ()),
+            TrainStage,
+            SelectionStage,
+            RerankerStage,
+        ),
+        "evaluate": (EvaluateStage,),
+    }
+    return stages[command]
 
 
 def run_command(
@@ -52,7 +69,7 @@ def run_command(
         OSError: no room, no model, or no server; what is finished is kept.
     """
     leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
-    for kind in STAGES[command]:
+    for kind in stages_of(command, settings):
         stage = kind(settings, run)
         if leads and dry_run:
             show(plan(stage))

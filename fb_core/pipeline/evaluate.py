@@ -9,27 +9,55 @@ import math
 import re
 import time
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.decoding import FutureBridgeSelector, Selector, SLMPreference
-from fb_core.pipeline.collect import TrajectoryStage, frozen_policy
+from fb_core.baselines.s2t_local import NoLLM
+from fb_core.config import EvaluateSettings, RunSettings, VerifierSettings
+from fb_core.decoding import Selector, SLMPreference
+from fb_core.pipeline.collect import PolicyStage
+from fb_core.pipeline.deploy import chosen_reranker, frozen_policy, needs_llm, pool_options, reranker_selector
 from fb_core.pipeline.inputs import problems_hash, read_problems, verifier_of
 from fb_core.pipeline.problems import BENCHMARKS, Problem, prompt_ids
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
 from fb_core.verify import Verdict
 
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
 
 log = logging.getLogger(__name__)
+
+
+def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
+    """The problems of every benchmark, those left out whose gold answer is right by no answer, not even itself.
+
+    Raises:
+        OSError: a set that is not there.
+        ValueError: a damaged file, a world without a limit, or gold answers that take too long to judge.
+    """
+    return _benchmark_problems(settings.evaluate, settings.verify, settings.problems.seed)
+
+
+@lru_cache(maxsize=4)
+def _benchmark_problems(settings: EvaluateSettings, verify: VerifierSettings, seed: int) -> dict[str, list[Problem]]:
+    found, verifier = {}, verifier_of(verify)
+    for name in settings.benchmarks:
+        problems = read_problems(name, settings.limit, "test", seed)
+        golds = [problem.answer for problem in problems]
+        verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
+        if "timeout" in verdicts:
+            late = problems[verdicts.index("timeout")].id
+            raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
+        found[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
+        if left := len(problems) - len(found[name]):
+            log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
+    return found
 
 
 class EvaluateStage(Stage):
@@ -41,43 +69,25 @@ class EvaluateStage(Stage):
 
     name = "evaluation"
     command = "evaluate"
-    reads = (TrajectoryStage, RerankerStage)
+    reads = (PolicyStage, RerankerStage)
     uses = ("slm", "llm", "tokenizer")
 
     def relevant(self) -> dict[str, Any]:
         settings = self.settings
         return {
             **settings.evaluate.model_dump(),
+            **pool_options(settings),
             "seeds": list(settings.train.seeds),
-            "slm_k": settings.collect.slm_k,
-            "llm_k": settings.futures.llm_k,
             "prompt": settings.problems.prompt,
             "verify": settings.verify.model_dump(exclude={"workers"}),
-            "hash": {name: problems_hash(problems) for name, problems in self._benchmarks.items()},
+            "hash": {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()},
         }
-
-    @cached_property
-    def _benchmarks(self) -> dict[str, list[Problem]]:
-        """The problems of every benchmark, those left out whose gold answer is right by no answer, not even itself."""
-        settings, verifier = self.settings.evaluate, verifier_of(self.settings.verify)
-        found = {}
-        for name in settings.benchmarks:
-            problems = read_problems(name, settings.limit, "test", self.settings.problems.seed)
-            golds = [problem.answer for problem in problems]
-            verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
-            if "timeout" in verdicts:
-                late = problems[verdicts.index("timeout")].id
-                raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
-            found[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
-            if left := len(problems) - len(found[name]):
-                log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
-        return found
 
     def _trials(self) -> dict[str, tuple[str, int | None, list[Problem]]]:
         """(benchmark, seed of the reranker or None for greedy, problems) of every shard."""
         size = self.settings.evaluate.per_shard
         trials: dict[str, tuple[str, int | None, list[Problem]]] = {}
-        for name, problems in self._benchmarks.items():
+        for name, problems in benchmark_problems(self.settings).items():
             seeds = self.settings.train.seeds
             known = BENCHMARKS.get(name.partition("=")[0])
             if known is not None and known.repeats > len(seeds):
@@ -137,7 +147,7 @@ class EvaluateStage(Stage):
         tokenizer, template = self.models.tokenizer, self.settings.problems.prompt
         return {
             name: {problem.id: prompt_ids(tokenizer, problem, template) for problem in problems}
-            for name, problems in self._benchmarks.items()
+            for name, problems in benchmark_problems(self.settings).items()
         }
 
     def _decoder(self, benchmark: str, seed: int | None) -> LowLatencyDecoder:
@@ -148,23 +158,21 @@ class EvaluateStage(Stage):
         self._kept = None  # its memory first
         slm, settings = self.models.slm, self.settings
         selector: Selector = SLMPreference()
-        policy = RequestPolicy(math.inf)
-        if seed is not None:
-            adapters, shard = self.source("reranker"), f"seed-{seed}"
-            if adapters.receipt(shard) is None:
-                raise ValueError(f"{adapters.path}: expected {shard}, got none; run `futurebridge train`")
-            folder = adapters.path / shard
-            selector, policy = FutureBridgeSelector(TokenReranker.from_pretrained(folder, slm)), frozen_policy(self.run)
+        policy, options, llm = RequestPolicy(math.inf), pool_options(settings), self.models.llm
+        if seed is None:
+            options["max_events"] = 0  # the LLM is not kept in step
+        else:
+            selector = reranker_selector(settings, chosen_reranker(settings, self.run, seed))
+            policy = frozen_policy(self.run)
+            llm = llm if needs_llm(settings) else NoLLM()
         prompts = list(self._prompts[benchmark].values())
         decoder = LowLatencyDecoder(
             slm,
-            self.models.llm,
+            llm,
             selector,
             policy,
             max_length=max(map(len, prompts)) + settings.evaluate.max_new_tokens,
-            slm_k=settings.collect.slm_k,
-            llm_k=settings.futures.llm_k,
-            max_events=0 if seed is None else settings.evaluate.max_events,  # with 0 the LLM is not kept in step
+            **options,
             tokenizer=self.models.tokenizer,
         )
         for prompt in prompts[:WARM_UP]:

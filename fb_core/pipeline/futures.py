@@ -84,17 +84,51 @@ def own_futures(
     the SLM itself got right does not. Arguments as `llm_futures`; `samples`, `temperature` and `seed` are the
     sampling's.
     """
-    drawn = slm.sample_many(
-        _prefixes(trajectories, states), samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed
+    prefixes = _prefixes(trajectories, states)
+    owners = [trajectories[state.trajectory] for state in states]
+    return own_continuations(
+        slm,
+        prefixes,
+        [owner.prompt_length for owner in owners],
+        [golds[state.trajectory] for state in states],
+        tokenizer,
+        verifier,
+        max_new_tokens,
+        samples=samples,
+        temperature=temperature,
+        seed=seed,
     )
+
+
+def own_continuations(
+    slm: LocalLLM,
+    prefixes: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    golds: Sequence[str],
+    tokenizer: hf.Tokenizer,
+    verifier: Verifier,
+    max_new_tokens: int,
+    *,
+    samples: int,
+    temperature: float,
+    seed: int,
+) -> list[Future]:
+    """As `own_futures`, of states given by their tokens [P], the length of the prompt in them and the gold answer."""
+    drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
+    starts = [prefix[length:] for prefix, length in zip(prefixes, prompt_lengths, strict=True)]
     verdicts = [
-        _verify(trajectories, states, [written[n] for written in drawn], golds, tokenizer, verifier)
+        verdicts_of(
+            [torch.cat([start, written[n]]) for start, written in zip(starts, drawn, strict=True)],
+            golds,
+            tokenizer,
+            verifier,
+        )
         for n in range(samples)
     ]
     futures = []
     for index, written in enumerate(drawn):
         best = next((n for n in range(samples) if verdicts[n][index] == "correct"), 0)
-        futures.append(Future(int(written[best][0]), written[best][1:], verdicts[best][index]))
+        futures.append(Future(int(written[best][0]), written[best][1:].cpu(), verdicts[best][index]))
     return futures
 
 
@@ -115,12 +149,13 @@ def _verify(
         torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
         for state, prefix, continuation in zip(states, _prefixes(trajectories, states), written, strict=True)
     ]
-    return _verdicts(outputs, [golds[state.trajectory] for state in states], tokenizer, verifier)
+    return verdicts_of(outputs, [golds[state.trajectory] for state in states], tokenizer, verifier)
 
 
-def _verdicts(
+def verdicts_of(
     outputs: Sequence[Tensor], golds: Sequence[str], tokenizer: hf.Tokenizer, verifier: Verifier
 ) -> list[Verdict]:
+    """Verdicts of whole solutions, given by token ids."""
     texts = [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
     return verifier.verify_many(texts, golds, bad_golds="unparsable")
 
@@ -205,7 +240,7 @@ class FutureStage(Stage):
             for state, tokens, new in zip(states, prefixes, written, strict=True)
         ]
         golds = [problems[state["trajectory"]].answer for state in states]
-        verdicts = _verdicts(outputs, golds, self.models.tokenizer, verifier_of(self.settings.verify))
+        verdicts = verdicts_of(outputs, golds, self.models.tokenizer, verifier_of(self.settings.verify))
         columns = {
             "first": pa.array([int(new[0]) for new in written], pa.int32()),
             "tokens": lists((new[1:] for new in written), pa.int32()),

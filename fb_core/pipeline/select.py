@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from fb_core.decoding import CollaborativeDecoder, FutureBridgeSelector
 from fb_core.pipeline.accuracy import evaluate
 from fb_core.pipeline.artefacts import table_bytes
-from fb_core.pipeline.collect import TrajectoryStage, frozen_policy
+from fb_core.pipeline.collect import PolicyStage, TrajectoryStage
+from fb_core.pipeline.deploy import deployed_decoder, frozen_policy, pool_options
 from fb_core.pipeline.inputs import DEMO, splits_of, verifier_of
 from fb_core.pipeline.problems import prompt_ids
 from fb_core.pipeline.score import ScoreStage, filter_table
@@ -26,16 +26,14 @@ class SelectionStage(Stage):
 
     name = "selection"
     command = "train"
-    reads = (TrajectoryStage, TrainStage)
+    reads = (TrajectoryStage, PolicyStage, TrainStage)
     uses = ("slm", "llm", "tokenizer")
 
     def relevant(self) -> dict[str, Any]:
-        collect, futures = self.settings.collect, self.settings.futures
         return {
-            "slm_k": collect.slm_k,
-            "llm_k": futures.llm_k,
-            "max_events": self.settings.evaluate.max_events,
-            "max_new_tokens": collect.max_new_tokens,
+            **pool_options(self.settings),
+            "certainty": self.settings.evaluate.certainty,
+            "max_new_tokens": self.settings.collect.max_new_tokens,
             "verify": self.settings.verify.model_dump(exclude={"workers"}),
         }
 
@@ -53,18 +51,7 @@ class SelectionStage(Stage):
     def work(self, shard: str) -> Output:
         reranker = TrainStage(self.settings, self.run).trained(*self._trials()[shard])
         problems = splits_of(self.settings.problems)["validation"]
-        tokenizer, collect = self.models.tokenizer, self.settings.collect
-        decoder = CollaborativeDecoder(
-            self.models.slm,
-            self.models.llm,
-            FutureBridgeSelector(reranker),
-            frozen_policy(self.run),
-            slm_k=collect.slm_k,
-            llm_k=self.settings.futures.llm_k,
-            max_events=self.settings.evaluate.max_events,
-            tokenizer=tokenizer,
-            batch_tokens=self.settings.models.batch_tokens,
-        )
+        tokenizer, decoder = self.models.tokenizer, deployed_decoder(self.settings, self.run, reranker)
         device = self.models.slm.device
         prompts = [
             torch.tensor(prompt_ids(tokenizer, problem, self.settings.problems.prompt), device=device)
@@ -76,7 +63,7 @@ class SelectionStage(Stage):
             [problem.answer for problem in problems],
             tokenizer,
             verifier_of(self.settings.verify),
-            collect.max_new_tokens,
+            self.settings.collect.max_new_tokens,
         )
         columns = {
             "problem": pa.array([problem.id for problem in problems]),
@@ -136,7 +123,7 @@ class RerankerStage(Stage):
 
     name = "reranker"
     command = "train"
-    reads = (TrajectoryStage, ScoreStage, TrainStage, SelectionStage)
+    reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
     unit = "adapters"
     parallel = False
 
@@ -182,9 +169,12 @@ class RerankerStage(Stage):
             threshold=policy.threshold,
             top_k=policy.top_k,
             quantile=self.settings.collect.quantile,
-            slm_k=self.settings.collect.slm_k,
-            llm_k=self.settings.futures.llm_k,
-            max_events=self.settings.evaluate.max_events,
+            options="\n".join(f"    {name}={value!r}," for name, value in pool_options(self.settings).items()),
+            load=", scope='sequence'" if settings.scope == "sequence" else "",
+            wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
+            scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
+            features=", ".join(settings.features) or "none",
+            target=settings.target,
             filters=filter_table(filters),
             selection=selection_table(chosen, validation),
             problems=self.settings.problems.train,
@@ -219,6 +209,9 @@ def _mean(values: list[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
+PLAIN = "FutureBridgeSelector(reranker)"
+WRAPPED = "CertainLLM(FutureBridgeSelector(reranker), {})"
+
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -246,17 +239,15 @@ propose at an uncertain step it can best continue from. It was distilled from th
 continuation by {llm} behind every candidate.
 
 ```python
-from fb_core import CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
 {loading}
-reranker = TokenReranker.from_pretrained("path/to/this/folder", slm)
+reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
 decoder = CollaborativeDecoder(
     slm,
     llm,
-    FutureBridgeSelector(reranker),
+    {wrapped},
     RequestPolicy({threshold!r}, top_k={top_k}),
-    slm_k={slm_k},
-    llm_k={llm_k},
-    max_events={max_events},
+{options}
     tokenizer=tokenizer,
 )
 ```
@@ -265,8 +256,8 @@ decoder = CollaborativeDecoder(
 |---|---|
 | horizon of the future | {horizon} tokens |
 | epoch, seed | {epoch}, {seed} |
-| adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on the candidate token alone |
-| training | AdamW {rate:g}, {groups} groups a step, soft targets at temperature {temperature:g} |
+| adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope}; candidate features: {features} |
+| training | AdamW {rate:g}, {groups} groups a step, target "{target}", temperature {temperature:g} |
 | request threshold | {threshold:.6g} nats of the top {top_k}, quantile {quantile:g} on validation |
 | problems | {problems} |
 

@@ -93,6 +93,10 @@ class Stage(ABC):
         """The folder of a stage that this one reads."""
         return Artefact(self.run, stage)
 
+    def inputs(self) -> Sequence[type[Stage]]:
+        """The stages whose files it reads under its settings."""
+        return self.reads
+
     @abstractmethod
     def relevant(self) -> dict[str, Any]:
         """The settings that its files depend on."""
@@ -129,7 +133,7 @@ class Stage(ABC):
             ValueError: a stage that it reads is not finished, or was made with other settings or models.
         """
         inputs = {}
-        for kind in self.reads:
+        for kind in self.inputs():
             read = kind(self.settings, self.run)
             manifest = read.folder.manifest()
             if manifest is None or not manifest["complete"]:

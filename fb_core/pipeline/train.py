@@ -8,17 +8,23 @@ import math
 import os
 import re
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fb_core.baselines.s2t_local import MARGIN, original_target
+from fb_core.calibration import calibrated_target
 from fb_core.pipeline.artefacts import tensor_bytes
+from fb_core.pipeline.calibrate import CalibrationStage, read_weights, terms_of
 from fb_core.pipeline.collect import StateStage, TrajectoryStage, read_trajectories
-from fb_core.pipeline.score import ScoreStage
+from fb_core.pipeline.score import ScoredGroup, ScoreStage, read_groups
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.reranker import TokenReranker
-from fb_core.targets import group_targets
+from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.targets import group_targets, without_hindsight
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 
 CHECKPOINT = re.compile(r"step-(\d{7})")
@@ -39,6 +45,9 @@ class TrainStage(Stage):
     unit = "groups"
     parallel = False
 
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (*self.reads, CalibrationStage) if self.settings.train.target == "calibrated" else self.reads
+
     def relevant(self) -> dict[str, Any]:
         return self.settings.train.model_dump(exclude={"checkpoint_steps"})
 
@@ -55,7 +64,14 @@ class TrainStage(Stage):
         settings = self.settings.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return TokenReranker.from_base(self.models.slm, settings.rank, settings.lora_alpha, settings.dropout)
+            return TokenReranker.from_base(
+                self.models.slm,
+                settings.rank,
+                settings.lora_alpha,
+                settings.dropout,
+                scope=settings.scope,
+                feature_names=settings.features,
+            )
 
     def trained(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
         """One run's reranker at the end of an epoch."""
@@ -113,33 +129,64 @@ class TrainStage(Stage):
         return {"runs": [run_name(*run) for run in self.runs()], "order_seed": self.settings.train.order_seed}
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
-        """The scored groups of a split, with a target column for every horizon."""
-        settings, device = self.settings.train, self.models.slm.device
-        found = []
+        """The groups of a split, with a target column for every horizon; also those of the deployed run, if any."""
+        device, found = self.models.slm.device, []
+        if (deployed := self.settings.collect.deployed) is not None:
+            collect = self.settings.collect.model_copy(update={"deployed": None})
+            found += TrainStage(self.settings.model_copy(update={"collect": collect}), Path(deployed)).groups(split)
         for shard in TrajectoryStage(self.settings, self.run).shards():
             if not shard.startswith(split):
                 continue
-            scores = self.source("scores").tensors(shard)
-            used = scores["state"].tolist()
-            if not used:
+            groups = read_groups(self.source("scores"), shard)
+            if self.settings.train.target != "calibrated":
+                groups = [group for group in groups if group.logprob is not None]
+            if not groups:
                 continue
             states = self.source("states").table(shard)
-            sizes = scores["cu_group"].diff().tolist()
-            _, targets = group_targets(
-                scores["logprob"].split(sizes),
-                settings.horizons,
-                temperature=settings.temperature,
-                local=scores["llm_logprob"].split(sizes),
-                alpha=settings.alpha,
-            )
             members: dict[int, list[TrainingGroup]] = {}
-            pools = scores["candidates"].long().to(device).split(sizes)
-            for row, pool, target in zip(used, pools, targets, strict=True):
-                group = TrainingGroup(states[row]["position"], pool, target.to(device))
-                members.setdefault(states[row]["trajectory"], []).append(group)
+            for group, target in zip(groups, self._targets(groups), strict=True):
+                features = candidate_features(
+                    group.slm_logprob, group.llm_logprob, group.sources, self.settings.train.features
+                )
+                state = states[group.state]
+                members.setdefault(state["trajectory"], []).append(
+                    TrainingGroup(
+                        state["position"], group.candidates.to(device), target.to(device), features.to(device)
+                    )
+                )
             trajectories = read_trajectories(self.source("trajectories"), shard, device)
             found += [TrainingTrajectory(trajectories[index].tokens, groups) for index, groups in members.items()]
         return found
+
+    def _targets(self, groups: Sequence[ScoredGroup]) -> list[Tensor]:
+        """[K, h] of every group."""
+        settings = self.settings.train
+        if settings.target == "calibrated":
+            weights = read_weights(self.run, settings.horizons)
+            return [
+                torch.stack(
+                    [
+                        calibrated_target(terms_of(group, horizon), theta)
+                        for horizon, theta in zip(settings.horizons, weights, strict=True)
+                    ],
+                    1,
+                )
+                for group in groups
+            ]
+        if settings.target == "select":
+            return [original_target(group.llm_logprob)[:, None].expand(-1, len(settings.horizons)) for group in groups]
+        matrices = []
+        for group in groups:
+            assert group.logprob is not None
+            own = (group.candidates == group.first).nonzero().flatten().tolist()  # none in the SLM's pool, perhaps
+            matrices.append(without_hindsight(group.logprob, own[0], settings.hindsight) if own else group.logprob)
+        return group_targets(
+            matrices,
+            settings.horizons,
+            temperature=settings.temperature,
+            local=[group.llm_logprob for group in groups],
+            alpha=settings.alpha,
+        )[1]
 
     def _sweep_for(self, epoch: int) -> tuple[Sweep, float]:
         """(the sweep where an epoch goes on, seconds of it that were done before by processes that ended)."""
@@ -177,6 +224,7 @@ class TrainStage(Stage):
             epochs=settings.epochs,
             seed=settings.order_seed,
             microbatches=settings.microbatches,
+            margin=MARGIN if settings.target == "select" else 0.0,
         )
         trajectories = self.groups("train")
         for split, found in (("train", trajectories), ("validation", self.groups("validation"))):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("collect", "futures", "score", "train", "evaluate")
+COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ mkdir -p "$run"
 
 shards() { find "$run" -name '*.json' ! -name manifest.json | wc -l; }
 
-for command in collect futures score train evaluate; do
+for command in collect futures score rollouts train evaluate; do
   before=$(shards)
   futurebridge "$command" --config "$config" --run-dir "$run" > /dev/null &
   started=$!

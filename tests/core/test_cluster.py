@@ -30,7 +30,7 @@ from fb_core.pipeline.commands import run_command
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, run = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
-for command in ("collect", "futures", "score", "train", "evaluate"):
+for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
     run_command(command, settings, run, "ray")
 ray.shutdown()
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import contents, finish, receipts, settings, start
 
-COMMANDS = ("collect", "futures", "score", "train", "evaluate")
+COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
 KILLS = 20
 
 

@@ -12,7 +12,7 @@ from tiny import tiny
 from fb_core import ServerError, server
 from fb_core.config import RunSettings
 from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import StateStage, TrajectoryStage
+from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
 from fb_core.pipeline.futures import FutureStage
 from fb_core.pipeline.score import ScoreStage
 from fb_core.pipeline.stage import run_stage
@@ -76,7 +76,7 @@ def assert_alike(first, second, stage):
 def test_servers_write_what_the_process_would(pair, tmp_path):
     values, servers = pair
     for name, chosen in (("here", RunSettings.model_validate(values)), ("served", served(values, servers))):
-        for stage in (TrajectoryStage, StateStage, FutureStage, ScoreStage):
+        for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage):
             run_stage(stage(chosen, tmp_path / name))
     for stage in ("trajectories", "states", "futures"):
         assert_alike(tmp_path / "here", tmp_path / "served", stage)
@@ -88,7 +88,7 @@ def test_a_server_that_went_away_is_gone_on_with(pair, tmp_path, monkeypatch):
     values, servers = pair
     monkeypatch.setattr(server, "FIRST_DELAY", 0.01)
     undisturbed, chosen = served(values, servers), served(values, servers, retries=1)
-    for stage in (TrajectoryStage, StateStage):
+    for stage in (TrajectoryStage, PolicyStage, StateStage):
         run_stage(stage(undisturbed, tmp_path / "a"))
         run_stage(stage(undisturbed, tmp_path / "b"))
     run_stage(FutureStage(undisturbed, tmp_path / "a"))

@@ -24,10 +24,12 @@ from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker,
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import StateStage, TrajectoryStage, frozen_policy, log_states, read_trajectories
-from fb_core.pipeline.commands import run_command
+from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
+from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
+from fb_core.pipeline.deploy import frozen_policy
 from fb_core.pipeline.futures import FutureStage, read_futures
-from fb_core.pipeline.score import ScoreStage
+from fb_core.pipeline.pools import logged_pool
+from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.stage import plan, run_stage
 from fb_core.pipeline.train import TrainStage
 from fb_core.scorer import token_budget
@@ -36,6 +38,9 @@ from fb_core.scorer import token_budget
 @pytest.fixture(scope="module")
 def pair():
     return load_pair("plans")
+
+
+STAGES = tuple(kind.name for command in COMMANDS for kind in stages_of(command, settings()))
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +67,13 @@ def test_states_and_pools_are_those_of_the_functions_in_memory(run, pair):
         assert [(row["trajectory"], row["position"]) for row in rows] == [(s.trajectory, s.position) for s in expected]
         for state, row, pool, future in zip(expected, rows, pools, futures, strict=True):
             assert row["entropy"] == pytest.approx(state.entropy, abs=1e-5)
-            assert pool["pool_ids"] == state.pool.ids.tolist()
-            assert pool["pool_sources"] == state.pool.sources.tolist()
-            assert pool["pool_llm_logprob"] == pytest.approx(state.pool.llm_logprob.tolist(), abs=1e-4)
-            assert row["slm_ids"] == state.pool.ids[:3].tolist()
-            assert row["slm_logprob"] == pytest.approx(state.pool.slm_logprob[:3].tolist(), abs=1e-4)
+            logged = logged_pool(pool, 3)
+            assert logged.ids.tolist() == state.pool.ids.tolist()
+            assert logged.sources.tolist() == state.pool.sources.tolist()
+            assert logged.llm_logprob.tolist() == pytest.approx(state.pool.llm_logprob.tolist(), abs=1e-4)
+            assert row["slm_ids"][:3] == state.pool.ids[:3].tolist()
+            assert len(row["slm_ids"]) == 6
+            assert row["slm_logprob"][:3] == pytest.approx(state.pool.slm_logprob[:3].tolist(), abs=1e-4)
             tokens = trajectories[state.trajectory].tokens[: state.position]
             assert future.first == int(full(pair.llm, tokens)[-1].argmax())
             seen += 1
@@ -81,7 +88,7 @@ def test_the_threshold_is_the_quantile_of_the_validation_split_alone(run):
         if shard.startswith("validation")
         for trajectory in read_trajectories(folder, shard)
     ]
-    assert sum(map(len, entropies)) == folder.finished()["summary"]["validation_tokens"]
+    assert sum(map(len, entropies)) == Artefact(run, "policy").finished()["counts"]["validation tokens"]
     assert frozen_policy(run) == RequestPolicy.calibrate(torch.cat(entropies), 0.9)
 
 
@@ -90,20 +97,22 @@ def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
     trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
     states = Artefact(run, "states").table(shard)
     futures, pools = read_futures(Artefact(run, "futures"), shard)
-    scores = Artefact(run, "scores").tensors(shard)
-    ends = scores["cu_group"].tolist()
-    assert scores["logprob"].shape == (ends[-1], 8)
-    for group, row in enumerate(scores["state"].tolist()):
-        prefix = trajectories[states[row]["trajectory"]].tokens[: states[row]["position"]]
+    groups = read_groups(Artefact(run, "scores"), shard)
+    assert {group.logprob is None for group in groups} == {True, False}
+    for group in groups:
+        state, pool = states[group.state], logged_pool(pools[group.state], 3)
+        prefix = trajectories[state["trajectory"]].tokens[: state["position"]]
         own = full(pair.slm, prefix)[-1].log_softmax(-1)
-        for place, candidate in zip(range(ends[group], ends[group + 1]), pools[row]["pool_ids"], strict=True):
-            ids = torch.cat([prefix, torch.tensor([candidate]), futures[row].tokens[:8]])
+        torch.testing.assert_close(group.slm_logprob, own[pool.ids], rtol=1e-4, atol=1e-4)
+        assert group.candidates.tolist() == pool.ids.tolist()
+        assert group.sources.tolist() == pool.sources.tolist()
+        assert group.llm_logprob.tolist() == pool.llm_logprob.tolist()
+        future = futures[group.state]
+        assert (group.logprob is not None) == (future.verdict == "correct" and len(future.tokens) >= 8)
+        for candidate, found in zip(pool.ids.tolist(), [] if group.logprob is None else group.logprob, strict=False):
+            ids = torch.cat([prefix, torch.tensor([candidate]), future.tokens[:8]])
             wanted = full(pair.slm, ids)[len(prefix) : -1].log_softmax(-1).gather(1, ids[len(prefix) + 1 :, None])[:, 0]
-            torch.testing.assert_close(scores["logprob"][place], wanted, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(scores["slm_logprob"][place], own[candidate], rtol=1e-4, atol=1e-4)
-        mine = slice(ends[group], ends[group + 1])
-        for name, column in (("candidates", "ids"), ("sources", "sources"), ("llm_logprob", "llm_logprob")):
-            assert scores[name][mine].tolist() == pools[row][f"pool_{column}"]
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_filters_count_as_the_paper_has_it(run):
@@ -169,7 +178,7 @@ def test_every_problem_has_its_row(run):
 
 def test_manifests_say_what_made_them(run):
     assert RunSettings.model_validate_json((run / "settings.json").read_text()) == settings()
-    for stage in ("trajectories", "states", "futures", "scores", "training", "selection", "reranker", "evaluation"):
+    for stage in STAGES:
         manifest = Artefact(run, stage).finished()
         assert manifest["identity"]["settings"]
         assert manifest["identity"]["models"]["tokenizer"]
@@ -181,16 +190,16 @@ def test_manifests_say_what_made_them(run):
 @pytest.mark.parametrize(
     ("changes", "command", "words"),
     [
-        ({"collect": {"quantile": 0.8}}, "collect", "settings.collect.quantile 0.9, got 0.8"),
+        ({"collect": {"quantile": 0.8}}, "collect", "settings.quantile 0.9, got 0.8"),
         ({"problems": {"per_shard": 7}}, "collect", "settings.problems.per_shard 6, got 7"),
         ({"collect": {"max_states": 3}}, "collect", "settings.max_states 8, got 3"),
-        ({"futures": {"llm_k": 4}}, "futures", "settings.llm_k 3, got 4"),
+        ({"futures": {"llm_k": 4}}, "futures", "settings.slm_k + llm_k 6, got 7"),
         ({"score": {"horizon": 9}}, "score", "settings.horizon 8, got 9"),
         ({"train": {"rank": 5}}, "train", "settings.rank 4, got 5"),
         ({"evaluate": {"limit": 8}}, "evaluate", "settings.limit 9, got 8"),
         ({"problems": {"seed": 5}}, "futures", "settings.problems.seed 0, got 5"),
         ({"problems": {"per_shard": 7}}, "futures", "settings.problems.per_shard 6, got 7"),
-        ({"collect": {"quantile": 0.8}}, "score", "settings.collect.quantile 0.9, got 0.8"),
+        ({"collect": {"quantile": 0.8}}, "score", "settings.quantile 0.9, got 0.8"),
         ({"futures": {"max_new_tokens": 40}}, "train", "settings.max_new_tokens 45, got 40"),
         ({"train": {"seeds": [0]}}, "evaluate", "settings.seeds [0, 1], got [0]"),
         ({"score": {"horizon": 9}}, "evaluate", "settings.horizon 8, got 9"),
@@ -229,7 +238,7 @@ def folders(tmp_path, pair):
 def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(folders, pair):
     values, run, problems = folders
     chosen = RunSettings.model_validate(values)
-    for stage in (TrajectoryStage, StateStage, FutureStage, ScoreStage):
+    for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage):
         run_stage(stage(chosen, run))
     (trajectory, *_) = read_trajectories(Artefact(run, "trajectories"), "train-00000")
     logits = full(pair.slm, trajectory.tokens)[trajectory.prompt_length - 1 : -1]
@@ -298,7 +307,7 @@ def test_an_edited_adapter_is_not_evaluated(undisturbed, tmp_path):
 
 
 def test_an_earlier_epoch_is_made_anew_from_where_it_was(undisturbed, tmp_path, monkeypatch):
-    run = copied(undisturbed, tmp_path, "score")
+    run = copied(undisturbed, tmp_path, "rollouts")
     stage, checkpoint = TrainStage(settings(), run), TrainStage._checkpoint
 
     class Enough(Exception):

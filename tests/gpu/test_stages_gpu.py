@@ -13,7 +13,7 @@ from gpu_checks import DEVICE
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.commands import STAGES, run_command
+from fb_core.pipeline.commands import COMMANDS, run_command
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
@@ -58,12 +58,12 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
 def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
     """All commands, then some shards made anew."""
     settings, run = pair_on_disk(folder, device, dtype), folder / "run"
-    for command in STAGES:
+    for command in COMMANDS:
         run_command(command, settings, run)
     before = {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()}
     for stage, shard in AGAIN.items():
         (run / stage / f"{shard}.json").unlink()
-    for command in STAGES:
+    for command in COMMANDS:
         run_command(command, settings, run)
     assert {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()} == before
     manifest = Artefact(run, "evaluation").finished()

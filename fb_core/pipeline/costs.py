@@ -1,0 +1,201 @@
+"""What a run costs: its offline stages by their receipts, and its methods decoding one prompt at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fb_core import statistics
+from fb_core.baselines.s2t_local import NoLLM
+from fb_core.config import Method
+from fb_core.decoding import LLMPreference, Selector, SLMPreference
+from fb_core.pipeline.collect import PolicyStage
+from fb_core.pipeline.compare import CompareStage
+from fb_core.pipeline.deploy import chosen_reranker, frozen_policy, needs_llm, pool_options, reranker_selector
+from fb_core.pipeline.evaluate import benchmark_problems
+from fb_core.pipeline.inputs import problems_hash
+from fb_core.pipeline.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
+from fb_core.pipeline.problems import Problem, prompt_ids
+from fb_core.pipeline.router import RouterStage
+from fb_core.pipeline.select import RerankerStage
+from fb_core.pipeline.stage import Cost, Output, Stage
+from fb_core.policy import RequestPolicy
+from fb_core.runtime import LowLatencyDecoder
+
+FAST: tuple[Method, ...] = ("greedy", "s2t", "direct", "futurebridge")  # run on LowLatencyDecoder
+PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
+WARM_UP = 3  # prompts
+
+
+class Timing(NamedTuple):
+    """A method in one of the two loops."""
+
+    method: Method
+    fast: bool
+
+
+class DeploymentStage(Stage):
+    """Methods on the first problems of the first benchmark, one at a time, each beside greedy decoding in its loop.
+
+    "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method; a method is compared with greedy
+    decoding in the same loop, problem by problem.
+    """
+
+    name = "deployment"
+    command = "experiment"
+    uses = ("slm", "llm", "tokenizer")
+    parallel = False
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        routers = (RouterStage,) if set(ROUTED) & set(self.settings.compare.methods) else ()
+        return (PolicyStage, RerankerStage, *routers)
+
+    def relevant(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "methods": list(settings.compare.methods),
+            "timed": settings.compare.timed,
+            "votes": settings.compare.votes,
+            "max_new_tokens": settings.evaluate.max_new_tokens,
+            "certainty": settings.evaluate.certainty,
+            **pool_options(settings),
+            "prompt": settings.problems.prompt,
+            "hash": problems_hash(self._problems),
+        }
+
+    @cached_property
+    def _problems(self) -> list[Problem]:
+        first = next(iter(benchmark_problems(self.settings).values()))
+        return first[: self.settings.compare.timed]
+
+    @cached_property
+    def _timings(self) -> dict[str, Timing]:
+        asked = self.settings.compare.methods
+        fast = {f"fast.{method}": Timing(method, True) for method in FAST if method in asked}
+        return fast | {f"plain.{method}": Timing(method, False) for method in PLAIN if method in asked}
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(self._problems) for shard in self._timings}
+
+    def work(self, shard: str) -> Output:
+        timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
+        generate = self._fast(timing.method) if timing.fast else self._plain(timing.method)
+        prompts = [
+            torch.tensor(prompt_ids(self.models.tokenizer, problem, settings.problems.prompt), device=device)
+            for problem in self._problems
+        ]
+        for prompt in prompts[:WARM_UP]:
+            generate([prompt], settings.evaluate.max_new_tokens)
+        rows = []
+        for done, (problem, prompt) in enumerate(zip(self._problems, prompts, strict=True)):
+            self.on_progress(done)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            began = time.perf_counter()
+            generation = generate([prompt], settings.evaluate.max_new_tokens)[0]
+            tokens = len(generation.token_ids.tolist())  # waits for the device
+            seconds = time.perf_counter() - began
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            used = usage(timing.method, generation)._asdict()
+            row = {"problem": problem.id, "tokens": tokens, "seconds": round(seconds, 5), "peak_bytes": peak}
+            rows.append({**timing._asdict(), **row, **used})
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        return Output({f"{shard}.jsonl": lines.encode()}, {"decoded": len(rows)})
+
+    def _plain(self, method: Method) -> Generate:
+        seed = self.settings.train.seeds[0] if method in SEEDED else None
+        return generator(method, self.settings, self.run, seed)
+
+    def _fast(self, method: Method) -> Generate:
+        settings, models, policy = self.settings, self.models, frozen_policy(self.run)
+        options, llm = pool_options(settings), models.llm
+        selector: Selector = LLMPreference()
+        if method == "greedy":
+            selector, policy, options = SLMPreference(), RequestPolicy(float("inf")), options | {"max_events": 0}
+        elif method == "s2t":
+            options |= {"pool": "slm", "slm_k": settings.collect.slm_k}
+        elif method == "direct":
+            options |= {"pool": "joint", "slm_k": settings.collect.slm_k}
+        else:
+            selector = reranker_selector(settings, chosen_reranker(settings, self.run, settings.train.seeds[0]))
+            llm = llm if needs_llm(settings) else NoLLM()
+        longest = max(
+            len(prompt_ids(models.tokenizer, problem, settings.problems.prompt)) for problem in self._problems
+        )
+        return LowLatencyDecoder(
+            models.slm,
+            llm,
+            selector,
+            policy,
+            max_length=longest + settings.evaluate.max_new_tokens,
+            tokenizer=models.tokenizer,
+            **options,
+        ).generate_many
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Of all finished shards."""
+        for shard in self._timings:
+            yield from (json.loads(line) for line in self.folder.read(shard, "jsonl").splitlines())
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        lines = ["| method | loop | calls | pool | appended | suffix | seconds | of greedy [95%] |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for row in deployment_rows(self):
+            pool = "" if row["pool"] is None else f"{row['pool']:.1f}"
+            ratio = "" if row["relative"] is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row["relative"])
+            lines.append(
+                f"| {row['method']} | {row['loop']} | {row['calls']:.2f} | {pool} | {row['appended']:.2f} | "
+                f"{row['suffix']:.1f} | {row['seconds']:.3f} | {ratio} |"
+            )
+        return "\n".join(lines)
+
+    def cost(self) -> Cost:
+        return Cost("decoded one prompt at a time", self.settings.evaluate.max_new_tokens)
+
+
+def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
+    """A row a method and loop: what a problem takes on average, and its time relative to greedy decoding, paired."""
+    by_method: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for row in stage.rows():
+        by_method.setdefault((row["method"], row["fast"]), []).append(row)
+    table = []
+    for (method, fast), rows in by_method.items():
+        pools = [row["pool"] for row in rows if row["pool"] is not None]
+        peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
+        greedy = by_method.get(("greedy", fast))
+        relative = greedy and statistics.ratio_interval(
+            [row["seconds"] for row in rows], [row["seconds"] for row in greedy]
+        )
+        table.append(
+            {
+                "method": LABELS[method].format(votes=stage.settings.compare.votes),
+                "key": method,
+                "loop": "fast" if fast else "plain",
+                "problems": len(rows),
+                "pool": float(np.mean(pools)) if pools else None,
+                **{name: float(np.mean([row[name] for row in rows])) for name in ("calls", "appended", "suffix")},
+                "seconds": float(np.mean([row["seconds"] for row in rows])),
+                "relative": relative,
+                "peak_bytes": max(peaks) if peaks else None,
+            }
+        )
+    return table
+
+
+def offline_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """A row for every finished stage among these: units, seconds of work and GPU hours, as its receipts say."""
+    table = []
+    for stage in stages:
+        manifest = stage.folder.manifest()
+        if manifest is None or not manifest["complete"] or isinstance(stage, CompareStage | DeploymentStage):
+            continue
+        table.append(
+            {"stage": stage.name, "units": sum(stage.shards().values()), "unit": stage.unit, **manifest["cost"]}
+        )
+    return table

@@ -1,0 +1,304 @@
+"""`futurebridge experiment`: the peers and the ablations, one thing changed at a time over the same logged states."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fb_core.config import Method, RunSettings
+from fb_core.pipeline.agreement import AgreementStage
+from fb_core.pipeline.artefacts import Artefact, json_bytes, write_file
+from fb_core.pipeline.commands import SETTINGS, Command, run_command, stages_of
+from fb_core.pipeline.compare import CompareStage
+from fb_core.pipeline.costs import DeploymentStage
+from fb_core.pipeline.methods import EXTERNAL, LABELS, ROUTED
+from fb_core.pipeline.rollouts import RolloutStage
+from fb_core.pipeline.router import RouterLabelStage, RouterStage
+from fb_core.pipeline.stage import Stage, run_stage
+from fb_core.pipeline.variants import Variant, changed, work_through
+from fb_core.reranker import FEATURES
+
+Table = Literal[
+    "methods", "pools", "horizons", "futures", "alpha", "scope", "temperature", "repairs", "quantiles", "costs"
+]
+TABLES: tuple[Table, ...] = get_args(Table)
+REFERENCES: tuple[Method, ...] = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
+QUALITIES = ("verified", "unverified", "incorrect", "cross-state", "shuffled")
+SWEPT = ("features", "override", "calibrated", "calibrated-features")  # repairs tried at every quantile
+PROBLEM = "problem.json"  # why a variant could not be made, in its folder
+LOG = "log.txt"
+UNSEEN = {
+    "TaH": "changes the SLM itself: name a checkpoint under compare.external",
+    "TSD-KD": "retrains the SLM itself: name a checkpoint under compare.external",
+    "Multiplex Thinking": "retrains the SLM itself: name a checkpoint under compare.external",
+}  # peers that are there as checkpoints alone
+
+
+class Rows:
+    """The rows of every table: what is changed in each of them.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        horizon: that the run chose on validation problems, which all but the rows of "horizons" keep.
+    """
+
+    def __init__(self, settings: RunSettings, run: Path, horizon: int) -> None:
+        self.settings, self.run, self.horizon = settings, run, horizon
+
+    def of(self, table: Table) -> list[Variant]:
+        """The rows of a table, in order."""
+        vary, collect = self.settings.experiment, self.settings.collect
+        match table:
+            case "methods":
+                return [*self._known(), *self._distilled(), *self._external(), self._method("futurebridge")]
+            case "pools":
+                wide = collect.slm_k + self.settings.futures.llm_k
+                kinds = {"slm": "SLM pool", "llm": "LLM pool", "slm-wide": f"SLM top-{wide}"}
+                return [self._recipe(f"pool-{kind}", label, score={"pool": kind}) for kind, label in kinds.items()]
+            case "horizons":
+                others = [h for h in self.settings.train.horizons if h != self.horizon]
+                return [self._recipe(f"horizon-{h}", f"H = {h}", float(h), train={"horizons": (h,)}) for h in others]
+            case "futures":
+                return [self._recipe(f"future-{kind}", kind, score={"future": kind}) for kind in QUALITIES]
+            case "alpha":
+                return [self._recipe(f"alpha-{a:g}", f"alpha = {a:g}", a, train={"alpha": a}) for a in vary.alphas]
+            case "scope":
+                return [self._recipe("scope-sequence", "adapter on the whole sequence", train={"scope": "sequence"})]
+            case "temperature":
+                return [
+                    self._recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t})
+                    for t in vary.temperatures
+                ]
+            case "repairs":
+                return self._repairs()
+            case "quantiles":
+                elsewhere = [q for q in vary.quantiles if q != collect.quantile]
+                return [row for quantile in elsewhere for row in self._at(quantile)]
+            case "costs":
+                return []
+
+    def references(self) -> list[Variant]:
+        """The methods that every row is compared with."""
+        return [self._method(name) for name in REFERENCES]
+
+    def _method(self, name: Method, x: float | None = None, inside: Variant | None = None) -> Variant:
+        return Variant(name, LABELS[name].format(votes=self.settings.compare.votes), {}, name, x, inside)
+
+    def _recipe(
+        self, key: str, label: str, x: float | None = None, inside: Variant | None = None, **changes: dict[str, Any]
+    ) -> Variant:
+        """A reranker of its own, unless only its deployment changes."""
+        if set(changes) != {"evaluate"}:
+            changes["train"] = {"horizons": (self.horizon,), **changes.get("train", {})}
+        return Variant(key, label, changes, x=x, inside=inside)
+
+    def _known(self) -> list[Variant]:
+        return [self._method(name) for name in self.settings.compare.methods if name != "futurebridge"]
+
+    def _distilled(self) -> list[Variant]:
+        pool = {"pool": "slm"}
+        return [
+            self._recipe("distilled", "Distilled LLM preference", train={"alpha": 0.0}),
+            self._recipe("s2t-local", "S2T-Local, matched", train={"alpha": 0.0}, score=pool),
+            self._recipe("s2t-local-original", "S2T-Local, original loss", train={"target": "select"}, score=pool),
+        ]
+
+    def _external(self) -> list[Variant]:
+        names = self.settings.compare.external
+        return [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in names]
+
+    def _repairs(self) -> list[Variant]:
+        """What is tried beyond the published recipe: plain options of the same commands."""
+        features = self._recipe("features", "candidate features", train={"features": FEATURES})
+        own = self._recipe("own", "the SLM's own future", score={"future": "own"})
+        calibrated = {"target": "calibrated"}
+        return [
+            features,
+            self._override(),
+            self._override("candidate features, override", features),
+            self._recipe("calibrated", "calibrated target", train=calibrated),
+            self._recipe(
+                "calibrated-features", "calibrated target, features", train={**calibrated, "features": FEATURES}
+            ),
+            own,
+            self._override("the SLM's own future, override", own),
+            self._recipe("on-policy", "states under the deployed reranker", collect={"deployed": str(self.run)}),
+            self._recipe("hindsight", "hindsight baseline", train={"hindsight": self.settings.experiment.hindsight}),
+        ]
+
+    def _override(self, label: str = "override by a certain LLM", inside: Variant | None = None) -> Variant:
+        certain = {"certainty": self.settings.experiment.certainty}
+        return self._recipe("override", label, None if inside is None else inside.x, inside, evaluate=certain)
+
+    def _at(self, quantile: float) -> list[Variant]:
+        """Peers and recipes with states, futures and rerankers of their own at another quantile."""
+        place = self._recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
+        place = replace(place, method=None)
+        repaired = [row for row in self._repairs() if row.key in SWEPT and row.inside is None]
+        peers: tuple[Method, ...] = ("takeover", "s2t", "direct", "futurebridge")
+        return [
+            *(self._method(name, quantile, place) for name in peers),
+            *(replace(row, x=quantile, inside=place) for row in repaired),
+        ]
+
+
+def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:
+    """The run's settings with the variant's changes, and with its method alone."""
+    if variant.inside is not None:
+        settings = settings_of_variant(settings, variant.inside)
+    method = variant.method or ""
+    name = method.removeprefix(EXTERNAL)
+    external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
+    compare = {"methods": (method,) if method and not external else (), "external": external}
+    return changed(settings, {**variant.changes, "compare": compare})
+
+
+def chosen_horizon(run: Path) -> int:
+    """The horizon that a run chose on validation problems; raises ValueError where it is not trained."""
+    return int(Artefact(run, "selection").finished()["summary"]["horizon"])
+
+
+def run_experiment(
+    tables: Sequence[Table],
+    settings: RunSettings,
+    run: Path,
+    workers: int | None = None,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Make every row of some tables, several at a time; what is finished stays, what could not be made is said.
+
+    Args:
+        tables: which.
+        settings: of the run.
+        run: its folder.
+        workers: processes, one thread each; None for one a core, or a single one where there is a GPU.
+        show: takes finished stages' reports in Markdown.
+
+    Raises:
+        ValueError: settings, models or files that do not fit the run.
+        OSError: no room, no model, or no server; what is finished is kept.
+    """
+    for command in ("collect", "futures", "score", "train", "rollouts"):
+        run_command(command, settings, run, show=show)  # type: ignore[arg-type]
+    horizon = chosen_horizon(run)
+    rows = Rows(settings, run, horizon)
+    wanted = {table: rows.of(table) for table in tables}
+    made = {v.path: v for v in (*rows.references(), *(v for found in wanted.values() for v in found))}
+    for variant in list(made.values()):
+        while variant.inside is not None:
+            variant = variant.inside
+            made.setdefault(variant.path, variant)
+    if "costs" in tables or {variant.method for variant in made.values()} & set(ROUTED):
+        _finish([RouterLabelStage, RouterStage], settings, run, show)
+    judged = {variant.path for variant in wanted.get("repairs", [])}
+    if workers is None:
+        workers = 1 if torch.cuda.is_available() else os.cpu_count() or 1
+    with _Bar(len(made)) as bar:
+        for depth in sorted({len(path.parts) for path in made}):
+            wave = [variant for path, variant in made.items() if len(path.parts) == depth]
+            wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
+            _work(wave, judged, settings, run, workers, bar)
+    if "costs" in tables:  # alone, on an idle machine
+        _finish([DeploymentStage], settings, run, show)
+    write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+
+
+def _finish(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
+    for kind in kinds:
+        stage = kind(settings, run)
+        show(stage.report(run_stage(stage)))
+
+
+def _work(
+    wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, bar: _Bar
+) -> None:
+    values = settings.model_dump_json()
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
+        for job in as_completed(jobs):
+            bar.done(jobs[job], job.result())
+
+
+def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
+    """Make a variant in a process of its own.
+
+    Args:
+        variant: what is changed.
+        values: the run's settings as JSON.
+        run: its folder.
+        judge: whether its rerankers are held against the rollouts.
+
+    Returns:
+        why it could not be made, None where it was.
+    """
+    torch.set_num_threads(1)
+    settings = settings_of_variant(RunSettings.model_validate_json(values), variant)
+    folder = run / variant.path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PROBLEM).unlink(missing_ok=True)
+    with (folder / LOG).open("a") as log, redirect_stdout(log):  # a line a shard
+        try:
+            parent = run if variant.inside is None else run / variant.inside.path
+            work_through(_stages(variant, settings, judge), settings, folder, parent)
+        except ValueError as problem:
+            traceback.print_exc(file=log)
+            write_file(folder / PROBLEM, json_bytes({"problem": str(problem)}))
+            return str(problem)
+    return None
+
+
+def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[Stage]]:
+    """All stages up to a variant's rows."""
+    trained = variant.method in ("futurebridge", None)
+    commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
+    kinds = [kind for command in commands for kind in stages_of(command, settings)]
+    if judge:
+        kinds += [RolloutStage, AgreementStage]
+    if variant.method in ROUTED:
+        kinds += [RouterLabelStage, RouterStage]
+    if variant.method is not None:
+        kinds.append(CompareStage)
+    return kinds
+
+
+class _Bar:
+    """Progress over variants: a bar on a terminal, a line each elsewhere."""
+
+    def __init__(self, of: int) -> None:
+        self._bar = Progress(
+            TextColumn("variants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console()
+        )
+        self._of, self._done, self._terminal = of, 0, sys.stdout.isatty()
+
+    def __enter__(self) -> _Bar:
+        if self._terminal:
+            self._bar.start()
+            self._task = self._bar.add_task("variants", total=self._of)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def done(self, variant: Variant, problem: str | None) -> None:
+        """A variant is made, or could not be."""
+        self._done += 1
+        line = f"{'/'.join(variant.path.parts[1::2])}: " + ("done" if problem is None else f"not made: {problem}")
+        if self._terminal:
+            self._bar.update(self._task, completed=self._done)
+            if problem is not None:
+                self._bar.console.print(line, markup=False)
+        else:
+            print(f"experiment: {line}, {self._done}/{self._of} variants", flush=True)

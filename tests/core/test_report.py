@@ -1,0 +1,731 @@
+"""`futurebridge report`: every number comes from the findings, nothing is hidden, and no text gets at the reader."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from markdown_it import MarkdownIt
+
+from fb_core.explain import escaped
+from fb_core.pipeline import figures
+from fb_core.pipeline.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
+from fb_core.pipeline.report import PARTS, TABLES, orderings, render, write_report
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '" onload="alert(1)',
+    "a | b || c \\| d",
+    "`code` ``` $x$ *b* _i_ ~s~",
+    "![x](https://evil.example/x.png)",
+    "[x]: https://evil.example",
+    "line\n# heading\n- item",
+    "\x1b[31m\u202egnorw\x00",
+    "$\\frac{1",
+    "</pre></td>&amp;",
+    "--><b onclick=x>--",
+]
+METHODS = {  # label, accuracy, events, tokens
+    "greedy": ("Greedy", 0.712, 0.0, 34.5),
+    "majority": ("Maj@8", 0.735, None, None),
+    "random": ("Random choice", 0.64, 2.17, 34.1),
+    "s2t": ("S2T", 0.69, 2.12, 35.6),
+    "direct": ("Direct LLM score", 0.87, 1.92, 39.5),
+    "r2r": ("R2R", 0.901, 3.3, 40.2),
+    "futurebridge": ("FutureBridge", 0.958, 1.91, 41.8),
+    "takeover": ("Takeover", 0.992, 1.0, 41.8),
+}
+VARIANTS = {
+    "pools": [("slm", "SLM pool", 0.898, None), ("llm", "LLM pool", 0.952, None)],
+    "horizons": [("futurebridge", "H = 16", 0.958, 16), ("h4", "H = 4", 0.592, 4), ("h8", "H = 8", 0.83, 8)],
+    "futures": [
+        ("verified", "Verified, common states", 0.949, None),
+        ("cross-state", "Cross-state", 0.772, None),
+        ("shuffled", "Shuffled", 0.55, None),
+        ("incorrect", "Incorrect", 0.93, None),
+    ],
+    "alpha": [("alpha-0.5", "α = 0.5", 0.94, 0.5), ("alpha-0.25", "α = 0.25", 0.91, 0.25)],
+    "temperature": [("tau-1", "τ = 1", 0.956, 1.0)],
+    "scope": [("sequence", "Whole sequence", 0.962, None)],
+    "repairs": [
+        ("features", "With features", 0.964, None),
+        ("override", "Override where the LLM is certain", 0.96, None),
+        ("calibrated", "Calibrated target", 0.962, None),
+    ],
+}
+SWEPT = {0.9: (0.81, 0.63, 0.96, 0.955), 0.92: (0.81, 0.868, 0.965, 0.96), 0.96: (0.812, 0.81, 0.81, 0.82)}
+
+
+def around(mean: float, half: float = 0.03) -> list[float]:
+    return [mean, max(mean - half, -1.0), min(mean + half, 1.0)]
+
+
+def table_row(table: str, key: str, label: str, accuracy: float, references: dict[str, float], **more) -> dict:
+    row = {"table": table, "benchmark": "demo:plans", "key": key, "label": label, "seeds": [0, 1], "problems": 400}
+    row |= {"accuracy": around(accuracy), "events": 1.93, "tokens": 40.1, "note": None, "published": None, "x": None}
+    for other, value in references.items():
+        row[f"minus_{other}"] = None if key == other else around(accuracy - value, 0.037)
+    return row | {"quantile": None, "threshold": None} | more
+
+
+def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = ("demo:plans",)) -> dict:
+    """A run in which everything was measured; `shift` lowers what is FutureBridge's."""
+
+    def lowered(key: str, accuracy: float) -> float:
+        return (
+            accuracy - shift if key not in ("greedy", "majority", "random", "s2t", "direct", "takeover") else accuracy
+        )
+
+    base = {key: lowered(key, METHODS[key][1]) for key in ("greedy", "direct", "futurebridge")}
+    rows = []
+    for benchmark in benchmarks:
+        for key, (label, accuracy, events, tokens) in METHODS.items():
+            more = {"events": events, "tokens": tokens, "benchmark": benchmark}
+            more |= {"seeds": [0, 1] if key in ("futurebridge", "majority", "random") else []}
+            rows.append(table_row("methods", key, label, lowered(key, accuracy), base, **more))
+        rows.append(
+            {
+                "table": "methods",
+                "benchmark": benchmark,
+                "key": "external:grpo",
+                "label": "GRPO",
+                "seeds": [],
+                "problems": 400,
+                "accuracy": None,
+                "note": "no checkpoint given: compare.external",
+            }
+        )
+        for table, variants in VARIANTS.items():
+            for key, label, accuracy, x in variants:
+                rows.append(table_row(table, key, label, lowered("x", accuracy), base, benchmark=benchmark, x=x))
+        for quantile, accuracies in SWEPT.items():
+            there = dict(zip(("direct", "futurebridge", "override", "calibrated"), accuracies, strict=True))
+            there = {key: lowered(key, value) for key, value in there.items()}
+            labels = {row["key"]: row["label"] for row in rows if row["table"] in ("methods", "repairs")}
+            references = {"greedy": base["greedy"], "direct": there["direct"], "futurebridge": there["futurebridge"]}
+            for key, accuracy in there.items():
+                more = {"benchmark": benchmark, "quantile": quantile, "threshold": round(10 * quantile - 8, 3)}
+                rows.append(table_row("quantiles", key, labels[key], accuracy, references, **more))
+    kinds = {"all": 1.0, "word": 0.8, "digit": 0.15, "mark": 0.05}
+    scores = {"SLM": 0.52, "LLM": 0.685, "Direct-B_4": 0.475, "Direct-B_16": 0.895, "FutureBridge": 0.824 - shift}
+    draw = np.random.default_rng(0)
+    entropy = [round(float(value), 3) for value in draw.gamma(0.4, 0.35, 41)]
+    entropy[0], entropy[17], entropy[21] = 1.961, 1.84, 1.712
+    text = "as 27*9+4~18,67,6>47. because 47*9+3=26. \\boxed{26}"
+    tokens = re.findall(r"\\boxed\{|[a-z]+ |\. |.", text)
+    words = [("since ", "SLM", 0.2161, 0.0211, -0.015, 3.704, "47", False)]
+    words += [("hence ", "SLM", 0.117, 0.0452, -0.012, 3.688, "26", True)]
+    words += [("note ", "LLM", 0.0263, 0.474, -0.014, 3.662, "26", True)]
+    words += [("because ", "both", 0.2804, 0.2162, -0.682, -1.175, "26", True)]
+    words += [("| ", "LLM", 0.0004, 0.0162, None, -2.875, "13", False)]
+    return {
+        "name": name,
+        "settings": {"models": {"slm": "demo:plans", "llm": "demo:plans"}, "train": {"horizons": [4, 8, 16]}},
+        "pair": {"slm": "demo:plans", "llm": "demo:plans", "slm_parameters": 162000, "llm_parameters": 363000},
+        "policy": {"threshold": 1.695, "quantile": 0.94, "top_k": 64},
+        "selection": {
+            "horizon": 16,
+            "epoch": 3,
+            "problems": 150,
+            "table": [
+                {
+                    "epoch": epoch,
+                    "horizon": horizon,
+                    "accuracy": 0.5 + 0.02 * horizon + 0.03 * epoch,
+                    "cross_entropy": 1.4 - 0.01 * horizon,
+                    "pairwise_accuracy": None if horizon == 4 else 0.81,
+                    "seeds": [{"seed": 0, "accuracy": 0.51 + 0.02 * horizon}, {"seed": 1, "accuracy": 0.55}],
+                }
+                for epoch in (2, 3)
+                for horizon in (4, 8, 16)
+            ],
+        },
+        "filters": {"admitted": 2393, "verified": 2009, "long_enough": 2007, "train groups": 1748},
+        "seeds": [0, 1],
+        "rows": rows,
+        "agreement": [
+            {
+                "score": score,
+                "kind": kind,
+                "states": int(318 * part),
+                "mixed_states": int(132 * part),
+                "pairs": int(1069 * part),
+                "pairwise": None if (score, kind) == ("Direct-B_4", "mark") else around(mean, 0.03 / part**0.5),
+                "top1": around(mean, 0.04),
+                "top1_mixed": None if kind == "mark" else around(mean - 0.03, 0.06),
+            }
+            for kind, part in kinds.items()
+            for score, mean in scores.items()
+        ],
+        "coverage": [
+            {
+                "pool": pool,
+                "mean_size": size,
+                "states": 318,
+                "mixed_states": 132,
+                "coverage": around(share),
+                "coverage_mixed": around(share + 0.1),
+            }
+            for pool, size, share in (("SLM", 4.0, 0.836), ("LLM", 4.0, 0.827), ("joint", 6.07, 0.862))
+        ],
+        "future_quality": {
+            "states": 214,
+            "horizons": [4, 8, 16],
+            "qualities": ["verified", "unverified", "incorrect", "cross-state", "shuffled"],
+            "pairwise": [
+                [0.475, 0.871, 0.895],
+                [0.468, 0.84, 0.861],
+                [0.471, 0.823, 0.842],
+                [0.489, 0.531, 0.527],
+                [0.502, 0.493, None],
+            ],
+        },
+        "trajectory": {
+            "problem": "27*9+4*9+3;",
+            "tokens": (tokens + ["."] * 41)[:41],
+            "entropy": entropy,
+            "threshold": 1.695,
+            "events": [
+                {"step": 0, "chosen": "as ", "slm": "because "},
+                {"step": 17, "chosen": "because ", "slm": "so "},
+                {"step": 21, "chosen": "7", "slm": "1"},
+            ],
+        },
+        "worked_event": {
+            "problem": "plans/test/17",
+            "prompt": "27*9+4*9+3;",
+            "prefix": "",
+            "gold": "26",
+            "entropy": 1.961,
+            "future": "27*9+4~18,67,6>4",
+            "candidates": [
+                {
+                    "token": token,
+                    "source": source,
+                    "p_slm": slm,
+                    "p_llm": llm,
+                    "compatibility": b,
+                    "score": score,
+                    "rollout": f"{token}27*9+4~18,67,6>47. because 47*9+3={end}. \\boxed{{{end}}}",
+                    "correct": correct,
+                }
+                for token, source, slm, llm, b, score, end, correct in words
+            ],
+        },
+        "calibration": {
+            "theta": {"b": 1.21, "llm": 0.33, "slm": -0.12, "b_certain": -0.4, "llm_certain": 2.5, "slm_certain": 0.05},
+            "states": 350,
+            "mixed": 190,
+            "minimum_mixed": 25,
+        },
+        "advice": ["The target agrees with rollouts at words (89.5%); at digits it says nothing: use features."],
+        "costs": {
+            "offline": [
+                {
+                    "stage": "trajectories",
+                    "units": 1150,
+                    "unit": "problems",
+                    "seconds": 4.5,
+                    "gpu_hours": 0.0,
+                    "devices": ["cpu"],
+                    "published_gpu_hours": None,
+                }
+            ],
+            "deployment": [
+                {
+                    "method": METHODS[key][0],
+                    "problems": 50,
+                    "calls": calls,
+                    "pool": 6.07 if calls else None,
+                    "appended": calls,
+                    "suffix": 33.2 if key == "takeover" else None,
+                    "seconds": 0.031 * times,
+                    "relative": [times, times - 0.05, times + 0.06],
+                    "peak_bytes": None,
+                    "published_relative": None,
+                }
+                for key, calls, times in (
+                    ("greedy", 0.0, 1.0),
+                    ("majority", 0.0, 2.6),
+                    ("s2t", 2.12, 1.41),
+                    ("direct", 1.92, 1.46),
+                    ("r2r", 3.3, 1.98),
+                    ("futurebridge", 1.91, 1.55),
+                    ("takeover", 1.0, 1.87),
+                )
+            ],
+        },
+        "machine": "2 CPU cores, AMD EPYC, torch 2.13.0",
+        "commit": "0123456789",
+        "made": {"futurebridge": "0.1.0", "torch": "2.13.0"},
+    }
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in their order and collects what a page holds."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.tables: list[list[list[str]]] = []
+        self.titles: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag in ("h2", "h3"):
+            self.titles.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text += data
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+        if {"h2", "h3"} & set(self.open):
+            self.titles[-1] += data
+
+
+def of_markdown(text: str) -> Page:
+    html = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
+    return Page(re.sub(r"<(img[^>]*?) /?>", r"<\1>", html))
+
+
+def stripped(tables):
+    return [[[cell.strip() for cell in row] for row in table] for table in tables]
+
+
+@pytest.fixture(scope="module")
+def single() -> Document:
+    return render([tiny()])
+
+
+@pytest.fixture(scope="module")
+def page(single) -> Page:
+    return Page(single.html())
+
+
+@pytest.fixture(scope="module")
+def runs() -> Document:
+    several = tiny("several", benchmarks=("gsm8k", "math-500"))
+    for name in ("agreement", "trajectory", "worked_event", "costs", "future_quality"):
+        several[name] = None
+    control = tiny("control", 0.6)
+    return render([tiny(), {name: control[name] for name in ("name", "pair", "policy", "rows", "selection")}, several])
+
+
+def table(document: Document, caption: str) -> Table:
+    def inside(sections):
+        for section in sections:
+            yield from section.blocks
+            yield from inside(section.sections)
+
+    (found,) = [b for b in inside(document.sections) if isinstance(b, Table) and b.caption == caption]
+    return found
+
+
+def plain(text) -> str:
+    pieces = text if isinstance(text, tuple) else (text,)
+    return "".join(piece.text if isinstance(piece, Span) else piece for piece in pieces)
+
+
+def rows_of(found: Table) -> dict[str, list[str]]:
+    return {plain(name): [plain(cell) for cell in cells] for name, *cells in found.rows}
+
+
+def strings(value) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.items() for text in strings(list(item))]
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def numbers(value) -> list[float]:
+    if isinstance(value, dict):
+        return numbers(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in numbers(item)]
+    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+def everywhere(value, text: str):
+    """The same findings with this text in place of every one that a model, a person or a file may have written."""
+    free = {"label", "note", "token", "source", "rollout", "problem", "prompt", "prefix", "gold", "future", "chosen"}
+    free |= {"slm", "llm", "machine", "commit", "name", "score", "kind", "pool", "method", "stage", "unit", "torch"}
+    if isinstance(value, dict):
+        return {
+            key: text if key in free and isinstance(item, str) else everywhere(item, text)
+            for key, item in value.items()
+        }
+    return [everywhere(item, text) for item in value] if isinstance(value, list) else value
+
+
+def test_the_page_is_one_file_that_loads_and_runs_nothing(single, page):
+    html = single.html()
+    assert not {"script", "link", "iframe", "object", "svg", "base", "form"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "style"]
+    places = [value for name, value in page.attributes if name in ("src", "srcset", "href", "action", "poster")]
+    assert places
+    assert all(value.startswith(("data:image/svg+xml;base64,", "#")) for value in places)
+    assert "http" not in html.split("</style>")[0].replace("http-equiv", "")
+    (policy,) = [value for name, value in page.attributes if value and "default-src" in value]
+    style = html.split("<style>")[1].split("</style>")[0]
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
+    assert "unsafe" not in policy
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_contents_lead_to_every_section(page):
+    ids = [value for name, value in page.attributes if name == "id"]
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == [f"#{name}" for name in ids]
+    assert len(set(ids)) == len(ids) == len(page.titles)
+    assert page.titles == ["At a glance", *(part.title for part in PARTS.values()), "Settings"]
+
+
+def test_both_renderings_hold_the_same(single, page, runs):
+    for document, made in ((single, page), (runs, Page(runs.html()))):
+        markdown = of_markdown(document.markdown("figures"))
+        assert stripped(markdown.tables) == stripped(made.tables)
+        assert [title.strip() for title in markdown.titles] == made.titles
+        assert markdown.tags.count("img") * 2 == made.tags.count("img") == len(list(document.figures())) * 2
+
+
+def test_every_number_of_a_table_is_in_the_findings(page):
+    findings = tiny()
+    allowed = {word for text in strings(findings) for word in re.findall(r"\d+(?:\.\d+)?", text)}
+    for number in numbers(findings):
+        for value in (abs(number), abs(100 * number)):
+            allowed |= {f"{value:.{digits}f}" for digits in range(5)} | {f"{value:g}"}
+    counts = re.compile(r"\d+ of \d+")  # of cells, which have a test of their own
+    words = [word for cells in page.tables for row in cells for cell in row for word in cell.split()]
+    found = {number.replace(",", "") for word in words for number in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", word)} - {
+        "95"
+    }
+    tallies = {
+        n for cells in page.tables for row in cells for cell in row if counts.fullmatch(cell) for n in cell.split()
+    }
+    assert len(found) > 300
+    assert found - tallies <= allowed
+
+
+def test_rows_of_methods_are_as_found(single):
+    found = table(single, "Methods on demo:plans")
+    assert rows_of(found)["FutureBridge"] == [
+        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "41.8", "", "")
+    ]
+    assert rows_of(found)["GRPO"] == [*[""] * 7, "no checkpoint given: compare.external"]
+    assert [row[0] for row in found.rows] == [*(label for label, *_ in METHODS.values()), "GRPO"]
+    for words in ("SLM demo:plans, LLM demo:plans", "400 problems", "seeds 0, 1", "greedy decoding between events"):
+        assert words in found.note
+    for words in ("quantile 0.94", "1.695 nats", "95% bootstrap over problems, differences paired"):
+        assert words in found.note
+
+
+def test_published_numbers_and_unequal_problem_counts_are_shown():
+    findings = tiny()
+    findings["rows"] = findings["rows"][:2]
+    findings["rows"][0] |= {"published": 61.2, "problems": 1319}
+    found = table(render([findings]), "Methods on demo:plans")
+    assert list(found.head[-2:]) == ["problems", "published, %"]
+    assert rows_of(found)["Greedy"][-2:] == ["1,319", "61.2"]
+    assert rows_of(found)["Maj@8"][-2:] == ["400", ""]
+    assert "400 to 1,319 problems" in found.note
+
+
+def test_verdicts_follow_the_intervals(single):
+    (methods,) = [section for section in single.sections if section.title == "Methods"]
+    (said,) = [block for block in methods.blocks if isinstance(block, Items)]
+    assert said.texts[0] == (
+        "Above greedy beyond chance: Direct LLM score; R2R; FutureBridge; Takeover. Below greedy beyond chance: Random "
+        "choice. Not told apart from greedy: Maj@8; S2T."
+    )
+    assert len(said.texts) == 3
+    (swept,) = [section for section in single.sections if section.title == "Request quantiles"]
+    said = next(block for block in swept.blocks if isinstance(block, Items))
+    assert said.texts[0].endswith("Below greedy beyond chance: FutureBridge at quantile 0.9.")
+
+
+def test_a_loss_is_told_where_a_win_would_be(single, runs):
+    (all_runs, won, lost, _) = runs.sections
+    for section, words in ((won, "above 0 beyond chance"), (lost, "below 0 beyond chance")):
+        (items,) = [block for block in section.sections[0].blocks if isinstance(block, Items)]
+        assert [plain(text).split(" pp, ")[1] for text in items.texts] == [f"{words}."] * 2
+    reversed_here = [b.text for b in lost.sections[0].blocks if isinstance(b, Paragraph) and "Reversed" in b.text]
+    assert reversed_here == ["Reversed: FutureBridge > direct LLM score."]
+    assert not [b for b in won.sections[0].blocks if isinstance(b, Paragraph) and "Reversed" in b.text]
+    told = [plain(text) for text in all_runs.blocks[0].texts]
+    assert "FutureBridge minus greedy, below 0 beyond chance: control: demo:plans." in told
+
+
+@pytest.mark.parametrize(
+    ("difference", "verdict"),
+    [([0.1, 0.01, 0.2], "holds"), ([-0.1, -0.2, -0.01], "reversed"), ([0.1, 0.0, 0.2], "not decided")],
+)
+def test_an_ordering_holds_where_its_interval_says_so(difference, verdict):
+    rows = [{"table": "methods", "key": "futurebridge", "label": "ours", "minus_direct": difference}]
+    found = {ordering.words: ordering for ordering in orderings(rows, 16)}
+    assert found["FutureBridge > direct LLM score"].verdict() == verdict
+    assert {o.verdict() for words, o in found.items() if words != "FutureBridge > direct LLM score"} == {"not measured"}
+    assert "longer horizon ≥ shorter" in found
+    assert "joint pool > LLM pool" in found
+
+
+def test_orderings_are_turned_the_right_way_round():
+    def row(table, key, difference, **more):
+        return {
+            "table": table,
+            "key": key,
+            "label": key,
+            "accuracy": [0.5] * 3,
+            "minus_futurebridge": difference,
+            **more,
+        }
+
+    rows = [
+        row("pools", "joint", [0.0, 0.0, 0.0]),
+        row("pools", "slm", [-0.2, -0.3, -0.1]),
+        row("futures", "shuffled", [-0.2, -0.3, -0.1], minus_verified=[0.2, 0.1, 0.4]),
+        row("horizons", "h8", [-0.2, -0.3, 0.0], x=8),
+        row("horizons", "h32", [-0.2, -0.3, -0.1], x=32),
+        row("horizons", "futurebridge", None, x=16),
+    ]
+    found = {o.words: (o.difference, o.verdict()) for o in orderings(rows, 16) if o.difference}
+    assert found == {
+        "joint pool > slm": ((0.2, 0.1, 0.3), "holds"),
+        "verified future > shuffled": ((-0.2, -0.4, -0.1), "reversed"),
+        "horizon 16 ≥ horizon 8": ((0.2, 0.0, 0.3), "holds"),
+        "horizon 32 ≥ horizon 16": ([-0.2, -0.3, -0.1], "reversed"),
+    }
+
+
+def test_what_was_not_run_is_named_with_its_command(monkeypatch):
+    whole = tiny()
+    for name, part in PARTS.items():
+        monkeypatch.setitem(PARTS, name, part._replace(draw=lambda findings: None))
+    for name, part in PARTS.items():
+        without = {**whole, "rows": [row for row in whole["rows"] if row["table"] != name]}
+        without |= {} if name in TABLES else {name: None}
+        sections = {section.title: section for section in render([without]).sections}
+        assert part.title not in sections
+        (items,) = [block for block in sections["Not run"].blocks if isinstance(block, Items)]
+        assert [plain(text) for text in items.texts] == [f"{part.title}: made by {part.command}"]
+
+
+def test_of_an_empty_run_nothing_is_invented():
+    document = render([{"name": "bare"}])
+    assert [section.title for section in document.sections] == ["At a glance", "Not run", "Settings"]
+    text = Page(document.html()).text
+    assert all(part.title in text for part in PARTS.values())
+    assert not list(document.figures())
+    assert not re.search(r"\d", text.replace("95%", "").replace("leaves out 0", "").replace("FutureBridge", ""))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_gets_at_the_reader(text, monkeypatch):
+    for name, part in PARTS.items():
+        if name not in ("trajectory", "worked_event"):
+            monkeypatch.setitem(PARTS, name, part._replace(draw=lambda findings: None))
+    document = render([everywhere(tiny(), text)])
+    made, markdown = Page(document.html()), of_markdown(document.markdown("figures"))
+    assert not {"script", "svg", "b", "i", "em", "s", "del"} & set(made.tags)
+    assert not [name for name, _ in made.attributes if name.startswith("on")]
+    tags = {"h1", "h2", "h3", "p", "ul", "li", "strong", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(markdown.tags) <= {*tags, "code", "pre", "img"}
+    assert [value for name, value in markdown.attributes if name == "src"] == [
+        "figures/trajectory.svg",
+        "figures/worked-event.svg",
+    ]
+    shown = escaped(text)
+    for seen in (made, markdown):
+        assert seen.titles[0] == "At a glance"
+        assert shown in {row[0] for cells in seen.tables for row in cells}
+        assert all(len(row) == len(cells[0]) for cells in seen.tables for row in cells)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", seen.text)
+    assert stripped(markdown.tables) == stripped(made.tables)
+
+
+@pytest.mark.parametrize("text", ["1. x", "# x", "- x", "+ x", "> x", "=== x", "    x", "* x", "```", "~~~ x", "7) x"])
+def test_no_text_begins_a_block_of_markdown(text):
+    blocks = [Paragraph(text), Items([text]), Verbatim(text, text), Table("c", ("a",), [[text]], text)]
+    page = of_markdown(Document("t", [], [Section(text, blocks)]).markdown("figures"))
+    assert page.tags.count("ul") == page.tags.count("li") == page.tags.count("pre") == page.tags.count("h2") == 1
+    assert not {"ol", "h3", "blockquote", "hr", "em", "del"} & set(page.tags)
+    assert page.text.count(text.strip()) == 7
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a ``` b", "````\n# x\n```", "<pre>", "\ttab"])
+def test_a_text_as_it_is_stays_so(text):
+    document = Document("t", [Verbatim("label", text)], [])
+    assert text in Page(document.html()).text
+    assert text in of_markdown(document.markdown("figures")).text
+
+
+def test_long_rollouts_are_shortened():
+    findings = tiny()
+    findings["worked_event"]["candidates"][0]["rollout"] = "a" * 5000 + "z"
+    found = table(render([findings]), "Its candidates, best score first")
+    assert plain(found.rows[0][-1]) == "a" * 200 + " […] " + "a" * 199 + "z"
+
+
+def test_several_runs_are_compared(runs):
+    assert [section.title for section in runs.sections] == ["All runs", "tiny", "control", "several"]
+    found = table(runs, "Accuracy, % [95%], by run")
+    assert list(found.head) == ["", "tiny: demo:plans", "control: demo:plans", "several: gsm8k", "several: math-500"]
+    assert rows_of(found)["FutureBridge"][:2] == ["95.8 [92.8, 98.8]", "35.8 [32.8, 38.8] ▼▽"]
+    assert rows_of(found)["Greedy"][0] == "71.2 [68.2, 74.2] ▽"
+    assert [row[0] for row in found.rows] == [
+        *(label for label, *_ in METHODS.values()),
+        *(label for _, label, _, _ in VARIANTS["repairs"]),
+    ]
+    names = [figure.name for figure in runs.figures()]
+    assert len(set(names)) == len(names)
+    assert "run-1-methods" in names
+    assert "run-3-quantiles" in names
+
+
+def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
+    found = table(_first(runs), RECIPES)
+    assert len(found.head) == 4 + 4 * 4
+    assert found.head[4:6] == ["tiny, demo:plans, q 0.9", "tiny, demo:plans, q 0.92"]
+    rows = rows_of(found)
+    assert rows["Override where the LLM is certain"][:3] == ["12 of 16", "12 of 16", "8 of 16"]
+    assert rows["FutureBridge"][:3] == ["9 of 16", "9 of 16", ""]
+    assert rows["Direct LLM score"][0] == ""
+    assert rows["With features"][:3] == ["3 of 4", "3 of 4", "0 of 4"]
+    assert rows["With features"][3] == ""
+    assert rows["FutureBridge"][3] == "63.0 [60.0, 66.0] ▼▽"
+    said = [
+        plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
+    ]
+    assert "Nowhere below greedy or the direct LLM score beyond chance: no recipe." in said
+    assert any(text.startswith("Below greedy beyond chance in some cells: FutureBridge (7 of 16)") for text in said)
+
+
+RECIPES = "Recipes in every cell: accuracy, % [95%]"
+
+
+def _first(document: Document) -> Document:
+    return Document("", [], document.sections[:1])
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert [s.title for s in render([{"name": "a"}, {"name": "a"}]).sections] == ["All runs", "a (1)", "a (2)"]
+
+
+def test_several_benchmarks_have_an_average_where_all_are_known():
+    findings = {"name": "n", "rows": [row for row in tiny(benchmarks=("x", "y"))["rows"] if row["table"] == "methods"]}
+    findings["rows"] = [r for r in findings["rows"] if (r["benchmark"], r["key"]) != ("y", "s2t")]
+    findings["rows"][0]["accuracy"] = around(0.6)
+    found = table(render([findings]), "Methods: accuracy, %")
+    assert list(found.head) == ["", "x", "y", "average"]
+    assert rows_of(found)["Greedy"] == ["60.0 ▽", "71.2 ▽", "65.6"]
+    assert rows_of(found)["S2T"] == ["69.0 ▽", "", ""]
+    assert rows_of(found)["GRPO"] == ["", "", ""]
+
+
+DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_figures_are_svg_by_themselves_in_two_themes(name):
+    draw, findings = getattr(figures, name), tiny()
+    before, settings = copy.deepcopy(findings), dict(matplotlib.rcParams)
+    picture = draw(findings)
+    assert draw(findings) == picture
+    assert findings == before
+    assert dict(matplotlib.rcParams) == settings
+    assert picture.light != picture.dark
+    assert draw({"name": "bare"}) is None
+    for svg in picture:
+        root = ElementTree.fromstring(svg)
+        assert root.tag.endswith("svg")
+        assert not {"script", "image", "text"} & {e.tag.split("}")[1] for e in root.iter()}
+        links = [value for e in root.iter() for key, value in e.attrib.items() if key.split("}")[-1] == "href"]
+        assert all(link.startswith("#") for link in links)
+        assert "dc:date" not in svg
+    assert figures.LIGHT.ink in picture.light
+    assert figures.DARK.ink in picture.dark
+    assert figures.LIGHT.ink not in picture.dark
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_figures_take_hostile_text_and_many_benchmarks(name, recwarn):
+    for text in ("$\\frac{1", "--><b>", "\x1b[31m\u202e\n", "漢字 \U0001f600", "", "x" * 500):
+        for svg in getattr(figures, name)(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text)):
+            ElementTree.fromstring(svg)
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_labels_that_would_overlap_are_moved_apart():
+    placed = figures._spread([1.0, 1.0, 1.1, 5.0], 1.0)
+    assert all(b - a >= 0.99 for a, b in itertools.pairwise(placed))
+    assert placed[-1] == 5.0
+
+
+def test_written_files_repeat_byte_for_byte(tmp_path):
+    findings = [tiny()]
+    before = copy.deepcopy(findings)
+    written = write_report(findings, tmp_path / "a" / "b")
+    names = [path.relative_to(tmp_path / "a" / "b").as_posix() for path in written]
+    assert names[0] == "findings.json"
+    assert names[-2:] == ["report.md", "report.html"]
+    assert "figures/methods.svg" in names
+    assert json.loads(written[0].read_bytes()) == before == findings
+    again = write_report(findings, tmp_path / "c")
+    assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", written[-2].read_text())
+    assert shown
+    assert all((written[-2].parent / name).is_file() for name in shown)
+
+
+def test_bad_findings_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="expected those of one run or more, got none"):
+        write_report([], tmp_path / "out")
+    with pytest.raises(ValueError):
+        write_report([{"name": "n", "seeds": [math.nan]}], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_on_too_little_is_called_doubtful():
+    findings = {"name": "n", "calibration": tiny()["calibration"] | {"mixed": 12}}
+    text = Page(render([findings]).html()).text
+    assert "12 of which have candidates that differ in outcome (fewer than the 25 wanted, so doubtful)" in text
+
+
+def test_futures_may_be_compared_with_the_verified_one():
+    rows = [row for row in tiny()["rows"] if row["table"] == "futures"]
+    rows[1]["minus_verified"] = around(-0.177)
+    found = table(render([{"name": "n", "rows": rows}]), "Futures on demo:plans")
+    assert found.head[5] == "minus verified, pp [95%]"
+    assert rows_of(found)["Cross-state"][4] == "-17.7 [-20.7, -14.7]"
