@@ -46,13 +46,17 @@ METHODS = {  # label, accuracy, events, tokens
     "takeover": ("Takeover", 0.992, 1.0, 41.8),
 }
 VARIANTS = {
-    "pools": [("slm", "SLM pool", 0.898, None), ("llm", "LLM pool", 0.952, None)],
-    "horizons": [("futurebridge", "H = 16", 0.958, 16), ("h4", "H = 4", 0.592, 4), ("h8", "H = 8", 0.83, 8)],
+    "pools": [("pool-slm", "SLM pool", 0.898, None), ("pool-llm", "LLM pool", 0.952, None)],
+    "horizons": [
+        ("futurebridge", "H = 16", 0.958, 16),
+        ("horizon-4", "H = 4", 0.592, 4),
+        ("horizon-8", "H = 8", 0.83, 8),
+    ],
     "futures": [
-        ("verified", "Verified, common states", 0.949, None),
-        ("cross-state", "Cross-state", 0.772, None),
-        ("shuffled", "Shuffled", 0.55, None),
-        ("incorrect", "Incorrect", 0.93, None),
+        ("future-verified", "Verified, common states", 0.949, None),
+        ("future-cross-state", "Cross-state", 0.772, None),
+        ("future-shuffled", "Shuffled", 0.55, None),
+        ("future-incorrect", "Incorrect", 0.93, None),
     ],
     "alpha": [("alpha-0.5", "α = 0.5", 0.94, 0.5), ("alpha-0.25", "α = 0.25", 0.91, 0.25)],
     "temperature": [("tau-1", "τ = 1", 0.956, 1.0)],
@@ -60,6 +64,7 @@ VARIANTS = {
     "repairs": [
         ("features", "With features", 0.964, None),
         ("override", "Override where the LLM is certain", 0.96, None),
+        ("override", "With features, override", 0.97, None),
         ("calibrated", "Calibrated target", 0.962, None),
     ],
 }
@@ -111,7 +116,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         for quantile, accuracies in SWEPT.items():
             there = dict(zip(("direct", "futurebridge", "override", "calibrated"), accuracies, strict=True))
             there = {key: lowered(key, value) for key, value in there.items()}
-            labels = {row["key"]: row["label"] for row in rows if row["table"] in ("methods", "repairs")}
+            labels = {row["key"]: row["label"] for row in reversed(rows) if row["table"] in ("methods", "repairs")}
             references = {"greedy": base["greedy"], "direct": there["direct"], "futurebridge": there["futurebridge"]}
             for key, accuracy in there.items():
                 more = {"benchmark": benchmark, "quantile": quantile, "threshold": round(10 * quantile - 8, 3)}
@@ -150,7 +155,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 for horizon in (4, 8, 16)
             ],
         },
-        "filters": {"admitted": 2393, "verified": 2009, "long_enough": 2007, "train groups": 1748},
+        "filters": {"admitted": 2393, "candidates": 9021, "long_enough": 2007, "train groups": 1748, "verified": 2009},
         "seeds": [0, 1],
         "rows": rows,
         "agreement": [
@@ -244,6 +249,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
             "deployment": [
                 {
                     "method": METHODS[key][0],
+                    "loop": "plain" if key == "majority" else "fast",
                     "problems": 50,
                     "calls": calls,
                     "pool": 6.07 if calls else None,
@@ -442,9 +448,11 @@ def test_every_number_of_a_table_is_in_the_findings(page):
 def test_rows_of_methods_are_as_found(single):
     found = table(single, "Methods on demo:plans")
     assert rows_of(found)["FutureBridge"] == [
-        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "41.8", "", "")
+        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "41.8", "")
     ]
-    assert rows_of(found)["GRPO"] == [*[""] * 7, "no checkpoint given: compare.external"]
+    assert rows_of(found)["GRPO"] == ["see below", *[""] * 6]
+    (methods,) = [section for section in single.sections if section.title == "Methods"]
+    assert Items(["GRPO: no checkpoint given: compare.external."]) in methods.blocks
     assert [row[0] for row in found.rows] == [*(label for label, *_ in METHODS.values()), "GRPO"]
     for words in ("SLM demo:plans, LLM demo:plans", "400 problems", "seeds 0, 1", "greedy decoding between events"):
         assert words in found.note
@@ -465,7 +473,7 @@ def test_published_numbers_and_unequal_problem_counts_are_shown():
 
 def test_verdicts_follow_the_intervals(single):
     (methods,) = [section for section in single.sections if section.title == "Methods"]
-    (said,) = [block for block in methods.blocks if isinstance(block, Items)]
+    said = next(block for block in methods.blocks if isinstance(block, Items))
     assert said.texts[0] == (
         "Above greedy beyond chance: Direct LLM score; R2R; FutureBridge; Takeover. Below greedy beyond chance: Random "
         "choice. Not told apart from greedy: Maj@8; S2T."
@@ -515,7 +523,7 @@ def test_orderings_are_turned_the_right_way_round():
     rows = [
         row("pools", "joint", [0.0, 0.0, 0.0]),
         row("pools", "slm", [-0.2, -0.3, -0.1]),
-        row("futures", "shuffled", [-0.2, -0.3, -0.1], minus_verified=[0.2, 0.1, 0.4]),
+        row("futures", "future-shuffled", [-0.2, -0.3, -0.1], minus_verified=[0.2, 0.1, 0.4]),
         row("horizons", "h8", [-0.2, -0.3, 0.0], x=8),
         row("horizons", "h32", [-0.2, -0.3, -0.1], x=32),
         row("horizons", "futurebridge", None, x=16),
@@ -523,7 +531,7 @@ def test_orderings_are_turned_the_right_way_round():
     found = {o.words: (o.difference, o.verdict()) for o in orderings(rows, 16) if o.difference}
     assert found == {
         "joint pool > slm": ((0.2, 0.1, 0.3), "holds"),
-        "verified future > shuffled": ((-0.2, -0.4, -0.1), "reversed"),
+        "verified future > future-shuffled": ((-0.2, -0.4, -0.1), "reversed"),
         "horizon 16 ≥ horizon 8": ((0.2, 0.0, 0.3), "holds"),
         "horizon 32 ≥ horizon 16": ([-0.2, -0.3, -0.1], "reversed"),
     }
@@ -625,6 +633,7 @@ def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
     assert rows["With features"][:3] == ["3 of 4", "3 of 4", "0 of 4"]
     assert rows["With features"][3] == ""
     assert rows["FutureBridge"][3] == "63.0 [60.0, 66.0] ▼▽"
+    assert rows["With features, override"][0] == "3 of 4"  # a key of its own it has not
     said = [
         plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
     ]
@@ -729,3 +738,14 @@ def test_futures_may_be_compared_with_the_verified_one():
     found = table(render([{"name": "n", "rows": rows}]), "Futures on demo:plans")
     assert found.head[5] == "minus verified, pp [95%]"
     assert rows_of(found)["Cross-state"][4] == "-17.7 [-20.7, -14.7]"
+
+
+def test_costs_without_deployment_name_its_command():
+    findings = {"name": "n", "costs": tiny()["costs"] | {"deployment": None}}
+    text = Page(render([findings]).html()).text
+    assert "Deployment was not timed; futurebridge experiment costs does it." in text
+
+
+def test_filters_stand_in_the_order_in_which_they_are_applied(single):
+    found = table(single, "States left after each filter")
+    assert [row[0] for row in found.rows] == ["admitted", "verified", "long enough", "train groups", "candidates"]
