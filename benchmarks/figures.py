@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ def render(readme: str, root: Path = ROOT) -> str:
         f"{settings['max_events']} events, one reranker seed, {demo['seconds']:.0f} s on {demo['machine']}.*"
     )
     readme = _replace(readme, "demo table", [*report.summary(demo), "", note])
+    found = root / "docs" / "experiments" / "findings.json"
+    if found.is_file():
+        readme = _replace(readme, "experiment table", recipes(json.loads(found.read_text())))
     cpu, gpu = load(root, "cpu"), load(root, GPU)
     speed = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
     readme = _replace(
@@ -34,6 +38,23 @@ def render(readme: str, root: Path = ROOT) -> str:
     if gpu:
         lines.append("")
     return _replace(readme, "bench table", [*lines, *(line for result in cpu.values() for line in ratios(result))])
+
+
+def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
+    """Accuracy of peers and recipes in every run and at every request quantile, with intervals."""
+    columns: dict[str, dict[str, str]] = {}
+    rows: list[str] = []
+    for one in findings:
+        for row in (row for row in one["rows"] if row["table"] == "quantiles" and row.get("accuracy")):
+            rows += [row["label"]] if row["label"] not in rows else []
+            column = columns.setdefault(f"{one['name']}, q = {row['quantile']:g}", {})
+            column[row["label"]] = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in row["accuracy"]))
+    lines = [f"| accuracy, % [95%] | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    lines += [f"| {label} | {' | '.join(column.get(label, '') for column in columns.values())} |" for label in rows]
+    problems = {row["problems"] for one in findings for row in one["rows"] if row.get("problems")}
+    seeds = {len(one["seeds"]) for one in findings}
+    note = f"*{', '.join(map(str, sorted(problems)))} problems, {', '.join(map(str, sorted(seeds)))} reranker seeds, "
+    return [*lines, "", f"{note}{findings[0]['machine']}.*"]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:

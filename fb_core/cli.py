@@ -86,10 +86,10 @@ def rollouts(
     if not dry_run:
         from fb_core.config import RunSettings
         from fb_core.pipeline.advice import advice
-        from fb_core.pipeline.agreement import agreement_table
+        from fb_core.pipeline.agreement import judge
 
         settings, folder = RunSettings.load(config), _folder(config, run)
-        _show(agreement_table(settings, folder))
+        _show(judge(settings, folder))
         if advise:
             _show("\n".join(f"- {sentence}" for sentence in advice(settings, folder)))
 
@@ -133,10 +133,10 @@ def _show(text: str) -> None:
 
 @app.command()
 def experiment(
-    table: Annotated[
-        str,
+    tables: Annotated[
+        list[str],
         typer.Argument(
-            help="methods, pools, horizons, futures, alpha, scope, temperature, repairs, quantiles, costs or all."
+            help="methods, pools, horizons, futures, alpha, scope, temperature, repairs, quantiles, costs, or all."
         ),
     ],
     config: ConfigOption,
@@ -149,11 +149,12 @@ def experiment(
     from fb_core.pipeline.findings import findings
     from fb_core.pipeline.report import write_report
 
-    if table != "all" and table not in TABLES:
-        raise ValueError(f"experiment: expected all or one of {', '.join(TABLES)}, got {table!r}; name one of them")
+    if unknown := [table for table in tables if table not in ("all", *TABLES)]:
+        raise ValueError(f"experiment: expected all or some of {', '.join(TABLES)}, got {unknown[0]!r}; name those")
     logging.basicConfig(format="%(message)s")
     settings, folder = RunSettings.load(config), _folder(config, run)
-    run_experiment(TABLES if table == "all" else [cast("Table", table)], settings, folder, workers, _show)
+    wanted = TABLES if "all" in tables else cast("list[Table]", tables)
+    run_experiment(wanted, settings, folder, workers, _show)
     written = write_report([findings(settings, folder)], folder / "report")
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -388,6 +389,14 @@ class CompareSettings(BaseModel):
     delimiter: str = Field(default="\n\n", min_length=1)
     judge: str | None = Field(default=None, min_length=1)
     timed: int = Field(default=50, ge=1)
+
+    @model_validator(mode="after")
+    def _each_by_its_name(self) -> CompareSettings:
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods: expected different ones, got {list(self.methods)}; name each once")
+        if bad := [name for name in self.external if not re.fullmatch(r"\w[\w .-]*", name)]:
+            raise ValueError(f"external: expected names of letters, digits, '.', '-' or spaces, got {bad}; rename them")
+        return self
 
 
 class ExperimentSettings(BaseModel):

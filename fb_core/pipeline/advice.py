@@ -9,6 +9,7 @@ from typing import Any
 
 from fb_core.config import RunSettings
 from fb_core.pipeline.agreement import agreement_rows, coverage_rows, judged_states
+from fb_core.pipeline.collect import StateStage
 from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.score import ScoreStage
 from fb_core.statistics import Interval
@@ -26,6 +27,7 @@ def advice(settings: RunSettings, run: Path) -> list[str]:
     Raises:
         ValueError: no rollouts or scores.
     """
+    ScoreStage(settings, run).folder.finished()
     states = judged_states(settings, run)
     rows = {(row["kind"], row["score"]): row for row in agreement_rows(states)}
     target = f"Direct-B_{max(settings.train.horizons)}"
@@ -33,8 +35,8 @@ def advice(settings: RunSettings, run: Path) -> list[str]:
     said = [*_target(rows, target), *(line for kind in kinds for line in _kind(rows, target, kind))]
     said += _pools(coverage_rows(states))
     counts = RolloutStage(settings, run).folder.finished()["counts"]
-    groups = ScoreStage(settings, run).folder.finished()["counts"].get("train groups", 0)
-    return said + _calibration(settings, counts, groups)
+    there = StateStage(settings, run).folder.finished()["counts"].get("train states", 0)
+    return said + _calibration(settings, counts, there)
 
 
 def _target(rows: dict[tuple[str, str], dict[str, Any]], target: str) -> list[str]:
@@ -59,10 +61,12 @@ def _kind(rows: dict[tuple[str, str], dict[str, Any]], target: str, kind: str) -
     """Where a score that deployment has for nothing beats the target, or the target it."""
     states = rows[kind, "SLM"]["states"]
     future, large = (_of(rows, kind, name) for name in (target, "LLM"))
-    if large is None or future is None:
-        return [f"At {kind} events ({states} held-out states) no pair of candidates differs in outcome."]
-    figures = f"{target} {_words(future)}, the LLM's own score {_words(large)} of pairs in order"
-    where = f"At {kind} events ({states} held-out states): {figures}"
+    where = f"At {kind} events ({states} held-out states)"
+    if large is None:
+        return [f"{where} no pair of candidates differs in outcome."]
+    if future is None:
+        return [f"{where}: {target} unknown, the LLM's own score {_words(large)} of pairs in order."]
+    where += f": {target} {_words(future)}, the LLM's own score {_words(large)} of pairs in order"
     if large.low > future.high:
         return [
             f"{where}. The reranker does not see that score: give it candidate features (train.features), or let a "
@@ -75,22 +79,26 @@ def _kind(rows: dict[tuple[str, str], dict[str, Any]], target: str, kind: str) -
 
 def _pools(coverage: Sequence[dict[str, Any]]) -> list[str]:
     by_pool = {row["pool"]: row["coverage"] for row in coverage}
+    if not by_pool:
+        return []
     figures = ", ".join(f"{name} {100 * share.mean:.1f}%" for name, share in by_pool.items())
     return [f"Coverage, the share of states with a candidate from which the SLM succeeds: {figures}."]
 
 
-def _calibration(settings: RunSettings, counts: dict[str, int], groups: int) -> list[str]:
+def _calibration(settings: RunSettings, counts: dict[str, int], there: int) -> list[str]:
+    """How many of the training states that are there would have to be rolled out."""
     held_out, mixed = counts.get("validation states", 0), counts.get("validation mixed", 0)
     needed = settings.rollouts.minimum_mixed
     if not mixed:
         return ["No held-out state has candidates of different outcome: a calibration is not possible."]
     states = math.ceil(needed * held_out / mixed)
-    share = states / max(1, groups)
-    return [
+    said = (
         f"A calibration needs {needed} training states with candidates of different outcome; as {mixed} of {held_out} "
-        f"held-out states have them, about {states} rolled-out states, a share of {share:.2g} (rollouts.train is "
-        f"{settings.rollouts.train:g})."
-    ]
+        f"held-out states have them, about {states} rolled-out states"
+    )
+    if states > there:
+        return [f"{said}, more than the {there} there are: collect more."]
+    return [f"{said}, a share of {states / there:.2g} (rollouts.train is {settings.rollouts.train:g})."]
 
 
 def _of(rows: dict[tuple[str, str], dict[str, Any]], kind: str, score: str) -> Interval | None:

@@ -22,7 +22,7 @@ from fb_core.pipeline.deploy import chosen_reranker
 from fb_core.pipeline.rollouts import RolledOut, RolloutStage, read_rollouts
 from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.select import RerankerStage
-from fb_core.pipeline.stage import Cost, Output, Stage
+from fb_core.pipeline.stage import Cost, Output, Stage, run_stage
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.statistics import Interval
 
@@ -103,10 +103,10 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
     """
     Artefact(run, RolloutStage.name).finished()
     scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
-    learned = (reranked.manifest() or {}).get("complete", False)
+    known, learned = _complete(scored), _complete(reranked)
     found = []
     for shard in validation_shards(settings, run):
-        groups = {group.state: group for group in read_groups(scored, shard)}
+        groups = {group.state: group for group in read_groups(scored, shard)} if known else {}
         table = {row["state"]: row for row in reranked.table(shard)} if learned else {}
         for one in read_rollouts(Artefact(run, RolloutStage.name), shard):
             scores: dict[str, Sequence[Tensor]] = {"SLM": [one.slm_logprob], "LLM": [one.llm_logprob]}
@@ -120,6 +120,21 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
                 scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
             found.append(Judged(one, scores))
     return found
+
+
+def _complete(folder: Artefact) -> bool:
+    return bool((folder.manifest() or {}).get("complete"))
+
+
+def judge(settings: RunSettings, run: Path) -> str:
+    """Agreement and coverage in Markdown, with the chosen rerankers held against the rollouts if there are some.
+
+    Raises:
+        ValueError: no rollouts, or as `run_stage`.
+    """
+    if _complete(Artefact(run, RerankerStage.name)):
+        run_stage(AgreementStage(settings, run))
+    return agreement_table(settings, run)
 
 
 def agreement_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
@@ -160,7 +175,9 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
 
 def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
     """How often a pool holds a candidate from which the SLM succeeds: the SLM's, the LLM's and both together."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if not states:
+        return rows
     for name, bits in (("SLM", SLM), ("LLM", LARGE), ("joint", SLM | LARGE)):
         tallies: dict[str, Tally] = {}  # by problem: covered, states, covered of mixed, mixed
         sizes = []

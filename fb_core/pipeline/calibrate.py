@@ -65,7 +65,7 @@ class CalibrationStage(Stage):
         lines[0] += "".join(f" {name} |" for name in Weights._fields)
         lines.append("|---" * (4 + len(Weights._fields)) + "|")
         for shard, found in manifest["summary"].items():
-            numbers = " | ".join(f"{value:+.2f}" for value in found["theta"].values())
+            numbers = " | ".join(f"{found['theta'][name]:+.2f}" for name in Weights._fields)
             loss = f"{found['loss_before']:.3f} to {found['loss_after']:.3f}"
             lines.append(f"| {shard[1:]} | {found['mixed']} | {found['states']} | {loss} | {numbers} |")
         return "\n".join(lines)

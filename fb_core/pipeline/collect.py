@@ -16,7 +16,13 @@ from fb_core import hf
 from fb_core.decoding import Pool, PoolKind, candidate_pool
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
-from fb_core.pipeline.deploy import chosen_reranker, deployed_decoder, deployed_digest, frozen_policy
+from fb_core.pipeline.deploy import (
+    chosen_reranker,
+    deployed_decoder,
+    deployed_digest,
+    frozen_policy,
+    pool_options,
+)
 from fb_core.pipeline.inputs import problems_hash, splits_of
 from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.stage import Cost, Output, Stage
@@ -166,8 +172,19 @@ class TrajectoryStage(Stage):
         return {
             "problems": self.settings.problems.model_dump(),
             "collect": settings.model_dump(include={"max_new_tokens", "top_k"}),
-            "deployed": None if settings.deployed is None else deployed_digest(Path(settings.deployed)),
+            "deployed": None if settings.deployed is None else self._deployed(Path(settings.deployed)),
             "hash": {split: problems_hash(problems) for split, problems in self._splits.items()},
+        }
+
+    def _deployed(self, run: Path) -> dict[str, Any]:
+        """What the tokens of collaborative trajectories depend on."""
+        settings = self.settings
+        return {
+            "run": deployed_digest(run),
+            "seed": settings.train.seeds[0],
+            "llm": settings.models.llm,
+            "certainty": settings.evaluate.certainty,
+            **pool_options(settings),
         }
 
     @property
@@ -247,11 +264,11 @@ class PolicyStage(Stage):
         return Output({f"{shard}.jsonl": line.encode()}, {"validation tokens": tokens})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        policy = frozen_policy(self.run)
-        return (
-            f"**{self.name}**: the LLM is asked above {policy.threshold:.4f} nats, quantile "
-            f"{self.settings.collect.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
-        )
+        asked, settings = f"the LLM is asked above {frozen_policy(self.run).threshold:.4f} nats", self.settings.collect
+        source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
+        if settings.deployed is not None:
+            source = f"as in {settings.deployed}"
+        return f"**{self.name}**: {asked}, {source}"
 
     def cost(self) -> Cost:
         return Cost("read off the trajectories")

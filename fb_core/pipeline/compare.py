@@ -68,7 +68,11 @@ class CompareStage(Stage):
                     for start in range(0, len(problems), AT_ONCE):
                         stem = "-".join(re.findall(r"[\w.]+", f"{benchmark}.{method}"))[-100:]
                         shard = f"{stem}.{'only' if seed is None else seed}.{start // AT_ONCE:05d}"
-                        assert shard not in trials
+                        if shard in trials:
+                            raise ValueError(
+                                "compare: expected benchmarks and methods that differ by letters and digits, got "
+                                f"{benchmark!r} and {method!r} again; rename one"
+                            )
                         trials[shard] = Trial(benchmark, method, seed, problems[start : start + AT_ONCE])
         return trials
 

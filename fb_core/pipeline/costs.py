@@ -16,7 +16,6 @@ from fb_core.baselines.s2t_local import NoLLM
 from fb_core.config import Method
 from fb_core.decoding import LLMPreference, Selector, SLMPreference
 from fb_core.pipeline.collect import PolicyStage
-from fb_core.pipeline.compare import CompareStage
 from fb_core.pipeline.deploy import chosen_reranker, frozen_policy, needs_llm, pool_options, reranker_selector
 from fb_core.pipeline.evaluate import benchmark_problems
 from fb_core.pipeline.inputs import problems_hash
@@ -61,7 +60,8 @@ class DeploymentStage(Stage):
         return {
             "methods": list(settings.compare.methods),
             "timed": settings.compare.timed,
-            "votes": settings.compare.votes,
+            **settings.compare.model_dump(include={"votes", "delimiter", "judge"}),
+            "seed": settings.train.seeds[0],
             "max_new_tokens": settings.evaluate.max_new_tokens,
             "certainty": settings.evaluate.certainty,
             **pool_options(settings),
@@ -193,9 +193,7 @@ def offline_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     table = []
     for stage in stages:
         manifest = stage.folder.manifest()
-        if manifest is None or not manifest["complete"] or isinstance(stage, CompareStage | DeploymentStage):
-            continue
-        table.append(
-            {"stage": stage.name, "units": sum(stage.shards().values()), "unit": stage.unit, **manifest["cost"]}
-        )
+        if manifest is not None and manifest["complete"]:
+            row = {"stage": stage.name, "units": stage.units(manifest), "unit": stage.unit}
+            table.append(row | manifest["cost"])
     return table

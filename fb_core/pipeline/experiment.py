@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,7 @@ from fb_core.pipeline.commands import SETTINGS, Command, run_command, stages_of
 from fb_core.pipeline.compare import CompareStage
 from fb_core.pipeline.costs import DeploymentStage
 from fb_core.pipeline.methods import EXTERNAL, LABELS, ROUTED
+from fb_core.pipeline.qualities import SampleStage
 from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.router import RouterLabelStage, RouterStage
 from fb_core.pipeline.stage import Stage, run_stage
@@ -36,7 +38,14 @@ Table = Literal[
 TABLES: tuple[Table, ...] = get_args(Table)
 REFERENCES: tuple[Method, ...] = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
 QUALITIES = ("verified", "unverified", "incorrect", "cross-state", "shuffled")
-SWEPT = ("features", "override", "calibrated", "calibrated-features")  # repairs tried at every quantile
+SWEPT = (  # repairs tried at every quantile
+    "features",
+    "override",
+    "features-override",
+    "calibrated",
+    "calibrated-features",
+    "calibrated-features-override",
+)
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
 UNSEEN = {
@@ -74,13 +83,18 @@ class Rows:
             case "futures":
                 return [self._recipe(f"future-{kind}", kind, score={"future": kind}) for kind in QUALITIES]
             case "alpha":
-                return [self._recipe(f"alpha-{a:g}", f"alpha = {a:g}", a, train={"alpha": a}) for a in vary.alphas]
+                return [
+                    self._recipe(f"alpha-{a:g}", f"alpha = {a:g}", a, train={"alpha": a})
+                    for a in vary.alphas
+                    if a != self.settings.train.alpha
+                ]
             case "scope":
                 return [self._recipe("scope-sequence", "adapter on the whole sequence", train={"scope": "sequence"})]
             case "temperature":
                 return [
                     self._recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t})
                     for t in vary.temperatures
+                    if t != self.settings.train.temperature
                 ]
             case "repairs":
                 return self._repairs()
@@ -120,39 +134,42 @@ class Rows:
         names = self.settings.compare.external
         return [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in names]
 
-    def _repairs(self) -> list[Variant]:
-        """What is tried beyond the published recipe: plain options of the same commands."""
-        features = self._recipe("features", "candidate features", train={"features": FEATURES})
-        own = self._recipe("own", "the SLM's own future", score={"future": "own"})
+    def _repairs(self, inside: Variant | None = None) -> list[Variant]:
+        """What is tried beyond the published recipe, plain options of the same commands; perhaps elsewhere."""
+        x = None if inside is None else inside.x
+
+        def recipe(key: str, label: str, **changes: dict[str, Any]) -> Variant:
+            return self._recipe(key, label, x, inside, **changes)
+
+        def override(label: str, other: Variant | None = None) -> Variant:
+            key = "override" if other is None else f"{other.key}-override"
+            return self._recipe(key, label, x, other or inside, evaluate=certain)
+
+        certain = {"certainty": self.settings.experiment.certainty}
         calibrated = {"target": "calibrated"}
+        features = recipe("features", "candidate features", train={"features": FEATURES})
+        both = recipe("calibrated-features", "calibrated target, features", train={**calibrated, "features": FEATURES})
+        own = recipe("own", "the SLM's own future", score={"future": "own"})
         return [
             features,
-            self._override(),
-            self._override("candidate features, override", features),
-            self._recipe("calibrated", "calibrated target", train=calibrated),
-            self._recipe(
-                "calibrated-features", "calibrated target, features", train={**calibrated, "features": FEATURES}
-            ),
+            override("override by a certain LLM"),
+            override("candidate features, override", features),
+            recipe("calibrated", "calibrated target", train=calibrated),
+            both,
+            override("calibrated target, features, override", both),
             own,
-            self._override("the SLM's own future, override", own),
-            self._recipe("on-policy", "states under the deployed reranker", collect={"deployed": str(self.run)}),
-            self._recipe("hindsight", "hindsight baseline", train={"hindsight": self.settings.experiment.hindsight}),
+            override("the SLM's own future, override", own),
+            recipe("on-policy", "states under the deployed reranker", collect={"deployed": str(self.run)}),
+            recipe("hindsight", "hindsight baseline", train={"hindsight": self.settings.experiment.hindsight}),
         ]
-
-    def _override(self, label: str = "override by a certain LLM", inside: Variant | None = None) -> Variant:
-        certain = {"certainty": self.settings.experiment.certainty}
-        return self._recipe("override", label, None if inside is None else inside.x, inside, evaluate=certain)
 
     def _at(self, quantile: float) -> list[Variant]:
         """Peers and recipes with states, futures and rerankers of their own at another quantile."""
         place = self._recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
         place = replace(place, method=None)
-        repaired = [row for row in self._repairs() if row.key in SWEPT and row.inside is None]
         peers: tuple[Method, ...] = ("takeover", "s2t", "direct", "futurebridge")
-        return [
-            *(self._method(name, quantile, place) for name in peers),
-            *(replace(row, x=quantile, inside=place) for row in repaired),
-        ]
+        repaired = {row.key: row for row in self._repairs(place)}
+        return [*(self._method(name, quantile, place) for name in peers), *(repaired[key] for key in SWEPT)]
 
 
 def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:
@@ -193,16 +210,21 @@ def run_experiment(
     """
     for command in ("collect", "futures", "score", "train", "rollouts"):
         run_command(command, settings, run, show=show)  # type: ignore[arg-type]
-    horizon = chosen_horizon(run)
-    rows = Rows(settings, run, horizon)
+    _finish([AgreementStage], settings, run, show)
+    rows = Rows(settings, run, chosen_horizon(run))
     wanted = {table: rows.of(table) for table in tables}
     made = {v.path: v for v in (*rows.references(), *(v for found in wanted.values() for v in found))}
     for variant in list(made.values()):
         while variant.inside is not None:
             variant = variant.inside
             made.setdefault(variant.path, variant)
-    if "costs" in tables or {variant.method for variant in made.values()} & set(ROUTED):
-        _finish([RouterLabelStage, RouterStage], settings, run, show)
+    methods = {variant.method for variant in made.values()} | (
+        set(settings.compare.methods) if "costs" in tables else set()
+    )
+    if methods & set(ROUTED):  # once for all that link them
+        _attempt([RouterLabelStage, RouterStage], settings, run, show)
+    if "futures" in tables:
+        _attempt([SampleStage], settings, run, show)
     judged = {variant.path for variant in wanted.get("repairs", [])}
     if workers is None:
         workers = 1 if torch.cuda.is_available() else os.cpu_count() or 1
@@ -212,7 +234,7 @@ def run_experiment(
             wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
             _work(wave, judged, settings, run, workers, bar)
     if "costs" in tables:  # alone, on an idle machine
-        _finish([DeploymentStage], settings, run, show)
+        _attempt([DeploymentStage], settings, run, show)
     write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
 
 
@@ -222,18 +244,43 @@ def _finish(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show
         show(stage.report(run_stage(stage)))
 
 
+def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
+    """As `_finish`, but what cannot be made is said: rows that need it say so in their turn."""
+    try:
+        _finish(kinds, settings, run, show)
+    except ValueError as problem:
+        show(f"**not made**: {problem}")
+
+
 def _work(
     wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, bar: _Bar
 ) -> None:
     values = settings.model_dump_json()
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    if workers == 1:  # where the models are already
+        for variant in wave:
+            bar.done(variant, make(variant, values, run, variant.path in judged))
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
         jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
         for job in as_completed(jobs):
             bar.done(jobs[job], job.result())
 
 
+def _begin() -> None:
+    """A worker's own: one thread, and no life beyond the process that it works for."""
+    torch.set_num_threads(1)
+    parent = parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
-    """Make a variant in a process of its own.
+    """Make a variant, perhaps in a process of its own.
 
     Args:
         variant: what is changed.
@@ -244,7 +291,6 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
     Returns:
         why it could not be made, None where it was.
     """
-    torch.set_num_threads(1)
     settings = settings_of_variant(RunSettings.model_validate_json(values), variant)
     folder = run / variant.path
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,8 +311,10 @@ def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[S
     trained = variant.method in ("futurebridge", None)
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
     kinds = [kind for command in commands for kind in stages_of(command, settings)]
+    if judge or variant.method is None:  # one for all inside it that are calibrated
+        kinds.append(RolloutStage)
     if judge:
-        kinds += [RolloutStage, AgreementStage]
+        kinds.append(AgreementStage)
     if variant.method in ROUTED:
         kinds += [RouterLabelStage, RouterStage]
     if variant.method is not None:
@@ -279,7 +327,11 @@ class _Bar:
 
     def __init__(self, of: int) -> None:
         self._bar = Progress(
-            TextColumn("variants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console()
+            TextColumn("variants"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(file=sys.stdout),  # this one, whatever it is redirected to later
         )
         self._of, self._done, self._terminal = of, 0, sys.stdout.isatty()
 

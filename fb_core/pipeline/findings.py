@@ -81,11 +81,11 @@ Outcomes = dict[str, dict[str, float]]  # share of right runs by benchmark and p
 
 @dataclass(frozen=True)
 class Tried:
-    """A variant's benchmark rows."""
+    """A variant's benchmark rows; events and tokens are means by benchmark."""
 
     outcomes: Outcomes
-    events: float
-    tokens: float | None
+    events: dict[str, float]
+    tokens: dict[str, float]
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
 
@@ -150,18 +150,24 @@ def _tried(settings: RunSettings, run: Path, variant: Variant) -> Tried | None:
     if _finished(run / variant.path, CompareStage.name) is None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
-    events, tokens, written = [], [], {}
+    events: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
+    written = {}
     for row in CompareStage(settings_of_variant(settings, variant), run / variant.path).rows():
         by_problem = outcomes.setdefault(row["benchmark"], {})
         by_problem.setdefault(row["problem"], []).append(row["verdict"] == "correct")
-        events.append(len(row["steps"]))
-        tokens.append(len(row["tokens"]))
+        events.setdefault(row["benchmark"], []).append(len(row["steps"]))
+        tokens.setdefault(row["benchmark"], []).append(len(row["tokens"]))
         written[row["benchmark"], row["problem"], row["seed"]] = row["tokens"]
     shares = {
         name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
     }
     sampled = variant.method == "majority"  # its samples are not kept
-    return Tried(shares, float(np.mean(events)), None if sampled else float(np.mean(tokens)), written)
+    return Tried(shares, _means(events), {} if sampled else _means(tokens), written)
+
+
+def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    return {name: float(np.mean(found)) for name, found in counts.items()}
 
 
 def _check_one_token_takeover(tried: Mapping[Path, Tried | None]) -> None:
@@ -184,12 +190,12 @@ def _rows(settings: RunSettings, run: Path, rows: Rows, tried: Mapping[Path, Tri
         elif table != "methods":
             members = _with_own_row(settings, table, members, ours, rows.horizon)
         for variant in members:
-            at = variant.inside if table == "quantiles" else None
+            at = variant.place
             compared = {
                 name: reference if at is None or name == "greedy" else _beside(reference, at)
                 for name, reference in references.items()
             }
-            if table == "futures" and variant is not ours:
+            if table == "futures":
                 compared["verified"] = members[0]
             yield from _row(settings, run, table, variant, tried, compared)
         if table == "methods":
@@ -208,9 +214,7 @@ def _beside(reference: Variant, inside: Variant) -> Variant:
 def _with_own_quantile(settings: RunSettings, rows: Rows, members: Sequence[Variant]) -> list[Variant]:
     """The rows of all quantiles in order, those of the run's own among them."""
     wanted = ["takeover", "s2t", "direct", "futurebridge", *SWEPT]
-    own = {
-        variant.key: variant for table in ("methods", "repairs") for variant in rows.of(table) if variant.inside is None
-    }  # type: ignore[arg-type]
+    own = {variant.key: variant for variant in (*rows.of("methods"), *rows.references(), *rows.of("repairs"))}
     found = [own[key] for key in wanted if key in own]
     quantile = settings.collect.quantile
     return sorted([*members, *found], key=lambda variant: quantile if variant.x is None else variant.x)
@@ -244,10 +248,11 @@ def _row(
     """A variant's row for every benchmark."""
     found, seeds = tried.get(variant.path), list(settings.train.seeds)
     quantile = settings.collect.quantile if variant.x is None else variant.x
-    place = run if variant.inside is None else run / variant.inside.path
-    at = {}
-    if table == "quantiles" and _finished(place, PolicyStage.name) is not None:
-        at = {"quantile": quantile, "threshold": frozen_policy(place).threshold}
+    place = run if variant.place is None else run / variant.place.path
+    at: dict[str, Any] = {}
+    if table == "quantiles":
+        known = _finished(place, PolicyStage.name) is not None
+        at = {"quantile": quantile, "threshold": frozen_policy(place).threshold if known else None}
     about = {"table": table, "key": variant.key, "label": variant.label, "x": variant.x, **at}
     for benchmark in settings.evaluate.benchmarks:
         row = {**about, "benchmark": benchmark}
@@ -267,8 +272,8 @@ def _row(
             "problems": len(own),
             "accuracy": statistics.interval(list(own.values())),
             **differences,
-            "events": found.events,
-            "tokens": found.tokens,
+            "events": found.events[benchmark],
+            "tokens": found.tokens.get(benchmark),
         }
 
 
@@ -327,7 +332,7 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
         for kind, folder in folders.items():
             for group in read_groups(Artefact(folder, ScoreStage.name), shard):
                 one = rolled.get(group.state)
-                if group.logprob is None or one is None:
+                if group.logprob is None or one is None or group.candidates.tolist() != one.ids.tolist():
                     continue
                 states += kind == QUALITIES[0]
                 for column, horizon in enumerate(horizons):

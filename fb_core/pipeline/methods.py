@@ -69,11 +69,10 @@ def generator(method: str, settings: RunSettings, run: Path, seed: int | None) -
         seed: of a method that runs once a seed.
 
     Raises:
-        ValueError: a reranker or router that is not trained.
-        OSError: no such checkpoint.
+        ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
     """
     models = models_of(settings.models)
-    slm, llm, tokenizer = models.slm, models.llm, models.tokenizer
+    slm, tokenizer = models.slm, models.tokenizer
     shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_tokens": settings.models.batch_tokens}
     budget: dict[str, Any] = {
         "slm_k": settings.collect.slm_k,
@@ -83,7 +82,10 @@ def generator(method: str, settings: RunSettings, run: Path, seed: int | None) -
     }
     if method.startswith(EXTERNAL):
         path = settings.compare.external[method.removeprefix(EXTERNAL)]
-        model = load_external(path, tokenizer, settings.models.device, settings.models.dtype)
+        try:
+            model = load_external(path, tokenizer, settings.models.device, settings.models.dtype)
+        except OSError as problem:  # of this row alone
+            raise ValueError(f"compare.external: {problem}") from None
         return partial(external, model, tokenizer, batch_tokens=settings.models.batch_tokens)
     policy = frozen_policy(run)
     match method, seed:
@@ -92,30 +94,30 @@ def generator(method: str, settings: RunSettings, run: Path, seed: int | None) -
         case "majority", int():
             return partial(_majority, settings, seed)
         case "takeover", None:
-            return partial(takeover, slm, llm, policy, tokenizer=tokenizer)
+            return partial(takeover, slm, models.llm, policy, tokenizer=tokenizer)
         case "one-token-takeover", None:
-            return one_token_takeover(slm, llm, policy, max_events=budget["max_events"], **shared).generate_many
+            return one_token_takeover(slm, models.llm, policy, max_events=budget["max_events"], **shared).generate_many
         case "s2t", None:
-            return s2t(slm, llm, policy, **budget).generate_many
+            return s2t(slm, models.llm, policy, **budget).generate_many
         case "direct", None:
-            return direct(slm, llm, policy, **budget).generate_many
+            return direct(slm, models.llm, policy, **budget).generate_many
         case "slm-preference", None:
-            return preferences.slm_preference(slm, llm, policy, **budget).generate_many
+            return preferences.slm_preference(slm, models.llm, policy, **budget).generate_many
         case "random", int():
-            return preferences.random_choice(slm, llm, policy, seed=seed, **budget).generate_many
+            return preferences.random_choice(slm, models.llm, policy, seed=seed, **budget).generate_many
         case "r2r", int():
             router = read_router(settings, run, seed)
-            return partial(r2r, slm, llm, router.network, threshold=router.threshold, **shared)
+            return partial(r2r, slm, models.llm, router.network, threshold=router.threshold, **shared)
         case "r2r-events", int():
             router, most = read_router(settings, run, seed), budget["max_events"]
             options = {"mode": "events", "policy": policy, "max_events": most, **shared}
-            return partial(r2r, slm, llm, router.network, threshold=router.threshold, **options)
+            return partial(r2r, slm, models.llm, router.network, threshold=router.threshold, **options)
         case "r2r-entropy", None:
-            return partial(r2r, slm, llm, None, threshold=policy.threshold, mode="entropy", **shared)
+            return partial(r2r, slm, models.llm, None, threshold=policy.threshold, mode="entropy", **shared)
         case "spec-reason", None:
             judge = settings.compare.judge or (CHATML_JUDGE if "<|im_end|>" in tokenizer.get_vocab() else JUDGE)
             options = {"delimiter": settings.compare.delimiter, "judge_template": judge}
-            return partial(spec_reason, slm, llm, tokenizer=tokenizer, **options)
+            return partial(spec_reason, slm, models.llm, tokenizer=tokenizer, **options)
         case "futurebridge", int():
             return deployed_decoder(settings, run, chosen_reranker(settings, run, seed)).generate_many
     raise AssertionError((method, seed))
@@ -139,6 +141,6 @@ def usage(method: str, generation: Generation) -> Usage:
         theirs = [step for step in generation.steps if step.writer == "llm"]
         return Usage(len(generation.steps) + len(theirs), None, 0, sum(step.length for step in theirs))
     if method == "takeover":
-        return Usage(len(events), pool, len(events), tokens - events[0].step - 1 if events else 0)
+        return Usage(len(events), None, len(events), tokens - events[0].step - 1 if events else 0)
     calls = sum(not all(map(math.isnan, event.llm_logprob)) for event in events)  # NaN where nobody was asked
     return Usage(calls, pool, calls if method in ROUTED else len(events), 0)

@@ -32,7 +32,8 @@ def logged_pool(row: Mapping[str, Any], slm_k: int, kind: LoggedKind = "joint") 
     """
     ids, bits, logprob = row["pool_ids"], row["pool_sources"], row["pool_llm_logprob"]
     small = [place for place, bit in enumerate(bits) if bit & SLM]
-    large = sorted((place for place, bit in enumerate(bits) if bit & LARGE), key=lambda place: -logprob[place])
+    large = [place for place, bit in enumerate(bits) if bit & LARGE]
+    large.sort(key=lambda place: (-logprob[place], ids[place]))  # as the LLM has them
     own = {"slm-wide": small, "llm": []}.get(kind, small[:slm_k])
     theirs = large if kind in ("joint", "llm") else []
     places = own + [place for place in theirs if place not in own]

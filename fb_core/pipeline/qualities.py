@@ -81,6 +81,13 @@ class SampleStage(Stage):
     def on_gpu(self) -> bool:
         return self.settings.models.llm_server is None
 
+    @property
+    def device(self) -> str:
+        return self.models.device if self.on_gpu else "server"
+
+    def units(self, manifest: dict[str, Any]) -> int:
+        return int(manifest["counts"]["sampled"])
+
     def relevant(self) -> dict[str, Any]:
         return {
             **self.settings.samples.model_dump(include={"llm", "llm_temperature", "seed"}),

@@ -147,6 +147,9 @@ class RolloutStage(Stage):
         counts = {f"{side} states": len(drawn), f"{side} mixed": mixed, "rollouts": sum(map(len, outcomes))}
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
+    def units(self, manifest: dict[str, Any]) -> int:
+        return sum(manifest["counts"].get(f"{split} states", 0) for split in ("train", "validation"))
+
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.settings.futures.llm_k
         tokens = self.settings.collect.max_new_tokens * candidates

@@ -121,6 +121,10 @@ class Stage(ABC):
         """What the manifest says of the finished shards, beside their counts."""
         return {}
 
+    def units(self, manifest: dict[str, Any]) -> int:
+        """How many units the finished stage worked on."""
+        return sum(self.shards().values())
+
     def report(self, manifest: dict[str, Any]) -> str:
         """The finished stage in Markdown, for people."""
         counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fb_core.baselines.s2t_local import MARGIN, original_target
 from fb_core.calibration import calibrated_target
-from fb_core.pipeline.artefacts import tensor_bytes
+from fb_core.pipeline.artefacts import Artefact, tensor_bytes
 from fb_core.pipeline.calibrate import CalibrationStage, read_weights, terms_of
 from fb_core.pipeline.collect import StateStage, TrajectoryStage, read_trajectories
 from fb_core.pipeline.score import ScoredGroup, ScoreStage, read_groups
@@ -77,7 +77,7 @@ class TrainStage(Stage):
         """One run's reranker at the end of an epoch."""
         reranker, name = self.reranker(seed), run_name(horizon, seed)
         found = self.folder.tensors(f"epoch-{epoch}")
-        for key, tensor in reranker.tensors().items():
+        for key, tensor in _trained(reranker).items():
             tensor.data.copy_(found[f"{name}/{key}"])
         return reranker
 
@@ -102,7 +102,7 @@ class TrainStage(Stage):
         tensors = {
             f"{run_name(*key)}/{name}": tensor
             for key, run in zip(self.runs(), sweep.runs, strict=True)
-            for name, tensor in run.reranker.tensors().items()
+            for name, tensor in _trained(run.reranker).items()
         }
         rows = [
             {
@@ -130,19 +130,21 @@ class TrainStage(Stage):
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
         """The groups of a split, with a target column for every horizon; also those of the deployed run, if any."""
+        deployed = self.settings.collect.deployed
+        runs = [self.run] if deployed is None else [Path(deployed), self.run]
+        return [trajectory for run in runs for trajectory in self._groups_of(run, split)]
+
+    def _groups_of(self, run: Path, split: str) -> list[TrainingTrajectory]:
         device, found = self.models.slm.device, []
-        if (deployed := self.settings.collect.deployed) is not None:
-            collect = self.settings.collect.model_copy(update={"deployed": None})
-            found += TrainStage(self.settings.model_copy(update={"collect": collect}), Path(deployed)).groups(split)
-        for shard in TrajectoryStage(self.settings, self.run).shards():
+        for shard in TrajectoryStage(self.settings, run).shards():
             if not shard.startswith(split):
                 continue
-            groups = read_groups(self.source("scores"), shard)
+            groups = read_groups(Artefact(run, ScoreStage.name), shard)
             if self.settings.train.target != "calibrated":
                 groups = [group for group in groups if group.logprob is not None]
             if not groups:
                 continue
-            states = self.source("states").table(shard)
+            states = Artefact(run, StateStage.name).table(shard)
             members: dict[int, list[TrainingGroup]] = {}
             for group, target in zip(groups, self._targets(groups), strict=True):
                 features = candidate_features(
@@ -154,7 +156,7 @@ class TrainStage(Stage):
                         state["position"], group.candidates.to(device), target.to(device), features.to(device)
                     )
                 )
-            trajectories = read_trajectories(self.source("trajectories"), shard, device)
+            trajectories = read_trajectories(Artefact(run, TrajectoryStage.name), shard, device)
             found += [TrainingTrajectory(trajectories[index].tokens, groups) for index, groups in members.items()]
         return found
 
@@ -265,6 +267,12 @@ class TrainStage(Stage):
     def cost(self) -> Cost:
         settings = self.settings.train
         return Cost(f"{settings.groups_per_step} groups a step for each of {len(self.runs())} runs")
+
+
+def _trained(reranker: TokenReranker) -> dict[str, Tensor]:
+    """What training changes, by name; it shares the parameters' storage."""
+    features = {"feature_weight": reranker.feature_weight.detach()} if reranker.feature_names else {}
+    return reranker.tensors() | features
 
 
 def run_name(horizon: int, seed: int) -> str:

@@ -38,6 +38,13 @@ class Variant:
     inside: Variant | None = None
 
     @property
+    def place(self) -> Variant | None:
+        """The variant among those it is inside of that only others vary; None where there is none."""
+        if self.inside is None or self.inside.method is None:
+            return self.inside
+        return self.inside.place
+
+    @property
     def path(self) -> Path:
         """Its folder inside the run's."""
         return (Path() if self.inside is None else self.inside.path) / FOLDER / self.key

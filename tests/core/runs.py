@@ -27,6 +27,7 @@ SMALL = {
     },
     "collect": {"max_new_tokens": 45, "quantile": 0.9, "slm_k": 3},
     "futures": {"max_new_tokens": 45, "llm_k": 3},
+    "samples": {"llm": 4, "llm_temperature": 1.5, "slm": 2},
     "score": {"horizon": 8},
     "rollouts": {"train": 0.5, "minimum_mixed": 3},
     "train": {
@@ -40,6 +41,14 @@ SMALL = {
         "learning_rate": 0.002,
     },
     "evaluate": {"benchmarks": ["demo:plans"], "limit": 9, "max_new_tokens": 45, "per_shard": 3},
+    "compare": {
+        "votes": 2,
+        "delimiter": ". ",
+        "judge": "=",
+        "timed": 2,
+        "router": {"problems": 15, "width": 16, "blocks": 1, "epochs": 2, "learning_rate": 0.001},
+    },
+    "experiment": {"alphas": [0.5], "temperatures": [1.0], "quantiles": [0.92], "hindsight": 2},
     "verify": {"workers": 1},
 }
 TIMES = ("cost", "seconds", "made_by")  # what may differ between two runs
@@ -153,3 +162,11 @@ def receipts(run: Path) -> dict[str, int]:
         for path in run.rglob("*.json")
         if path.name != "manifest.json" and b'"files"' in path.read_bytes()
     }
+
+
+def linked(run: Path, folder: Path, *stages: str) -> Path:
+    """A folder for a run of other settings over some finished stages of another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        (folder / stage).symlink_to(run / stage, target_is_directory=True)
+    return folder

@@ -1,0 +1,546 @@
+"""Variants of a run: links and folders, what cannot be made or was killed, and the findings counted by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import contents, linked, receipts, settings
+from typer.testing import CliRunner
+
+from fb_core import statistics
+from fb_core.cli import app
+from fb_core.config import ModelSettings, RunSettings
+from fb_core.pipeline import experiment
+from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.deploy import frozen_policy
+from fb_core.pipeline.experiment import (
+    PROBLEM,
+    TABLES,
+    UNSEEN,
+    Rows,
+    make,
+    run_experiment,
+    settings_of_variant,
+)
+from fb_core.pipeline.findings import findings, is_published
+from fb_core.pipeline.variants import Variant, changed
+
+TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
+METHODS = ["greedy", "majority", "one-token-takeover", "direct", "futurebridge"]
+
+
+@pytest.fixture(scope="module")
+def chosen() -> RunSettings:
+    return settings(compare={"methods": METHODS, "external": {"lost": "/no/such/checkpoint"}})
+
+
+@pytest.fixture(scope="module")
+def trained(undisturbed) -> Path:
+    return undisturbed[0]["train"]
+
+
+def variants_of(settings, run):
+    """All rows by their paths inside the run."""
+    rows = Rows(settings, run, 8)
+    found = [variant for table in TABLES for variant in (*rows.of(table), *rows.references())]
+    places = [variant.inside for variant in found if variant.inside is not None]
+    places += [place.inside for place in places if place.inside is not None]
+    return {"/".join(variant.path.parts[1::2]): variant for variant in (*found, *places)}
+
+
+def state_of(run):
+    """Bytes and times of every file of a run, its variants left out."""
+    stages = [path for path in run.iterdir() if path.is_dir() and path.name != "variants"]
+    times = {path: path.stat().st_mtime_ns for stage in stages for path in (stage, *stage.rglob("*"))}
+    return {stage.name: contents(stage.resolve()) for stage in stages}, times
+
+
+MADE = ("greedy", "majority", "direct", "one-token-takeover", "futurebridge")
+MADE += ("alpha-0.5", "pool-slm", "override", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+
+
+@pytest.fixture(scope="module")
+def made(trained, chosen, tmp_path_factory) -> tuple:
+    """(run, state of its stages before, why each variant could not be made)."""
+    run = linked(trained, tmp_path_factory.mktemp("experiment") / "run", *TRAINED)
+    before, known = state_of(run), variants_of(chosen, run)
+    values = chosen.model_dump_json()
+    return run, before, {key: make(known[key], values, run, key == "override") for key in (*MADE, "external-lost")}
+
+
+def stages_in(folder):
+    """(links, folders of its own) of a variant."""
+    stages = [path for path in folder.iterdir() if path.is_dir() and path.name != "variants"]
+    return {path.name for path in stages if path.is_symlink()}, {path.name for path in stages if not path.is_symlink()}
+
+
+COLLECTED = {"trajectories", "policy", "states"}
+LEARNED = {"training", "selection", "reranker"}
+
+
+@pytest.mark.parametrize(
+    ("key", "links", "own"),
+    [
+        ("greedy", COLLECTED, set()),
+        ("direct", COLLECTED, set()),
+        ("futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+        ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
+        ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
+        (
+            "override",
+            COLLECTED | {"futures", "scores", "training", "rollouts"},
+            {"selection", "reranker", "agreement"},
+        ),
+        ("q0.92/direct", COLLECTED, set()),
+        ("q0.92/futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+    ],
+)
+def test_what_is_not_changed_is_a_link(made, key, links, own):
+    run, _, problems = made
+    assert problems[key] is None
+    found = stages_in(run.joinpath("variants", *"/variants/".join(key.split("/")).split("/")))
+    assert found == (links, own | {"comparison"})
+
+
+def test_a_place_of_others_has_all_but_a_comparison(made):
+    run, _, problems = made
+    assert problems["q0.92"] is None
+    links, own = stages_in(run / "variants" / "q0.92")
+    assert links == {"trajectories"}
+    assert own == {"policy", "states", "futures", "scores", "rollouts"} | LEARNED
+    inner = run / "variants" / "q0.92" / "variants" / "direct" / "policy"
+    assert inner.resolve() == (run / "variants" / "q0.92" / "policy").resolve()
+    assert not Path(os.readlink(inner)).is_absolute()  # a run's folder can be moved
+    assert frozen_policy(inner.parent).threshold > frozen_policy(run).threshold
+
+
+def test_the_run_itself_is_not_written_to(made):
+    run, before, _ = made
+    assert state_of(run) == before
+
+
+def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
+    run, _, problems = made
+    assert "no/such/checkpoint: expected a folder or hub id" in problems["external-lost"]
+    folder = run / "variants" / "external-lost"
+    assert json.loads((folder / PROBLEM).read_text()) == {"problem": problems["external-lost"]}
+    assert "Traceback" in (folder / "log.txt").read_text()
+
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    few = settings(rollouts={"minimum_mixed": 41})
+    variant = variants_of(few, place)["calibrated"]
+    problem = make(variant, few.model_dump_json(), place, False)
+    assert problem is not None
+    assert "expected at least 41 states" in problem
+    assert (place / variant.path / PROBLEM).is_file()
+    assert not (place / variant.path / "comparison").exists()
+    again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
+    problem = make(variant, again.model_dump_json(), place, False)
+    assert "settings.minimum_mixed 41, got 40" in str(problem)
+
+
+def test_making_a_variant_again_changes_nothing(made, chosen):
+    run, _, _ = made
+    for key in ("alpha-0.5", "q0.92/direct"):
+        variant = variants_of(chosen, run)[key]
+        before = receipts(run / variant.path)
+        assert make(variant, chosen.model_dump_json(), run, False) is None
+        assert receipts(run / variant.path) == before
+
+
+@pytest.fixture(scope="module")
+def found(made, chosen):
+    run, _, _ = made
+    return findings(chosen, run)
+
+
+def rows_of(found, table):
+    return {(row["key"], row.get("quantile")): row for row in found["rows"] if row["table"] == table}
+
+
+def shares(run, key):
+    """Share of right runs by problem, from a variant's files alone; also its mean steps and tokens."""
+    path = run.joinpath("variants", *"/variants/".join(key.split("/")).split("/"))
+    right: dict = {}
+    steps, tokens = [], []
+    for file in sorted((path / "comparison").glob("*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            right.setdefault(row["problem"], []).append(row["verdict"] == "correct")
+            steps.append(len(row["steps"]))
+            tokens.append(len(row["tokens"]))
+    means = [sum(steps) / len(steps), sum(tokens) / len(tokens)]
+    return {problem: sum(runs) / len(runs) for problem, runs in right.items()}, *means
+
+
+def test_a_row_is_what_its_files_say(made, found):
+    run, _, _ = made
+    row = rows_of(found, "alpha")["alpha-0.5", None]
+    own, events, tokens = shares(run, "alpha-0.5")
+    assert len(own) == row["problems"] == 9
+    assert row["accuracy"] == statistics.interval(list(own.values()))
+    assert (row["events"], row["tokens"]) == (pytest.approx(events), pytest.approx(tokens))
+    assert (row["seeds"], row["x"], row["label"], row["benchmark"]) == ([0, 1], 0.5, "alpha = 0.5", "demo:plans")
+    for name in ("greedy", "direct", "futurebridge"):
+        theirs, _, _ = shares(run, name)
+        wanted = statistics.paired_interval(list(own.values()), [theirs[problem] for problem in own])
+        assert row[f"minus_{name}"] == wanted
+    assert [key for key in row if key.startswith("minus_")] == ["minus_greedy", "minus_direct", "minus_futurebridge"]
+    ours = rows_of(found, "alpha")["futurebridge", None]
+    assert (ours["x"], ours["label"]) == (1.0, "alpha = 1")
+    assert ours["accuracy"] == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    assert "minus_futurebridge" not in ours
+
+
+def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
+    _, _, problems = made
+    rows = {row["key"]: row for row in found["rows"] if row["table"] == "methods"}
+    assert {"greedy", "majority", "one-token-takeover", "direct", "futurebridge", "external-lost"} <= rows.keys()
+    assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original", "repaired"}
+    assert rows["external-lost"]["note"] == problems["external-lost"]
+    assert rows["distilled"]["note"] == "not run"
+    assert rows["TaH"]["note"].startswith("changes the SLM itself")
+    assert rows["greedy"]["seeds"] == []
+    assert rows["majority"]["seeds"] == [0, 1]
+    assert (rows["majority"]["label"], rows["majority"]["tokens"]) == ("Maj@2", None)
+    assert rows["direct"]["accuracy"] == rows["one-token-takeover"]["accuracy"]
+    assert rows["one-token-takeover"]["minus_direct"] == (0.0, 0.0, 0.0)
+    for key in ("greedy", "direct", "futurebridge"):
+        assert f"minus_{key}" not in rows[key]
+    best = rows["repaired"]  # the only one that was made
+    assert best["label"] == "FutureBridge, repaired: override by a certain LLM"
+    assert best["note"].startswith("the best of 1 repairs on validation problems, ")
+
+
+def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found, chosen):
+    run, _, _ = made
+    rows = rows_of(found, "quantiles")
+    there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
+    own, direct = shares(run, "q0.92/futurebridge")[0], shares(run, "q0.92/direct")[0]
+    assert there["accuracy"] == statistics.interval(list(own.values()))
+    assert there["minus_direct"] == statistics.paired_interval(list(own.values()), [direct[p] for p in own])
+    greedy = shares(run, "greedy")[0]
+    assert there["minus_greedy"] == statistics.paired_interval(list(own.values()), [greedy[p] for p in own])
+    assert "minus_futurebridge" not in there
+    assert rows["direct", 0.92]["minus_futurebridge"].mean == pytest.approx(-there["minus_direct"].mean)
+    assert there["threshold"] == frozen_policy(run / "variants" / "q0.92").threshold
+    assert here["threshold"] == frozen_policy(run).threshold
+    assert here["accuracy"] == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    quantiles = [row["quantile"] for row in found["rows"] if row["table"] == "quantiles"]
+    assert quantiles == sorted(quantiles)
+    keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
+    assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
+    assert keys[0.92] == ["takeover", "s2t", "direct", "futurebridge", *experiment.SWEPT]
+
+
+def test_tables_that_were_not_asked_for_are_left_out(found):
+    assert {row["table"] for row in found["rows"]} == {"methods", "pools", "alpha", "repairs", "quantiles"}
+    pools = rows_of(found, "pools")
+    assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
+    assert pools["futurebridge", None]["label"] == "joint pool"
+    assert pools["pool-llm", None]["note"] == "not run"
+    repairs = rows_of(found, "repairs")
+    assert next(iter(repairs)) == ("futurebridge", None)
+    assert {key for (key, _), row in repairs.items() if "accuracy" in row} == {"futurebridge", "override"}
+
+
+def test_findings_are_plain_and_finite(made, found):
+    run, _, _ = made
+    text = json.dumps(found, allow_nan=False)
+    assert len(text) > 1000
+    assert found["name"] == run.name
+    assert found["policy"]["threshold"] == frozen_policy(run).threshold
+    assert found["selection"]["problems"] == 12
+    assert found["filters"]["admitted"] == 187
+    assert {row["stage"] for row in found["costs"]["offline"]} == set(TRAINED)
+    assert all(row["published_gpu_hours"] is None for row in found["costs"]["offline"])
+    assert found["costs"]["deployment"] is None
+    names = {row["score"] for row in found["agreement"]}
+    assert names == {"SLM", "LLM", "Direct-B_8", "FutureBridge, override by a certain LLM"}
+    assert (found["future_quality"], found["calibration"], found["worked_event"]) == (None, None, None)
+    assert len(found["coverage"]) == 3
+    assert found["trajectory"]["events"]
+
+
+def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    path = tmp_path / "easy.jsonl"
+    lines = [{"problem": f"{n}*9+7;", "answer": str(n)} for n in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    both = settings(evaluate={"benchmarks": ["demo:plans", str(path)], "limit": 3}, compare={"methods": ["direct"]})
+    for name in ("greedy", "direct", "futurebridge"):
+        assert make(variants_of(both, place)[name], both.model_dump_json(), place, False) is None
+    rows = [row for row in findings(both, place)["rows"] if row["key"] == "direct" and row["table"] == "methods"]
+    known = {"demo:plans": [], str(path): []}
+    for file in (place / "variants" / "direct" / "comparison").glob("*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            known[row["benchmark"]].append((len(row["steps"]), len(row["tokens"])))
+    assert [row["benchmark"] for row in rows] == list(known)
+    for row in rows:
+        events, tokens = zip(*known[row["benchmark"]], strict=True)
+        assert (row["events"], row["tokens"]) == (pytest.approx(sum(events) / 3), pytest.approx(sum(tokens) / 3))
+    assert rows[0]["events"] != rows[1]["events"]
+
+
+def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
+    rows = Rows(chosen, tmp_path, 8)
+    found = [variant for table in TABLES for variant in rows.of(table)]
+    assert len({variant.path for variant in found}) == len(found)
+    for variant in found:
+        their = settings_of_variant(chosen, variant)
+        methods = [*their.compare.methods, *their.compare.external]
+        assert methods == [variant.method.removeprefix("external:")]
+        if variant.inside is not None:
+            assert variant.path.is_relative_to(variant.inside.path)
+    by_key = {variant.key: settings_of_variant(chosen, variant) for variant in found if variant.inside is None}
+    assert by_key["alpha-0.5"].train.alpha == 0.5
+    assert by_key["s2t-local-original"].train.target == "select"
+    assert by_key["s2t-local-original"].score.pool == "slm"
+    assert (by_key["distilled"].train.alpha, by_key["distilled"].score.pool) == (0.0, "joint")
+    assert by_key["future-shuffled"].score.future == "shuffled"
+    assert by_key["on-policy"].collect.deployed == str(tmp_path)
+    assert by_key["hindsight"].train.hindsight == 2
+    assert by_key["scope-sequence"].train.scope == "sequence"
+    assert by_key["temperature-1"].train.temperature == 1.0
+    same = {"train": {"alpha": 0.5}, "experiment": {"alphas": [0.5, 0.25], "quantiles": [0.9]}}
+    rows = Rows(settings(**same), tmp_path, 8)
+    assert [variant.x for variant in rows.of("alpha")] == [0.25]  # the run's own is a row anyway
+    assert rows.of("quantiles") == []
+
+
+def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
+    chosen = settings(train={"horizons": [4, 8, 2]})
+    rows = Rows(chosen, tmp_path, 4)
+    assert [(variant.key, variant.x) for variant in rows.of("horizons")] == [("horizon-8", 8.0), ("horizon-2", 2.0)]
+    assert settings_of_variant(chosen, rows.of("horizons")[1]).train.horizons == (2,)
+    for table in ("pools", "futures", "alpha", "scope", "temperature", "quantiles"):
+        for variant in rows.of(table):
+            assert settings_of_variant(chosen, variant).train.horizons == (4,)
+
+
+def test_changes_go_on_top_of_those_around_them():
+    base = settings()
+    outer = Variant("a", "a", {"collect": {"quantile": 0.5}, "train": {"alpha": 0.5}}, None)
+    inner = Variant("b", "b", {"train": {"rank": 2}, "evaluate": {"certainty": 0.7}}, inside=outer)
+    found = settings_of_variant(base, inner)
+    assert (found.collect.quantile, found.train.alpha, found.train.rank) == (0.5, 0.5, 2)
+    assert (found.evaluate.certainty, found.compare.methods) == (0.7, ("futurebridge",))
+    assert settings_of_variant(base, outer).compare.methods == ()
+    assert inner.path == Path("variants/a/variants/b")
+    assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
+    with pytest.raises(ValueError, match="at most the scored horizon 8, got 16"):
+        changed(base, {"train": {"horizons": (16,)}})
+
+
+PAPER = {"models": ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "published"),
+    [
+        ({}, True),
+        ({"problems": {"per_shard": 8}, "evaluate": {"per_shard": 8}, "score": {"token_budget": 9}}, True),
+        ({"train": {"microbatches": 4, "checkpoint_steps": 9}, "models": {"dtype": "bfloat16"}}, True),
+        ({"compare": {"methods": ["greedy"]}, "experiment": {"quantiles": [0.5]}}, True),
+        ({"models": {"slm": "Qwen/Qwen3-0.6B"}}, False),
+        ({"models": {"llm": "Qwen/Qwen3-14B"}}, False),
+        ({"problems": {"limit": 100}}, False),
+        ({"problems": {"prompt": "{problem}"}}, False),
+        ({"collect": {"quantile": 0.98}}, False),
+        ({"futures": {"llm_k": 4}}, False),
+        ({"score": {"pool": "slm"}}, False),
+        ({"train": {"seeds": [0]}}, False),
+        ({"train": {"features": ["llm"]}}, False),
+        ({"evaluate": {"certainty": 0.9}}, False),
+        ({"evaluate": {"benchmarks": ["gsm8k"]}}, False),
+    ],
+)
+def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, published):
+    assert is_published(changed(RunSettings(**PAPER), changes)) == published
+
+
+def test_shipped_settings_are_published_where_they_say_so():
+    names = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
+    assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"score": {"future": "wrong"}}, "score.future"),
+        ({"score": {"pool": "all"}}, "score.pool"),
+        ({"train": {"target": "best"}}, "train.target"),
+        ({"train": {"features": ["temperature"]}}, "train.features"),
+        ({"train": {"alpha": 1.5}}, "train.alpha"),
+        ({"train": {"hindsight": -1}}, "train.hindsight"),
+        ({"evaluate": {"certainty": 1.5}}, "evaluate.certainty"),
+        ({"rollouts": {"validation": 0}}, "rollouts.validation"),
+        ({"rollouts": {"train": 1.1}}, "rollouts.train"),
+        ({"rollouts": {"minimum_mixed": 0}}, "rollouts.minimum_mixed"),
+        ({"samples": {"llm": 0}}, "samples.llm"),
+        ({"samples": {"slm_temperature": 0}}, "samples.slm_temperature"),
+        ({"experiment": {"alphas": [2]}}, "experiment.alphas"),
+        ({"experiment": {"temperatures": [0]}}, "experiment.temperatures"),
+        ({"experiment": {"quantiles": [1.01]}}, "experiment.quantiles"),
+        ({"experiment": {"hindsight": 0}}, "experiment.hindsight"),
+        ({"compare": {"votes": 0}}, "compare.votes"),
+        ({"compare": {"router": {"min_recall": 0}}}, "compare.router.min_recall"),
+        ({"compare": {"rooter": {}}}, "compare.rooter"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(changes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        settings(**changes)
+
+
+def test_a_table_that_is_not_there_is_one_sentence():
+    with pytest.raises(
+        ValueError, match=r"experiment: expected all or some of methods, pools, .* got 'poles'; name those"
+    ):
+        CliRunner().invoke(app, ["experiment", "poles", "--config", "tiny"], catch_exceptions=False)
+
+
+def children_of(process: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process:
+            found.add(int(path.parent.name))
+    return found
+
+
+def ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def begin(run: Path, config: Path, table: str, workers: int) -> subprocess.Popen:
+    called = [sys.executable, "-m", "fb_core.cli", "experiment", table, "--config", str(config), "--run-dir", str(run)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [*called, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_experiment_goes_on(trained, tmp_path):
+    run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
+    chosen = settings(compare={"methods": METHODS})
+    config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
+    process = begin(run, config, "pools", 2)
+    variants = run / "variants"
+    try:
+        while not (finished := [path.parent for path in variants.glob("*/comparison/manifest.json")]):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        finished = [path for path in finished if Artefact(path.parent, "comparison").manifest()["complete"]]
+        workers = children_of(process.pid)
+        assert workers
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 20
+    while not all(ended(worker) for worker in workers):  # nobody is left that holds a folder
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    done = [path.parent for path in variants.glob("*/comparison/manifest.json")]
+    done = [path.parent for path in done if Artefact(path.parent, "comparison").manifest()["complete"]]
+    before = {path: receipts(path) for path in done}
+    assert len(done) < 6
+    process = begin(run, config, "pools", 2)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert {path.name for path in variants.iterdir()} == {
+        *("greedy", "direct", "futurebridge", "pool-slm", "pool-llm", "pool-slm-wide")
+    }
+    assert not list(variants.rglob(PROBLEM))
+    assert {path: receipts(path) for path in done} == before
+    assert {row["table"] for row in findings(chosen, run)["rows"]} == {"methods", "pools"}
+
+
+@pytest.mark.slow
+def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
+    config, run = tmp_path / "small.yaml", tmp_path / "run"
+    chosen = settings(
+        train={"horizons": [4, 8], "seeds": [0], "epochs": 1},
+        compare={"external": {"tuned": pair_checkpoint}},
+        evaluate={"limit": 6},
+    )
+    config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
+    process = begin(run, config, "all", 2)
+    out, said = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    assert "not made" not in out
+    assert not list(run.rglob(PROBLEM))
+    assert (run / "report" / "report.html").stat().st_size > 10_000
+    assert (run / "report" / "report.md").stat().st_size > 1000
+    found = findings(chosen, run)
+    assert {row["table"] for row in found["rows"]} == set(TABLES) - {"costs"}
+    for row in found["rows"]:
+        if row["key"] in UNSEEN:
+            assert row["note"] == UNSEEN[row["key"]]
+            continue
+        low, high = row["accuracy"][1:]
+        assert 0 <= low <= row["accuracy"][0] <= high <= 1
+        assert row["problems"] == 6
+        differences = {name for name in row if name.startswith("minus_")}
+        assert differences >= {"minus_greedy", "minus_direct", "minus_futurebridge"} - {f"minus_{row['key']}"}
+        if row["table"] == "futures" and row["key"] != "future-verified":
+            assert "minus_verified" in row
+    keys = {(row["table"], row["key"]) for row in found["rows"]}
+    assert len([key for table, key in keys if table == "methods"]) == 13 + 3 + 1 + 1 + 3  # distilled, tuned, repaired
+    assert len([key for table, key in keys if table == "horizons"]) == 2
+    assert len([key for table, key in keys if table == "futures"]) == 5 + 1
+    by_quantile = {}
+    for row in found["rows"]:
+        if row["table"] == "quantiles":
+            by_quantile.setdefault(row["quantile"], []).append(row["key"])
+    assert by_quantile[0.9] == by_quantile[0.92] == ["takeover", "s2t", "direct", "futurebridge", *experiment.SWEPT]
+    scores = {row["score"] for row in found["agreement"]}
+    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge", "FutureBridge, calibrated target"} <= scores
+    assert found["future_quality"]["states"] > 3
+    assert all(len(row) == 2 for row in found["future_quality"]["pairwise"])
+    assert found["calibration"]["mixed"] >= 3
+    assert len(found["costs"]["deployment"]) == 10
+    assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found["costs"]["offline"]}
+    assert found["advice"]
+    for kind in ("verified", "unverified", "incorrect", "cross-state", "shuffled"):
+        assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
+    assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
+
+
+@pytest.fixture
+def pair_checkpoint(tmp_path):
+    from fb_core.demo.pairs import load_pair
+
+    pair = load_pair("plans")
+    pair.slm.save_pretrained(tmp_path / "tuned")
+    pair.world.tokenizer.save_pretrained(tmp_path / "tuned")
+    return str(tmp_path / "tuned")
+
+
+def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_path, monkeypatch):
+    run, shown = linked(trained, tmp_path / "run", *TRAINED), []
+    chosen = settings(compare={"methods": ["greedy", "r2r"], "router": {"problems": 5, "width": 8, "epochs": 1}})
+    monkeypatch.setattr(Rows, "_distilled", lambda self: [])
+    run_experiment(["methods"], chosen, run, 1, shown.append)
+    assert any(text.startswith("**not made**: ") and "label more trajectories" in text for text in shown)
+    rows = {row["key"]: row for row in findings(chosen, run)["rows"] if row["table"] == "methods"}
+    assert "label more trajectories" in rows["r2r"]["note"]
+    assert rows["greedy"]["accuracy"]
+    assert rows["futurebridge"]["accuracy"]
+    assert (run / "variants" / "r2r" / "router-labels").is_symlink()
+    assert {row["score"] for row in findings(chosen, run)["agreement"]} >= {"FutureBridge"}

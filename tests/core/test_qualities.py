@@ -1,0 +1,255 @@
+"""Futures of every quality: by hand, against the samplers and the verifier themselves, and scored and trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import linked, settings
+
+from fb_core import CompatibilityScorer, Verifier
+from fb_core.demo.pairs import load_pair
+from fb_core.llm import LocalLLM
+from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
+from fb_core.pipeline.commands import run_command
+from fb_core.pipeline.futures import Future, read_futures, usable
+from fb_core.pipeline.pools import logged_pool
+from fb_core.pipeline.qualities import OwnFutureStage, SampleStage, futures_of_quality
+from fb_core.pipeline.score import ScoreStage, read_groups
+from fb_core.pipeline.stage import run_stage
+from fb_core.pipeline.train import TrainStage
+
+QUALITIES = ("verified", "unverified", "incorrect", "cross-state", "shuffled")
+LOGGED = ("trajectories", "policy", "states", "futures")
+
+
+def future(*tokens, first=0, verdict="correct"):
+    return Future(first, torch.tensor(tokens), verdict)
+
+
+def chosen(quality, futures, sampled, owners, used=None, horizon=3):
+    """{state: tokens} of those that have a future of the quality."""
+    used = list(range(len(futures))) if used is None else used
+    found = futures_of_quality(quality, futures, used, sampled, owners, horizon, "train-00000")
+    assert [(one.first, one.verdict) for one in found] == [(one.first, one.verdict) for one in futures]
+    return {row: one.tokens.tolist() for row, one in enumerate(found) if len(one.tokens)}
+
+
+FUTURES = [
+    future(10, 11, 12, 13, first=1),
+    future(20, 21, 22, first=2),
+    future(30, 31, 32, 33, 34, first=3),
+    future(40, 41, 42, first=4, verdict="wrong"),
+    future(50, 51, 52, first=5),
+    future(60, 61, 62, first=6),
+]
+SAMPLED = [
+    {"unverified": [9, 1, 2, 3, 4], "incorrect": [8, 5, 6, 7]},
+    {"unverified": [9, 1, 2, 3], "incorrect": None},  # never wrong
+    {"unverified": [7, 4, 5, 6], "incorrect": [7, 4, 5, 6]},
+    {"unverified": None, "incorrect": None},
+    {"unverified": [9, 1, 2], "incorrect": [8, 5, 6, 7]},  # too short behind its first token
+    {"unverified": [5, 1, 1, 1], "incorrect": [5, 2, 2, 2]},
+]
+USED = [0, 1, 2, 4, 5]
+
+
+def test_all_qualities_are_on_the_states_that_have_them_all():
+    owners = [0, 0, 1, 1, 2, 2]
+    found = {quality: chosen(quality, FUTURES, SAMPLED, owners, USED) for quality in QUALITIES}
+    assert {tuple(rows) for rows in found.values()} == {(0, 2, 5)}
+    assert found["verified"] == {0: [10, 11, 12, 13], 2: [30, 31, 32, 33, 34], 5: [60, 61, 62]}
+    assert found["unverified"] == {0: [1, 2, 3, 4], 2: [4, 5, 6], 5: [1, 1, 1]}  # without the token at the state
+    assert found["incorrect"] == {0: [5, 6, 7], 2: [4, 5, 6], 5: [2, 2, 2]}
+    donors = {row: tokens[0] // 10 - 1 for row, tokens in found["cross-state"].items()}
+    assert sorted(donors.values()) == [0, 2, 5]
+    assert all(owners[donor] != owners[row] for row, donor in donors.items())
+    assert found["cross-state"][0] in ([30, 31, 32, 33, 34], [60, 61, 62])
+    for row, tokens in found["shuffled"].items():
+        assert sorted(tokens) == FUTURES[row].tokens[:3].tolist()
+    assert found["shuffled"] == chosen("shuffled", FUTURES, SAMPLED, owners, USED)
+
+
+def test_states_of_one_problem_have_no_other_state():
+    for quality in QUALITIES:
+        assert chosen(quality, FUTURES, SAMPLED, [4] * 6, USED) == {}
+        assert futures_of_quality(quality, [], [], [], [], 3, "train-00000") == []
+
+
+@given(st.lists(st.integers(0, 4), max_size=14))
+def test_every_state_is_given_a_future_of_another_problem(owners):
+    futures = [future(100 + row, 1, 2) for row in range(len(owners))]
+    sampled = [{"unverified": [0, 1, 2, 3], "incorrect": [0, 1, 2, 3]}] * len(owners)
+    found = {row: tokens[0] - 100 for row, tokens in chosen("cross-state", futures, sampled, owners).items()}
+    assert len(found) == (len(owners) if len(set(owners)) > 1 else 0)
+    assert all(owners[donor] != owners[row] for row, donor in found.items())
+    if max((owners.count(owner) for owner in owners), default=0) * 2 <= len(owners):
+        assert len(set(found.values())) == len(found)
+
+
+@given(st.lists(st.integers(0, 99), min_size=12, max_size=20), st.integers(5, 12))
+def test_a_shuffled_future_is_a_permutation_of_its_horizon(tokens, horizon):
+    futures = [future(*tokens), future(*tokens)]
+    sampled = [{"unverified": [0] * 21, "incorrect": [0] * 21}] * 2
+    one, other = chosen("shuffled", futures, sampled, [0, 1], horizon=horizon).values()
+    assert sorted(one) == sorted(tokens[:horizon])
+    assert one == other
+
+
+def test_different_futures_are_shuffled_in_different_ways():
+    futures = [future(*range(start, start + 12)) for start in range(40)]
+    sampled = [{"unverified": [0] * 21, "incorrect": [0] * 21}] * 40
+    found = chosen("shuffled", futures, sampled, list(range(40)), horizon=12)
+    orders = {tuple(token - row for token in tokens) for row, tokens in found.items()}
+    assert len(orders) == 40
+    assert tuple(range(12)) not in orders
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(workers=1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed, tmp_path_factory) -> Path:
+    """Logged states with the LLM's samples and the SLM's own futures."""
+    folder = linked(undisturbed[0]["futures"], tmp_path_factory.mktemp("qualities") / "run", *LOGGED)
+    run_stage(SampleStage(settings(), folder))
+    run_stage(OwnFutureStage(settings(), folder))
+    return folder
+
+
+def states_of(run, shard):
+    """(prefix, output so far, gold answer) of every state of a shard."""
+    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+    problems = TrajectoryStage(settings(), run).problems()[shard]
+    found = []
+    for state in Artefact(run, "states").table(shard):
+        owner = trajectories[state["trajectory"]]
+        prefix = owner.tokens[: state["position"]]
+        found.append((prefix, prefix[owner.prompt_length :], problems[state["trajectory"]].answer))
+    return found
+
+
+def verdict(pair, verifier, output, new, gold):
+    text = pair.world.tokenizer.decode([*output.tolist(), *new], skip_special_tokens=True)
+    return verifier.verify_many([text], [gold], bad_golds="unparsable")[0]
+
+
+def test_samples_are_the_llms_and_the_first_wrong_one_is_kept(run, pair, verifier):
+    llm, wrong = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer)), 0
+    for shard in ("validation-00001",):
+        futures, rows = read_futures(Artefact(run, "futures"), shard)
+        used, _ = usable([logged_pool(row, 3).ids.tolist() for row in rows], futures, 8)
+        sampled = Artefact(run, "samples").table(shard)
+        states = states_of(run, shard)
+        assert [row for row, one in enumerate(sampled) if one["unverified"] is not None] == used
+        for row, (prefix, output, gold) in enumerate(states):
+            if row not in used:
+                assert sampled[row] == {"unverified": None, "incorrect": None}
+                continue
+            draws = [
+                llm.sample_many([prefix], 1, 45, temperature=1.5, top_p=1.0, top_k=0, seed=seed)[0][0].tolist()
+                for seed in range(4)
+            ]
+            said = [verdict(pair, verifier, output, new, gold) for new in draws]
+            assert sampled[row]["unverified"] == draws[0]
+            first = next((new for new, one in zip(draws, said, strict=True) if one == "wrong"), None)
+            assert sampled[row]["incorrect"] == first
+            wrong += first is not None
+    assert wrong > 5
+
+
+def test_every_kept_wrong_sample_is_wrong(run, pair, verifier):
+    seen = 0
+    for shard in SampleStage(settings(), run).shards():
+        states = states_of(run, shard)
+        for row, one in enumerate(Artefact(run, "samples").table(shard)):
+            if one["incorrect"] is not None:
+                _, output, gold = states[row]
+                assert verdict(pair, verifier, output, one["incorrect"], gold) == "wrong"
+                seen += 1
+    counts = Artefact(run, "samples").finished()["counts"]
+    assert seen == counts["with a wrong one"] > 50
+    assert counts["sampled"] >= seen
+
+
+def test_own_futures_are_the_slms_first_right_sample_from_the_bare_state(run, pair, verifier):
+    slm, shard, right = LocalLLM(pair.slm, valid_vocab=len(pair.world.tokenizer)), "train-00001", 0
+    states, (futures, _) = states_of(run, shard), read_futures(Artefact(run, "own-futures"), shard)
+    for (prefix, output, gold), found in zip(states, futures, strict=True):
+        draws = slm.sample_many([prefix], 2, 45, temperature=0.7, top_p=1.0, top_k=0, seed=0)[0]
+        said = [verdict(pair, verifier, output, new.tolist(), gold) for new in draws]
+        best = said.index("correct") if "correct" in said else 0
+        assert [found.first, *found.tokens.tolist()] == draws[best].tolist()
+        assert found.verdict == said[best]
+        right += found.verdict == "correct"
+    assert 0 < right < len(states)
+
+
+def scored(run, folder, kind) -> Path:
+    place = linked(run, folder, *LOGGED, "samples", "own-futures")
+    run_stage(ScoreStage(settings(score={"future": kind}), place))
+    return place
+
+
+def test_scores_are_of_the_futures_asked_for_on_one_set_of_states(run, pair, tmp_path):
+    scorer, shard, sets = CompatibilityScorer(pair.slm), "train-00003", {}
+    llm, rows = read_futures(Artefact(run, "futures"), shard)
+    own, _ = read_futures(Artefact(run, "own-futures"), shard)
+    states, owners = states_of(run, shard), [row["trajectory"] for row in Artefact(run, "states").table(shard)]
+    sampled = Artefact(run, "samples").table(shard)
+    used, _ = usable([logged_pool(row, 3).ids.tolist() for row in rows], llm, 8)
+    for kind in ("llm", "own", *QUALITIES):
+        place = scored(run, tmp_path / kind, kind)
+        groups = {group.state: group for group in read_groups(Artefact(place, "scores"), shard)}
+        futures = {"llm": llm, "own": own}.get(kind)
+        if futures is None:
+            futures = futures_of_quality(kind, llm, used, sampled, owners, 8, shard)
+        sets[kind] = [row for row, group in groups.items() if group.logprob is not None]
+        for row in sets[kind][:4]:
+            tokens = futures[row].tokens[:8]
+            assert len(tokens) == 8
+            wanted = scorer.score(states[row][0], groups[row].candidates, tokens)
+            torch.testing.assert_close(groups[row].logprob, wanted, rtol=1e-4, atol=1e-4)
+    assert {tuple(sets[kind]) for kind in QUALITIES} == {tuple(sets["verified"])}
+    assert set(sets["verified"]) <= set(sets["llm"])
+    assert len(sets["verified"]) > 2
+    assert all(own[row].verdict == "correct" for row in sets["own"])
+    assert sets["own"]
+
+
+def test_other_samples_or_a_missing_stage_are_named(run, tmp_path):
+    place = linked(run, tmp_path / "run", *LOGGED, "samples")
+    with pytest.raises(ValueError, match=r"expected finished own-futures.*run `futurebridge score` first"):
+        run_stage(ScoreStage(settings(score={"future": "own"}), place))
+    with pytest.raises(ValueError, match=r"settings\.llm_temperature 1\.5, got 1\.0; put that back"):
+        run_stage(ScoreStage(settings(score={"future": "incorrect"}, samples={"llm_temperature": 1.0}), place))
+
+
+KINDS = [
+    pytest.param(kind, marks=[] if kind in ("own", "incorrect") else [pytest.mark.slow]) for kind in ("own", *QUALITIES)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_on_every_kind_of_future(run, tmp_path, kind):
+    place = linked(run, tmp_path / "run", *LOGGED)
+    for stage in ("samples", "own-futures"):
+        (place / stage).symlink_to(run / stage, target_is_directory=True)
+    chosen = settings(score={"future": kind}, train={"seeds": [0], "epochs": 1})
+    for command in ("score", "train"):
+        run_command(command, chosen, place, show=lambda text: None)
+    groups = [group for one in TrainStage(chosen, place).groups("train") for group in one.groups]
+    assert len(groups) == Artefact(place, "scores").finished()["counts"]["train groups"] > 20
+    assert Artefact(place, "reranker").finished()["counts"] == {"adapters": 1}

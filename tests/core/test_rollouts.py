@@ -1,0 +1,463 @@
+"""Rollouts against naive decoding, agreement and advice against counting by hand, calibration from a run's files."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from runs import linked, settings
+from typer.testing import CliRunner
+
+from fb_core import TokenReranker, Verifier, statistics
+from fb_core.calibration import Weights, calibrate, calibrated_target, calibration_terms
+from fb_core.cli import app
+from fb_core.demo.pairs import load_pair
+from fb_core.pipeline import advice as advising
+from fb_core.pipeline.advice import advice
+from fb_core.pipeline.agreement import (
+    AgreementStage,
+    Judged,
+    agreement_rows,
+    agreement_table,
+    coverage_rows,
+    judge,
+    judged_states,
+)
+from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.calibrate import CalibrationStage, read_weights
+from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
+from fb_core.pipeline.pools import logged_pool
+from fb_core.pipeline.rollouts import RolledOut, RolloutStage, read_rollouts, token_kind
+from fb_core.pipeline.score import read_groups
+from fb_core.pipeline.stage import run_stage
+from fb_core.pipeline.train import TrainStage
+
+LOGGED = ("trajectories", "policy", "states", "futures", "scores")
+TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed) -> Path:
+    return undisturbed[0]["train"]
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(input_ids=tokens[None]).logits[0, -1]
+
+
+def naive(model, tokens, room, end):
+    """Greedy, a whole forward a token."""
+    new = []
+    while len(new) < room and (not new or new[-1] != end):
+        new.append(int(logits(model, torch.cat([tokens, torch.tensor(new, dtype=torch.int64)])).argmax()))
+    return new
+
+
+def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
+    shard, end = "validation-00000", pair.slm.config.eos_token_id
+    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+    problems = TrajectoryStage(settings(), run).problems()[shard]
+    states, pools = Artefact(run, "states").table(shard), Artefact(run, "futures").table(shard)
+    rolled = read_rollouts(Artefact(run, "rollouts"), shard)
+    assert [one.state for one in rolled] == list(range(len(states)))  # a share of 1
+    decode = pair.world.tokenizer.decode
+    outcomes = []
+    with Verifier(workers=1) as verifier:
+        for one in rolled[::5]:
+            state = states[one.state]
+            owner, problem = trajectories[state["trajectory"]], problems[state["trajectory"]]
+            pool = logged_pool(pools[one.state], 3)
+            assert one.ids.tolist() == pool.ids.tolist()
+            assert one.sources.tolist() == pool.sources.tolist()
+            assert torch.equal(one.llm_logprob, pool.llm_logprob)
+            assert one.problem == problem.id
+            prefix = owner.tokens[: state["position"]]
+            logprob = logits(pair.slm, prefix).log_softmax(-1)
+            torch.testing.assert_close(one.slm_logprob, logprob[one.ids], rtol=1e-4, atol=1e-4)
+            assert one.kind == token_kind(decode([int(logprob.argmax())]))
+            for candidate, correct, text in zip(one.ids.tolist(), one.correct.tolist(), one.texts, strict=True):
+                tokens = torch.cat([prefix, torch.tensor([candidate])])
+                new = [] if candidate == end else naive(pair.slm, tokens, 45, end)
+                written = [*tokens[owner.prompt_length :].tolist(), *new]
+                assert text == decode(written, skip_special_tokens=True)
+                verdict = verifier.verify_many([text], [problem.answer], bad_golds="unparsable")[0]
+                assert correct == (verdict == "correct")
+                outcomes.append(correct)
+    assert set(outcomes) == {True, False}
+
+
+def rolled_states(run, changes, folder):
+    place = linked(run, folder, "trajectories", "policy", "states", "futures")
+    manifest = run_stage(RolloutStage(settings(rollouts=changes), place))
+    shards = RolloutStage(settings(), place).shards()
+    return manifest, {
+        (shard, one.state) for shard in shards for one in read_rollouts(Artefact(place, "rollouts"), shard)
+    }
+
+
+def test_the_share_of_states_is_drawn_by_the_seed(run, tmp_path):
+    half = {
+        (shard, one.state)
+        for shard in RolloutStage(settings(), run).shards()
+        for one in read_rollouts(Artefact(run, "rollouts"), shard)
+    }
+    small = {"validation": 0.2, "train": 0.2}
+    manifest, fifth = rolled_states(run, small, tmp_path / "a")
+    other = rolled_states(run, small | {"seed": 1}, tmp_path / "b")[1]
+    assert fifth < half  # a larger share has the states of a smaller one
+    assert len(fifth) == pytest.approx(0.2 * 187, abs=16)
+    assert other != fifth
+    assert not other <= half
+    stage = RolloutStage(settings(rollouts=small), tmp_path / "a")
+    assert stage.units(manifest) == len(fifth)
+    none = rolled_states(run, {"validation": 0.01, "train": 0}, tmp_path / "c")[1]
+    assert not [shard for shard, _ in none if shard.startswith("train")]
+    counts = Artefact(run, "rollouts").finished()["counts"]
+    assert counts["train states"] == len([shard for shard, _ in half if shard.startswith("train")])
+    assert counts["train states"] == pytest.approx(71, abs=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("so ", "word"),
+        (" Then", "word"),
+        ("über", "word"),
+        ("7", "digit"),
+        (" 12,", "digit"),
+        ("x2", "digit"),
+        ("²", "digit"),
+        ("=", "mark"),
+        ("\\boxed{", "mark"),
+        ("don't", "mark"),
+        ("", "mark"),
+        ("\n\n", "mark"),
+        ("�", "mark"),
+    ],
+)
+def test_kinds_of_tokens(text, kind):
+    assert token_kind(text) == kind
+
+
+def rolled(problem, correct, sources=None, kind="word", state=0):
+    size = len(correct)
+    return RolledOut(
+        state,
+        problem,
+        kind,
+        torch.arange(size),
+        torch.tensor([3] * size if sources is None else sources, dtype=torch.int32),
+        torch.zeros(size),
+        torch.zeros(size),
+        torch.tensor(correct),
+        [""] * size,
+    )
+
+
+def judged(problem, correct, sources=None, kind="word", **scores):
+    """Scores by name, each a list of one [K] a seed."""
+    known = {name: [torch.tensor(one) for one in found] for name, found in scores.items()}
+    return Judged(rolled(problem, correct, sources, kind), known)
+
+
+STATES = [
+    judged("a", [True, False, False], SLM=[[3.0, 2.0, 1.0]], ours=[[3.0, 4.0, 1.0], [3.0, 2.0, 1.0]]),
+    judged("a", [True, True], SLM=[[0.0, 1.0]], ours=[[1.0, 0.0], [1.0, 0.0]]),
+    judged("b", [False, True, True, False], kind="digit", SLM=[[2.0, 2.0, 1.0, 0.0]]),
+    judged("c", [False, False], kind="digit", SLM=[[1.0, 0.0]], ours=[[1.0, 2.0], [1.0, 2.0]]),
+]
+
+
+def test_agreement_by_hand():
+    rows = {(row["kind"], row["score"]): row for row in agreement_rows(STATES)}
+    assert list(rows) == [
+        ("all", "SLM"),
+        ("all", "ours"),
+        ("word", "SLM"),
+        ("word", "ours"),
+        ("digit", "SLM"),
+        ("digit", "ours"),
+    ]
+    everywhere = rows["all", "SLM"]
+    assert {name: everywhere[name] for name in ("states", "mixed_states", "pairs", "problems")} == {
+        "states": 4,
+        "mixed_states": 2,
+        "pairs": 2 + 4,
+        "problems": 3,
+    }
+    # of problem b: (1 over 0) tied, (1 over 3) right, (2 over 0) wrong, (2 over 3) right
+    assert everywhere["pairwise"] == statistics.ratio_interval([2, 2.5, 0], [2, 4, 0])
+    assert everywhere["pairwise"].mean == pytest.approx(4.5 / 6)
+    assert everywhere["top1"] == statistics.ratio_interval([2, 0, 0], [2, 1, 1])
+    assert everywhere["top1_mixed"] == statistics.ratio_interval([1, 0, 0], [1, 1, 0])
+    ours = rows["all", "ours"]  # the mean of two seeds, known at three states
+    assert (ours["states"], ours["mixed_states"], ours["pairs"], ours["problems"]) == (3, 1, 2, 2)
+    assert ours["pairwise"] == statistics.ratio_interval([1.5, 0], [2, 0])
+    assert ours["top1"] == statistics.ratio_interval([1.5, 0], [2, 1])
+    assert ours["top1_mixed"].mean == 0.5
+    alone = rows["digit", "ours"]
+    assert (alone["pairwise"], alone["top1_mixed"], alone["top1"].mean) == (None, None, 0.0)
+    assert agreement_rows([]) == []
+
+
+def test_coverage_by_hand():
+    states = [
+        judged("a", [True, False, False], [1, 3, 2]),
+        judged("a", [False, False, True, True], [1, 1, 2, 2]),
+        judged("b", [False, False], [3, 3]),
+        judged("c", [True, True], [1, 2]),
+    ]
+    slm, llm, joint = coverage_rows(states)
+    assert [row["pool"] for row in (slm, llm, joint)] == ["SLM", "LLM", "joint"]
+    assert [row["mean_size"] for row in (slm, llm, joint)] == [(2 + 2 + 2 + 1) / 4, (2 + 2 + 2 + 1) / 4, 11 / 4]
+    assert slm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 1, 1])
+    assert llm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 1, 1])
+    assert joint["coverage"] == statistics.ratio_interval([2, 0, 1], [2, 1, 1])
+    assert slm["coverage_mixed"] == statistics.ratio_interval([1, 0, 0], [2, 0, 0])
+    assert joint["coverage_mixed"].mean == 1.0
+    assert {(row["states"], row["mixed_states"]) for row in (slm, llm, joint)} == {(4, 2)}
+    assert coverage_rows([]) == []
+
+
+def counted(states, name):
+    """(agreeing, comparable, first right, first right of mixed, mixed) of a score, by counting."""
+    agreeing = comparable = right = mixed_right = mixed = 0.0
+    for state in states:
+        outcome, score = state.rolled.correct.tolist(), state.scores[name][0].tolist()
+        for a, b in itertools.permutations(range(len(outcome)), 2):
+            if outcome[a] and not outcome[b]:
+                comparable += 1
+                agreeing += 1.0 if score[a] > score[b] else 0.5 if score[a] == score[b] else 0.0
+        top = outcome[score.index(max(score))]
+        right += top
+        if len(set(outcome)) == 2:
+            mixed, mixed_right = mixed + 1, mixed_right + top
+    return agreeing, comparable, right, mixed_right, mixed
+
+
+def test_agreement_of_a_run_is_what_counting_gives(run):
+    states = judged_states(settings(), run)
+    assert len(states) == 45
+    rows = {row["score"]: row for row in agreement_rows(states) if row["kind"] == "all"}
+    assert list(rows) == ["SLM", "LLM", "Direct-B_8"]  # no reranker was held against the rollouts
+    for name, row in rows.items():
+        members = [state for state in states if name in state.scores]
+        agreeing, comparable, right, mixed_right, mixed = counted(members, name)
+        assert (row["states"], row["pairs"], row["mixed_states"]) == (len(members), comparable, mixed)
+        assert row["pairwise"].mean == pytest.approx(agreeing / comparable)
+        assert row["top1"].mean == pytest.approx(right / len(members))
+        assert row["top1_mixed"].mean == pytest.approx(mixed_right / mixed)
+    assert rows["Direct-B_8"]["states"] == 37  # with a usable future
+    by_kind = [row for row in agreement_rows(states) if row["score"] == "SLM" and row["kind"] != "all"]
+    assert sum(row["states"] for row in by_kind) == 45
+    groups = {
+        (shard, group.state): group
+        for shard in ("validation-00000", "validation-00001")
+        for group in read_groups(Artefact(run, "scores"), shard)
+    }
+    first = next(state for state in states if "Direct-B_8" in state.scores)
+    matrix = groups["validation-00000", first.rolled.state].logprob
+    assert first.scores["Direct-B_8"][0].tolist() == pytest.approx(matrix[:, :8].mean(1).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("certainty", [None, 0.6])
+def test_rerankers_are_held_against_the_rollouts_as_deployed(run, pair, tmp_path, certainty):
+    place, shard = linked(run, tmp_path / "run", *TRAINED), "validation-00001"
+    output = AgreementStage(settings(evaluate={"certainty": certainty}), place).work(shard)
+    table = pq.read_table(io.BytesIO(output.files[f"{shard}.parquet"])).to_pylist()
+    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+    states = Artefact(run, "states").table(shard)
+    certain = 0
+    for seed in (0, 1):
+        reranker = TokenReranker.from_pretrained(run / "reranker" / f"seed-{seed}", pair.slm)
+        for one, row in zip(read_rollouts(Artefact(run, "rollouts"), shard), table, strict=True):
+            state = states[one.state]
+            wanted = reranker.scores(trajectories[state["trajectory"]].tokens[: state["position"]], one.ids)
+            if certainty is not None and float(one.llm_logprob.max().exp()) > certainty:
+                wanted, certain = one.llm_logprob, certain + 1
+            assert row["state"] == one.state
+            assert row[f"seed-{seed}"] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert bool(certain) == (certainty is not None)
+
+
+def test_a_run_without_rollouts_or_scores_says_so(undisturbed, run, tmp_path):
+    with pytest.raises(ValueError, match="expected finished rollouts, got none"):
+        judge(settings(), undisturbed[0]["score"])
+    place = linked(run, tmp_path / "run", "trajectories", "policy", "states", "futures", "rollouts")
+    assert "Direct-B" not in judge(settings(), place)
+    assert "| all | LLM |" in judge(settings(), place)
+    with pytest.raises(ValueError, match="expected finished scores, got none"):
+        advice(settings(), place)
+
+
+def advised(monkeypatch, run, states, chosen=None):
+    monkeypatch.setattr(advising, "judged_states", lambda *_: states)
+    return advice(settings() if chosen is None else chosen, run)
+
+
+def states_with(future, large, kind="word", problems=12):
+    """States whose scores order their two candidates rightly in these shares of the problems."""
+    found = []
+    for place in range(problems):
+        scores = {
+            name: [[1.0, 0.0] if place < share * problems else [0.0, 1.0]]
+            for name, share in (("SLM", 0.5), ("LLM", large), ("Direct-B_8", future))
+        }
+        found.append(judged(f"p{place}", [True, False], kind=kind, **scores))
+    return found
+
+
+def test_advice_on_an_inverted_target(monkeypatch, run):
+    said = advised(monkeypatch, run, states_with(future=0.0, large=0.5))
+    assert said[0].startswith("Direct-B_8 orders candidates the wrong way round, 0% [0, 0] of pairs")
+    assert "score.future: own" in said[0]
+    assert "train.target: calibrated" in said[0]
+
+
+def test_advice_on_a_good_target_and_a_better_one_at_digits(monkeypatch, run):
+    states = states_with(1.0, 0.5) + states_with(0.0, 1.0, kind="digit", problems=2)
+    said = advised(monkeypatch, run, states)
+    assert said[0].startswith("Direct-B_8 orders candidates as their rollouts do, 86% [")
+    assert said[0].endswith("of pairs: the plain recipe can learn.")
+    word, digit = said[1:3]
+    assert word.startswith("At word events (12 held-out states): Direct-B_8 100% [100, 100]")
+    assert word.endswith("Here the future knows more than the LLM.")
+    assert digit.startswith("At digit events (2 held-out states): Direct-B_8 0% [0, 0], the LLM's own score 100%")
+    assert "train.features" in digit
+    assert "evaluate.certainty" in digit
+    assert not [line for line in said if "mark events" in line]
+    assert said[3].endswith("SLM 100.0%, LLM 100.0%, joint 100.0%.")
+
+
+def test_advice_on_an_undecided_target(monkeypatch, run):
+    said = advised(monkeypatch, run, states_with(0.5, 0.5))
+    assert "is not told from chance, 50% [" in said[0]
+    assert said[1].endswith("neither is better beyond chance.")
+
+
+def test_advice_where_nothing_can_be_compared(monkeypatch, run):
+    alike = [judged("a", [True, True], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]], **{"Direct-B_8": [[1.0, 0.0]]})]
+    assert advised(monkeypatch, run, alike)[:2] == [
+        "No held-out state has both a usable future and candidates of different outcome: Direct-B_8 is unknown.",
+        "At word events (1 held-out states) no pair of candidates differs in outcome.",
+    ]
+    unscored = [judged("a", [True, False], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]])]
+    said = advised(monkeypatch, run, unscored)
+    assert said[0].startswith("No held-out state has both")
+    assert said[1].startswith("At word events (1 held-out states): Direct-B_8 unknown, the LLM's own score 100%")
+    assert len(advised(monkeypatch, run, [])) == 2
+
+
+def test_advice_counts_what_a_calibration_needs(monkeypatch, run):
+    states = states_with(0.5, 0.5)
+    needed = math.ceil(3 * 45 / 25)
+    assert advised(monkeypatch, run, states)[-1] == (
+        "A calibration needs 3 training states with candidates of different outcome; as 25 of 45 held-out states have "
+        f"them, about {needed} rolled-out states, a share of {needed / 142:.2g} (rollouts.train is 0.5)."
+    )
+    many = settings(rollouts={"minimum_mixed": 100})
+    assert advised(monkeypatch, run, states, many)[-1].endswith(
+        "about 180 rolled-out states, more than the 142 there are: collect more."
+    )
+
+
+def test_the_command_shows_agreement_and_advises(run, tmp_path):
+    place = linked(run, tmp_path / "run", *TRAINED)
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(settings().model_dump(mode="json")))
+    called = ["rollouts", "--config", str(config), "--run-dir", str(place), "--advise"]
+    done = CliRunner().invoke(app, called, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert agreement_table(settings(), place) in done.stdout
+    assert "| all | FutureBridge |" in done.stdout
+    sentences = [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")]
+    assert sentences == advice(settings(), place)
+    assert sentences[0].startswith("Direct-B_8 ")
+    assert sentences[-1].startswith("A calibration needs 3 training states")
+    rows = {row["score"]: row for row in agreement_rows(judged_states(settings(), place)) if row["kind"] == "all"}
+    assert rows["FutureBridge"]["states"] == 45
+    assert rows["FutureBridge"]["pairs"] == rows["SLM"]["pairs"]
+
+
+@pytest.fixture(scope="module")
+def calibrated(run, tmp_path_factory) -> Path:
+    place = linked(run, tmp_path_factory.mktemp("calibrated") / "run", *LOGGED, "rollouts")
+    run_stage(CalibrationStage(settings(), place))
+    return place
+
+
+def test_theta_is_fitted_to_the_rolled_out_training_states(run, calibrated):
+    terms, outcomes, none = [], [], 0
+    for shard in RolloutStage(settings(), run).shards():
+        if shard.startswith("validation"):
+            continue
+        groups = {group.state: group for group in read_groups(Artefact(run, "scores"), shard)}
+        for one in read_rollouts(Artefact(run, "rollouts"), shard):
+            group = groups[one.state]
+            none += group.logprob is None
+            future = None if group.logprob is None else group.logprob[:, :8].mean(1)
+            assert group.candidates.tolist() == one.ids.tolist()
+            terms.append(calibration_terms(future, one.llm_logprob, one.slm_logprob))
+            outcomes.append(one.correct)
+    assert none  # states without a future count too
+    wanted = calibrate(terms, outcomes, minimum_mixed=3)
+    found = Artefact(calibrated, "calibration").finished()["summary"]["h8"]
+    assert (found["states"], found["mixed"]) == (71, 40) == (wanted.states, wanted.mixed)
+    assert found["theta"] == pytest.approx(wanted.theta._asdict(), abs=1e-3)
+    assert found["loss_after"] < found["loss_before"]
+    assert read_weights(calibrated, [8]) == [Weights(**found["theta"])]
+
+
+def test_theta_and_its_states_are_printed(calibrated):
+    stage = CalibrationStage(settings(), calibrated)
+    manifest = stage.folder.finished()
+    head, line, row = stage.report(manifest).splitlines()
+    assert "mixed states (at least 3)" in head
+    assert head.count("|") == line.count("|") == row.count("|") == 11
+    cells = dict(
+        zip((cell.strip() for cell in head.split("|")), (cell.strip() for cell in row.split("|")), strict=True)
+    )
+    for name, value in manifest["summary"]["h8"]["theta"].items():
+        assert cells[name] == f"{value:+.2f}"
+    assert row.startswith("| 8 | 40 | 71 | ")
+    assert json.loads((calibrated / "calibration" / "h8.jsonl").read_text()) == manifest["summary"]["h8"]
+
+
+def test_too_few_mixed_states_are_one_sentence(run, tmp_path):
+    place = linked(run, tmp_path / "run", *LOGGED, "rollouts")
+    chosen = settings(rollouts={"minimum_mixed": 41}, train={"target": "calibrated"})
+    with pytest.raises(ValueError, match=r"at least 41 states .* got 40 of 71 rolled out; roll out a larger share"):
+        run_stage(CalibrationStage(chosen, place))
+    with pytest.raises(ValueError, match=r"expected finished calibration .* run `futurebridge train` first"):
+        run_stage(TrainStage(chosen, place))
+
+
+def test_the_calibrated_target_is_of_all_states_with_a_pool(run, calibrated):
+    chosen = settings(train={"target": "calibrated"})
+    (theta,) = read_weights(calibrated, [8])
+    stage = TrainStage(chosen, calibrated)
+    found = [group for trajectory in stage.groups("train") for group in trajectory.groups]
+    assert len(found) == 142  # with and without a future
+    wanted = []
+    for shard in TrajectoryStage(chosen, calibrated).shards():
+        if shard.startswith("train"):
+            for group in read_groups(Artefact(run, "scores"), shard):
+                future = None if group.logprob is None else group.logprob[:, :8].mean(1)
+                terms = calibration_terms(future, group.llm_logprob, group.slm_logprob)
+                wanted.append((group.candidates, calibrated_target(terms, theta)))
+    for group, (candidates, target) in zip(found, wanted, strict=True):
+        assert torch.equal(group.candidates, candidates)
+        torch.testing.assert_close(group.target[:, 0], target, rtol=1e-4, atol=1e-5)
