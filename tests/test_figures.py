@@ -34,7 +34,8 @@ def root(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "docs" / "demo" / "results.json", tmp_path / "docs" / "demo")
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
-    shutil.copytree(ROOT / "docs" / "experiments", tmp_path / "docs" / "experiments")
+    if (ROOT / "docs" / "experiments").exists():
+        shutil.copytree(ROOT / "docs" / "experiments", tmp_path / "docs" / "experiments")
     shutil.copy(ROOT / "docs" / "scale.md", tmp_path / "docs")
     return tmp_path
 
