@@ -237,6 +237,12 @@ def test_other_samples_or_a_missing_stage_are_named(run, tmp_path):
         run_stage(ScoreStage(settings(score={"future": "incorrect"}, samples={"llm_temperature": 1.0}), place))
 
 
+def test_a_servers_time_is_no_gpu_time(tmp_path):
+    served = settings(models={"llm_server": {"url": "http://localhost:1"}})
+    assert (SampleStage(served, tmp_path).device, SampleStage(served, tmp_path).on_gpu) == ("server", False)
+    assert OwnFutureStage(served, tmp_path).device != "server"
+
+
 KINDS = [
     pytest.param(kind, marks=[] if kind in ("own", "incorrect") else [pytest.mark.slow]) for kind in ("own", *QUALITIES)
 ]

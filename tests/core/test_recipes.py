@@ -231,7 +231,7 @@ def test_the_calibrated_target_is_one_command(run, tmp_path):
 def on_policy(run, tmp_path_factory) -> tuple:
     """(settings, folder) of a run whose states are those of the deployed run's first reranker."""
     place = tmp_path_factory.mktemp("on-policy") / "run"
-    chosen = settings(collect={"deployed": str(run), "quantile": 0.5}, train=SHORT)
+    chosen = settings(collect={"deployed": str(run), "quantile": 0.5}, train={"epochs": 1})
     for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage):
         run_stage(stage(chosen, place))
     return chosen, place
@@ -283,7 +283,7 @@ def test_training_groups_are_of_both_runs(on_policy, run):
                 assert torch.equal(group.candidates, other.candidates)
                 assert torch.equal(group.target, other.target)
     run_command("train", chosen, place, show=lambda text: None)
-    assert Artefact(place, "reranker").finished()["counts"] == {"adapters": 1}
+    assert Artefact(place, "reranker").finished()["counts"] == {"adapters": 2}
 
 
 def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run, tmp_path):

@@ -215,20 +215,23 @@ def test_agreement_by_hand():
 
 def test_coverage_by_hand():
     states = [
-        judged("a", [True, False, False], [1, 3, 2]),
+        judged("a", [True, False, False], [1, 1, 2]),
         judged("a", [False, False, True, True], [1, 1, 2, 2]),
+        judged("b", [False, False, True], [3, 1, 1]),
         judged("b", [False, False], [3, 3]),
         judged("c", [True, True], [1, 2]),
     ]
     slm, llm, joint = coverage_rows(states)
     assert [row["pool"] for row in (slm, llm, joint)] == ["SLM", "LLM", "joint"]
-    assert [row["mean_size"] for row in (slm, llm, joint)] == [(2 + 2 + 2 + 1) / 4, (2 + 2 + 2 + 1) / 4, 11 / 4]
-    assert slm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 1, 1])
-    assert llm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 1, 1])
-    assert joint["coverage"] == statistics.ratio_interval([2, 0, 1], [2, 1, 1])
-    assert slm["coverage_mixed"] == statistics.ratio_interval([1, 0, 0], [2, 0, 0])
+    sizes = [(2 + 2 + 3 + 2 + 1) / 5, (1 + 2 + 1 + 2 + 1) / 5, (3 + 4 + 3 + 2 + 2) / 5]
+    assert [row["mean_size"] for row in (slm, llm, joint)] == sizes
+    assert slm["coverage"] == statistics.ratio_interval([1, 1, 1], [2, 2, 1])
+    assert llm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 2, 1])
+    assert joint["coverage"] == statistics.ratio_interval([2, 1, 1], [2, 2, 1])
+    assert slm["coverage_mixed"] == statistics.ratio_interval([1, 1, 0], [2, 1, 0])
+    assert llm["coverage_mixed"] == statistics.ratio_interval([1, 0, 0], [2, 1, 0])
     assert joint["coverage_mixed"].mean == 1.0
-    assert {(row["states"], row["mixed_states"]) for row in (slm, llm, joint)} == {(4, 2)}
+    assert {(row["states"], row["mixed_states"]) for row in (slm, llm, joint)} == {(5, 3)}
     assert coverage_rows([]) == []
 
 
@@ -342,9 +345,10 @@ def test_advice_on_a_good_target_and_a_better_one_at_digits(monkeypatch, run):
     assert said[3].endswith("SLM 100.0%, LLM 100.0%, joint 100.0%.")
 
 
-def test_advice_on_an_undecided_target(monkeypatch, run):
-    said = advised(monkeypatch, run, states_with(0.5, 0.5))
-    assert "is not told from chance, 50% [" in said[0]
+@pytest.mark.parametrize(("share", "percent"), [(0.5, 50), (5 / 12, 42), (7 / 12, 58)])
+def test_advice_on_an_undecided_target(monkeypatch, run, share, percent):
+    said = advised(monkeypatch, run, states_with(share, 0.5))
+    assert f"is not told from chance, {percent}% [" in said[0]
     assert said[1].endswith("neither is better beyond chance.")
 
 
