@@ -284,3 +284,9 @@ def test_floor_of_the_anchors() -> None:
 @ONCE
 def test_the_stages(tmp_path: Path) -> None:
     stages.run_and_repeat(tmp_path, "cpu", "bfloat16")
+
+
+@ONCE
+@pytest.mark.slow
+def test_experiments(tmp_path: Path) -> None:
+    stages.experiments(tmp_path, "cpu", "bfloat16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fb_core import statistics
+from fb_core import hf, statistics
 from fb_core.config import RunSettings
 from fb_core.decoding import LARGE, SLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
@@ -54,19 +54,29 @@ class AgreementStage(Stage):
         rolled, slm = read_rollouts(self.source("rollouts"), shard), self.models.slm
         states = self.source("states").table(shard)
         trajectories = read_trajectories(self.source("trajectories"), shard, slm.device)
-        places = [(states[one.state]["trajectory"], states[one.state]["position"]) for one in rolled]
+        members: dict[int, list[tuple[int, int]]] = {}  # (row, position) by trajectory
+        for row, one in enumerate(rolled):
+            state = states[one.state]
+            members.setdefault(state["trajectory"], []).append((row, state["position"]))
+        rerankers = {seed: chosen_reranker(self.settings, self.run, seed) for seed in self.settings.train.seeds}
+        scores: dict[int, dict[int, Tensor]] = {seed: {} for seed in rerankers}
+        for done, (owner, places) in enumerate(members.items()):
+            self.on_progress(done)
+            tokens, last = trajectories[owner].tokens, max(position for _, position in places)
+            whole = hf.prefill_packed(slm, [tokens[:last]])[0]  # once for all states and rerankers
+            for seed, reranker in rerankers.items():
+                found = _scores(reranker, tokens, whole, [(position, rolled[row]) for row, position in places])
+                scores[seed].update(zip((row for row, _ in places), found, strict=True))
+        certainty = self.settings.evaluate.certainty
         columns: dict[str, pa.Array] = {"state": pa.array([one.state for one in rolled], pa.int32())}
-        for seed in self.settings.train.seeds:
-            reranker = chosen_reranker(self.settings, self.run, seed)
-            prefixes = [trajectories[owner].tokens[:position] for owner, position in places]
-            scores = _scores(reranker, prefixes, rolled)
-            certainty = self.settings.evaluate.certainty
-            if certainty is not None:  # there the LLM decides, as `CertainLLM` has it
-                scores = [
-                    one.llm_logprob if bool(one.llm_logprob.max().exp() > certainty) else own
-                    for own, one in zip(scores, rolled, strict=True)
-                ]
-            columns[f"seed-{seed}"] = lists(scores, pa.float32())
+        for seed, by_row in scores.items():
+            judged = [
+                one.llm_logprob  # there the LLM decides, as `CertainLLM` has it
+                if certainty is not None and bool(one.llm_logprob.max().exp() > certainty)
+                else by_row[row]
+                for row, one in enumerate(rolled)
+            ]
+            columns[f"seed-{seed}"] = lists(judged, pa.float32())
         return Output({f"{shard}.parquet": table_bytes(columns)}, {"states": len(rolled)})
 
     def report(self, manifest: dict[str, Any]) -> str:
@@ -77,14 +87,25 @@ class AgreementStage(Stage):
 
 
 @torch.no_grad()
-def _scores(reranker: TokenReranker, prefixes: Sequence[Tensor], rolled: Sequence[RolledOut]) -> list[Tensor]:
-    """float32 [K] of every state."""
+def _scores(
+    reranker: TokenReranker, tokens: Tensor, whole: hf.Prefix, places: Sequence[tuple[int, RolledOut]]
+) -> list[Tensor]:
+    """float32 [K] of every (position, state) of one trajectory, whose prefix `whole` reaches to the last of them."""
     device = reranker.base.device
-    found: list[Tensor] = []
-    for prefix, one in zip(prefixes, rolled, strict=True):
-        features = candidate_features(one.slm_logprob, one.llm_logprob, one.sources, reranker.feature_names).to(device)
-        found.append(reranker.scores(prefix, one.ids.to(device), features=features).cpu())
-    return found
+    pools = [one.ids.to(device) for _, one in places]
+    features = [
+        candidate_features(one.slm_logprob, one.llm_logprob, one.sources, reranker.feature_names).to(device)
+        for _, one in places
+    ]
+    if reranker.scope == "candidate":
+        prefixes = [replace(whole, length=position) for position, _ in places]
+        found = reranker.scores_many(prefixes, pools, features)
+    else:
+        found = [
+            reranker.scores(tokens[:position], pool, features=rows)
+            for (position, _), pool, rows in zip(places, pools, features, strict=True)
+        ]
+    return [scores.cpu() for scores in found]
 
 
 @dataclass(frozen=True, eq=False)

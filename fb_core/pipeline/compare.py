@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from fb_core import hf
 from fb_core.pipeline.collect import PolicyStage
 from fb_core.pipeline.deploy import pool_options
 from fb_core.pipeline.evaluate import benchmark_problems
@@ -48,6 +49,7 @@ class CompareStage(Stage):
     def relevant(self) -> dict[str, Any]:
         settings = self.settings
         return {
+            "checkpoints": self._checkpoints(),
             **settings.evaluate.model_dump(exclude={"per_shard"}),
             **pool_options(settings),
             **settings.compare.model_dump(exclude={"router", "timed"}),
@@ -57,6 +59,13 @@ class CompareStage(Stage):
             "verify": settings.verify.model_dump(exclude={"workers"}),
             "hash": {name: problems_hash(problems) for name, problems in benchmark_problems(settings).items()},
         }
+
+    def _checkpoints(self) -> dict[str, str]:
+        """Hashes of the external ones."""
+        try:
+            return {name: hf.checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
+        except OSError as problem:  # the row cannot be made, the others can
+            raise ValueError(f"compare.external: {problem}") from None
 
     @cached_property
     def _trials(self) -> dict[str, Trial]:

@@ -82,10 +82,7 @@ def generator(method: str, settings: RunSettings, run: Path, seed: int | None) -
     }
     if method.startswith(EXTERNAL):
         path = settings.compare.external[method.removeprefix(EXTERNAL)]
-        try:
-            model = load_external(path, tokenizer, settings.models.device, settings.models.dtype)
-        except OSError as problem:  # of this row alone
-            raise ValueError(f"compare.external: {problem}") from None
+        model = load_external(path, tokenizer, settings.models.device, settings.models.dtype)
         return partial(external, model, tokenizer, batch_tokens=settings.models.batch_tokens)
     policy = frozen_policy(run)
     match method, seed:

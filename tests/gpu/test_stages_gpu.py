@@ -1,4 +1,4 @@
-"""The five commands of a run with both models on a GPU: they end, and what is made again has the same bytes."""
+"""The commands of a run with both models on a GPU: they end, and what is made again has the same bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.commands import COMMANDS, run_command
+from fb_core.pipeline.experiment import run_experiment
+from fb_core.pipeline.findings import findings
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
@@ -49,7 +51,16 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
             "futures": {"max_new_tokens": 45, "llm_k": 3},
             "score": {"horizon": 8},
             "train": {"horizons": [8], "seeds": [0, 1], "epochs": 1, "checkpoint_steps": 2, "microbatches": 2},
+            "rollouts": {"train": 1.0, "minimum_mixed": 1},
             "evaluate": {"benchmarks": [str(problems)], "limit": 8, "max_new_tokens": 45},
+            "compare": {
+                "votes": 2,
+                "delimiter": ". ",
+                "judge": "=",
+                "timed": 4,
+                "router": {"problems": 20, "width": 16, "blocks": 1, "epochs": 2},
+            },
+            "experiment": {"alphas": [], "temperatures": [], "quantiles": []},
             "verify": {"workers": 1},
         }
     )
@@ -71,11 +82,28 @@ def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
     assert (manifest["cost"]["gpu_hours"] > 0) == (device != "cpu")
 
 
+def experiments(folder: Path, device: str, dtype: str) -> None:
+    """Peers, repairs and costs, and all that they are held against, in this process."""
+    settings, run = pair_on_disk(folder, device, dtype), folder / "run"
+    run_experiment(["methods", "repairs", "costs"], settings, run, workers=1)
+    made = findings(settings, run)
+    rows = {(row["table"], row["label"]) for row in made["rows"] if row.get("accuracy")}
+    assert {label for table, label in rows if table == "methods"} >= {"Greedy", "R2R", "SpecReason", "FutureBridge"}
+    assert len([label for table, label in rows if table == "repairs"]) >= 8
+    timed = made["costs"]["deployment"]
+    assert {row["loop"] for row in timed} == {"fast", "plain"}
+    assert all((row["peak_bytes"] is None) == (device == "cpu") for row in timed)
+
+
 def shard_bytes(run: Path, stage: str, shard: str) -> str:
     files = [path for path in (run / stage).glob(f"{shard}.*") if path.suffix != ".json"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_five_commands(tmp_path: Path, dtype: str) -> None:
+def test_the_commands(tmp_path: Path, dtype: str) -> None:
     run_and_repeat(tmp_path, DEVICE, dtype)
+
+
+def test_experiments(tmp_path: Path) -> None:
+    experiments(tmp_path, DEVICE, "bfloat16")
