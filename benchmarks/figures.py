@@ -46,9 +46,11 @@ def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
     rows: list[str] = []
     for one in findings:
         for row in (row for row in one["rows"] if row["table"] == "quantiles" and row.get("accuracy")):
-            rows += [row["label"]] if row["label"] not in rows else []
             column = columns.setdefault(f"{one['name']}, q = {row['quantile']:g}", {})
-            column[row["label"]] = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in row["accuracy"]))
+            greedy = next(row for row in one["rows"] if row["table"] == "methods" and row["key"] == "greedy")
+            for each in (greedy, row):
+                rows += [each["label"]] if each["label"] not in rows else []
+                column[each["label"]] = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in each["accuracy"]))
     lines = [f"| accuracy, % [95%] | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     lines += [f"| {label} | {' | '.join(column.get(label, '') for column in columns.values())} |" for label in rows]
     problems = {row["problems"] for one in findings for row in one["rows"] if row.get("problems")}
