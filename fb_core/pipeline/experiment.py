@@ -83,11 +83,13 @@ class Rows:
             case "futures":
                 return [self._recipe(f"future-{kind}", kind, score={"future": kind}) for kind in QUALITIES]
             case "alpha":
-                return [
+                distilled = [row for row in self._distilled() if row.key == "distilled"]
+                hybrids = [
                     self._recipe(f"alpha-{a:g}", f"alpha = {a:g}", a, train={"alpha": a})
                     for a in vary.alphas
-                    if a != self.settings.train.alpha
+                    if a not in (0.0, self.settings.train.alpha)
                 ]
+                return [*(replace(row, label="alpha = 0", x=0.0) for row in distilled), *hybrids]
             case "scope":
                 return [self._recipe("scope-sequence", "adapter on the whole sequence", train={"scope": "sequence"})]
             case "temperature":

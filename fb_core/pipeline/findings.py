@@ -81,10 +81,11 @@ Outcomes = dict[str, dict[str, float]]  # share of right runs by benchmark and p
 
 @dataclass(frozen=True)
 class Tried:
-    """A variant's benchmark rows; events and tokens are means by benchmark."""
+    """A variant's benchmark rows; events, LLM calls and tokens are means by benchmark."""
 
     outcomes: Outcomes
     events: dict[str, float]
+    calls: dict[str, float]
     tokens: dict[str, float]
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
@@ -152,19 +153,21 @@ def _tried(settings: RunSettings, run: Path, variant: Variant) -> Tried | None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
     events: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
     tokens: dict[str, list[int]] = {}
     written = {}
     for row in CompareStage(settings_of_variant(settings, variant), run / variant.path).rows():
         by_problem = outcomes.setdefault(row["benchmark"], {})
         by_problem.setdefault(row["problem"], []).append(row["verdict"] == "correct")
         events.setdefault(row["benchmark"], []).append(len(row["steps"]))
+        calls.setdefault(row["benchmark"], []).append(row["calls"])
         tokens.setdefault(row["benchmark"], []).append(len(row["tokens"]))
         written[row["benchmark"], row["problem"], row["seed"]] = row["tokens"]
     shares = {
         name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
     }
     sampled = variant.method == "majority"  # its samples are not kept
-    return Tried(shares, _means(events), {} if sampled else _means(tokens), written)
+    return Tried(shares, _means(events), _means(calls), {} if sampled else _means(tokens), written)
 
 
 def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
@@ -274,6 +277,7 @@ def _row(
             "accuracy": statistics.interval(list(own.values())),
             **differences,
             "events": found.events[benchmark],
+            "calls": found.calls[benchmark],
             "tokens": found.tokens.get(benchmark),
         }
 

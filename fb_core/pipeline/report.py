@@ -497,7 +497,8 @@ def _rows_table(findings: Findings, rows: Sequence[Row], caption: str) -> Table:
     ]
     if any(row.get("minus_verified") for row in rows):
         columns.append(_span("minus_verified", "minus verified, pp [95%]", signed=True))
-    columns += [_count("events", "events a problem", 2), _count("tokens", "tokens a problem", 1)]
+    columns += [_count("events", "events a problem", 2), _count("calls", "LLM calls a problem", 2)]
+    columns.append(_count("tokens", "tokens a problem", 1))
     columns += (
         [_count("problems", "problems")] if len({row["problems"] for row in rows if row.get("problems")}) > 1 else []
     )
