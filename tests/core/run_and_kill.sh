@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The five commands of a run, each killed with SIGKILL once it has finished some of its shards, and then run to its end.
+# The six commands of a run, each killed with SIGKILL once it has finished some of its shards, and then run to its end.
 # Usage: run_and_kill.sh CONFIG RUN
 set -euo pipefail
 config=$1 run=$2

@@ -117,7 +117,7 @@ def test_a_mistake_in_a_task_is_the_users_error_and_not_retried(tmp_path):
 
 @pytest.mark.slow
 def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
-    done, run = trained_by_two(undisturbed[0]["score"], tmp_path, SMALL)
+    done, run = trained_by_two(undisturbed[0]["rollouts"], tmp_path, SMALL)
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(run) == contents(undisturbed[0]["train"])
 
@@ -125,14 +125,14 @@ def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
     values = {**SMALL, "train": {**SMALL["train"], "microbatches": 1}}
-    done, _ = trained_by_two(undisturbed[0]["score"], tmp_path, values)
+    done, _ = trained_by_two(undisturbed[0]["rollouts"], tmp_path, values)
     assert done.returncode != 0
     assert "expected at most one a microbatch" in done.stderr
 
 
 @pytest.mark.slow
 def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(undisturbed, tmp_path):
-    run, command = by_two(undisturbed[0]["score"], tmp_path, SMALL)
+    run, command = by_two(undisturbed[0]["rollouts"], tmp_path, SMALL)
     both = subprocess.Popen(command, env=ONE_THREAD, start_new_session=True, stdout=subprocess.DEVNULL)
     while not list((run / "training").glob("step-*.json")):
         assert both.poll() is None
