@@ -198,6 +198,10 @@ class ScoringSelector(Selector):
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         """float32 [K] for every pool; higher is better."""
 
+    def best(self, scores: Tensor, pool: Pool) -> Tensor:
+        """The index of the highest score."""
+        return scores.argmax()
+
     def choose(self, state: State, pool: Pool) -> int:
         """The index of the highest score."""
         return self.choose_many([state], [pool])[0][0]
@@ -209,12 +213,12 @@ class ScoringSelector(Selector):
             ValueError: a NaN score.
         """
         chosen: list[tuple[int, Tensor | None]] = []
-        for scores in self.scores_many(states, pools):
+        for scores, pool in zip(self.scores_many(states, pools), pools, strict=True):
             if bool(scores.isnan().any()):
                 raise ValueError(
                     f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
                 )
-            chosen.append((int(scores.argmax()), scores))
+            chosen.append((int(self.best(scores, pool)), scores))
         return chosen
 
 
@@ -225,13 +229,9 @@ class LLMPreference(ScoringSelector):
         """The candidates' log p_T."""
         return [pool.llm_logprob for pool in pools]
 
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """As of any scores, with the LLM's own rule for ties."""
-        chosen: list[tuple[int, Tensor | None]] = []
-        for (first, scores), pool in zip(super().choose_many(states, pools), pools, strict=True):
-            equal = pool.llm_logprob == pool.llm_logprob[first]
-            chosen.append((int(pool.ids.where(equal, pool.ids.max() + 1).argmin()), scores))
-        return chosen
+    def best(self, scores: Tensor, pool: Pool) -> Tensor:
+        """Of equal ones the lowest id, which is the LLM's own rule."""
+        return pool.ids.where(scores == scores.max(), pool.ids.max() + 1).argmin()
 
 
 class SLMPreference(ScoringSelector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,12 @@ class AgreementStage(Stage):
         for row, one in enumerate(rolled):
             state = states[one.state]
             members.setdefault(state["trajectory"], []).append((row, state["position"]))
-        rerankers = {seed: chosen_reranker(self.settings, self.run, seed) for seed in self.settings.train.seeds}
-        scores: dict[int, dict[int, Tensor]] = {seed: {} for seed in rerankers}
+        scores: dict[int, dict[int, Tensor]] = {seed: {} for seed in self._rerankers}
         for done, (owner, places) in enumerate(members.items()):
             self.on_progress(done)
             tokens, last = trajectories[owner].tokens, max(position for _, position in places)
             whole = hf.prefill_packed(slm, [tokens[:last]])[0]  # once for all states and rerankers
-            for seed, reranker in rerankers.items():
+            for seed, reranker in self._rerankers.items():
                 found = _scores(reranker, tokens, whole, [(position, rolled[row]) for row, position in places])
                 scores[seed].update(zip((row for row, _ in places), found, strict=True))
         certainty = self.settings.evaluate.certainty
@@ -78,6 +78,11 @@ class AgreementStage(Stage):
             ]
             columns[f"seed-{seed}"] = lists(judged, pa.float32())
         return Output({f"{shard}.parquet": table_bytes(columns)}, {"states": len(rolled)})
+
+    @cached_property
+    def _rerankers(self) -> dict[int, TokenReranker]:
+        """By seed."""
+        return {seed: chosen_reranker(self.settings, self.run, seed) for seed in self.settings.train.seeds}
 
     def report(self, manifest: dict[str, Any]) -> str:
         return agreement_table(self.settings, self.run)

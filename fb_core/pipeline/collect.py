@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import Pool, PoolKind, candidate_pool
+from fb_core.decoding import CollaborativeDecoder, Pool, PoolKind, candidate_pool
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
 from fb_core.pipeline.deploy import (
@@ -222,10 +223,13 @@ class TrajectoryStage(Stage):
 
     def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
         """What the deployed reranker of another run makes of prompts, together with the LLM."""
+        return [found.token_ids for found in self._decoder.generate_many(prompts, max_new_tokens)]
+
+    @cached_property
+    def _decoder(self) -> CollaborativeDecoder:
+        """With the first reranker of the deployed run."""
         run = Path(self.settings.collect.deployed or "")
-        reranker = chosen_reranker(self.settings, run, self.settings.train.seeds[0])
-        decoder = deployed_decoder(self.settings, run, reranker)
-        return [found.token_ids for found in decoder.generate_many(prompts, max_new_tokens)]
+        return deployed_decoder(self.settings, run, chosen_reranker(self.settings, run, self.settings.train.seeds[0]))
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced", 2 * self.settings.collect.max_new_tokens)

@@ -358,10 +358,9 @@ def _trajectory(settings: RunSettings, run: Path) -> dict[str, Any] | None:
     decode = models_of(settings.models).tokenizer.decode
     shard = validation_shards(settings, run)[0]
     trajectories = read_trajectories(Artefact(run, TrajectoryStage.name), shard)
-    judged = [state.rolled.state for state in judged_states(settings, run)]
     states = Artefact(run, StateStage.name).table(shard)
     rolled = {one.state: one for one in read_rollouts(Artefact(run, RolloutStage.name), shard)}
-    if not states or not judged:
+    if not states or not rolled:
         return None
     owners = [state["trajectory"] for state in states]
     chosen = max(set(owners), key=lambda owner: (owners.count(owner), -owner))
