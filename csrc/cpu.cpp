@@ -19,7 +19,7 @@ typedef int32_t Order __attribute__((vector_size(16)));
 
 namespace {
 
-constexpr int OUT_OF_MEMORY = 1;
+constexpr int OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2;
 
 struct Memory {
   float* data = nullptr;
@@ -42,6 +42,53 @@ float* scratch(int64_t size) {
 INLINE int64_t entry(const void* from, int wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(from)[index] : static_cast<const int32_t*>(from)[index];
 }
+
+// Vectors of `repeat` heads of each row.
+template <typename Element>
+struct Block {
+  Element* first;
+  int64_t row, head, repeat;
+  Element* operator[](int64_t r) const { return first + r / repeat * row + r % repeat * head; }
+};
+
+struct Heads {  // of every row
+  const float* data;
+  int64_t row, head;
+  const float* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
+  // From row r on, the heads that share key head g; of keys and values that one for each of them.
+  Block<const float> queries(int64_t r, int64_t g, int64_t repeat) const {
+    return {at(r, g * repeat), row, head, repeat};
+  }
+  Block<const float> keys(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g), row, 0, repeat}; }
+};
+
+struct Layout {
+  const int64_t *branch, *group, *start, *length;  // [branches + 1], [groups + 1], [groups], [groups]
+  int64_t branches, groups, longest;               // prefix that is taken
+
+  int64_t first(int64_t g) const { return branch[group[g]]; }
+
+  bool fits(int64_t rows, int64_t held) const {
+    if (branch[0] != 0 || branch[branches] != rows || group[0] != 0 || group[groups] != branches) return false;
+    for (int64_t b = 0; b < branches; ++b)
+      if (branch[b] > branch[b + 1]) return false;
+    for (int64_t g = 0; g < groups; ++g) {
+      if (group[g] > group[g + 1] || start[g] < 0 || length[g] < 0) return false;
+      if (length[g] && (start[g] > held || length[g] > held - start[g])) return false;
+    }
+    return true;
+  }
+
+  bool takes(int64_t g) const {  // branches of one row
+    for (int64_t b = group[g]; b < group[g + 1]; ++b)
+      if (branch[b + 1] - branch[b] != 1) return false;
+    return length[g] <= longest;
+  }
+};
+
+constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
+
+int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
 
 // Here and not among the variants: instances of templates belong to the whole library.
 void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // the k-th largest is the last of them
@@ -91,10 +138,14 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 struct Kernels {
   decltype(&plain::skinny_linear) skinny_linear;
   decltype(&plain::branch_attention_qkv) branch_attention_qkv;
+  decltype(&plain::branch_attention) branch_attention;
+  decltype(&plain::branch_attention_backward) branch_attention_backward;
   decltype(&plain::topk_entropy) topk_entropy;
 };
 
-#define KERNELS(variant) {variant::skinny_linear, variant::branch_attention_qkv, variant::topk_entropy}
+#define KERNELS(variant)                                                                        \
+  {variant::skinny_linear, variant::branch_attention_qkv, variant::branch_attention,           \
+   variant::branch_attention_backward, variant::topk_entropy}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -117,7 +168,7 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 1; }
+int fbcpu_abi_version() { return 2; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
@@ -135,6 +186,35 @@ int fbcpu_branch_attention_qkv(
   return kernels.branch_attention_qkv(qkv, qkv_stride, q_weight, k_weight, cos, sin, positions, wide_positions, k_cache,
                                       k_slot, k_head, v_cache, v_slot, v_head, first, held, slots, wide_slots, out,
                                       rows, heads, kv_heads, width, eps, scale);
+}
+
+int fbcpu_branch_attention(
+    const float* q, int64_t q_row, int64_t q_head, const float* k, int64_t k_row, int64_t k_head, const float* v,
+    int64_t v_row, int64_t v_head, const float* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
+    const float* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t held, const int64_t* branch,
+    const int64_t* group, const int64_t* start, const int64_t* length, int64_t branches, int64_t groups,
+    int64_t longest, float* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
+    int64_t width, float scale) {
+  Layout layout = {branch, group, start, length, branches, groups, longest};
+  if (!layout.fits(rows, held)) return OTHER_LAYOUT;
+  return kernels.branch_attention({q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
+                                  {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head},
+                                  layout, out, lse, done, rows, heads, kv_heads, width, scale);
+}
+
+int fbcpu_branch_attention_backward(
+    const float* grad, int64_t grad_row, int64_t grad_head, const float* q, int64_t q_row, int64_t q_head,
+    const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head,
+    const float* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head, const float* prefix_v, int64_t prefix_v_row,
+    int64_t prefix_v_head, int64_t held, const int64_t* branch, const int64_t* group, const int64_t* start,
+    const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
+    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
+  Layout layout = {branch, group, start, length, branches, groups, longest};
+  if (!layout.fits(rows, held)) return OTHER_LAYOUT;
+  return kernels.branch_attention_backward(
+      {grad, grad_row, grad_head}, {q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
+      {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head}, layout, dq, dk, dv, done,
+      heads, kv_heads, width, scale);
 }
 
 int fbcpu_topk_entropy(

@@ -185,7 +185,7 @@ INLINE void turned(
   for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
 }
 
-INLINE void softmax(float* score, int64_t count) {
+INLINE float softmax(float* score, int64_t count) {  // in place; returns the log of the sum
   for (int64_t i = count; i < padded(count); ++i) score[i] = -INFINITY;
   Lanes most = Lanes{} - INFINITY, total = {};
   for (int64_t i = 0; i < count; i += LANES) {
@@ -202,54 +202,83 @@ INLINE void softmax(float* score, int64_t count) {
   for (int i = 0; i < LANES; ++i) sum += total[i];
   float inverse = 1.0f / sum;
   for (int64_t i = 0; i < count; i += LANES) store(score + i, load(score + i) * inverse);
+  return top + std::log(sum);
 }
 
-// out[r] = sum_j p[r][j] v[j] + p[r][count] own over a block of V vectors, the last of `tail` columns where given.
+// The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given.
 template <int R, int V>
 INLINE void weighted(
-    const float* p, int64_t p_stride, const float* v, int64_t v_stride, int64_t count, const float* own, int64_t tail,
-    float* out, int64_t out_stride) {
+    const float* p, int64_t p_stride, const float* shared, int64_t stride, int64_t count, const float* const own[R],
+    int64_t e, int64_t tail, float* const to[R]) {
   Lanes acc[R][V] = {};
-  for (int64_t j = 0; j <= count; ++j) {
-    const float* row = j < count ? v + j * v_stride : own;
+  for (int64_t j = 0; j < count; ++j)
     for (int i = 0; i < V; ++i) {
-      Lanes value = tail ? load(row, tail) : load(row + i * LANES);
+      const float* from = shared + j * stride + e + i * LANES;
+      Lanes value = tail ? load(from, tail) : load(from);
       for (int r = 0; r < R; ++r) acc[r][i] += p[r * p_stride + j] * value;
     }
-  }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < V; ++i)
-      std::memcpy(out + r * out_stride + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
+    for (int i = 0; i < V; ++i) {
+      const float* from = own[r] + e + i * LANES;
+      acc[r][i] += p[r * p_stride + count] * (tail ? load(from, tail) : load(from));
+      std::memcpy(to[r] + e + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
+    }
 }
 
-struct Head {  // what the heads of a group see
-  const float *keys, *values, *own_key, *own_value;
-  int64_t key_stride, value_stride, count, width;
+// Keys or values that a block sees: a stretch, the same for all, then each row's own.
+struct Seen {
+  const float* shared;
+  int64_t stride;
+  Block<const float> own;
 };
 
+// out[r][j] = x[r] . seen[j] for `count` shared ones and, at j = count, the row's own; x is padded to whole lanes.
+INLINE void all_products(
+    const float* x, int64_t rows, const Seen& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
+  int64_t stride = padded(width), j = 0;
+  for (; j + TILE <= count; j += TILE) {  // of each tile all rows, while it lies in the cache
+    const float* shared = seen.shared + j * seen.stride;
+    float tile[ROWS][TILE];
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) {
+      products<ROWS, TILE>(x + row * stride, stride, shared, seen.stride, width, tile);
+      for (int r = 0; r < ROWS; ++r) std::memcpy(out + (row + r) * out_stride + j, tile[r], sizeof tile[r]);
+    }
+    for (; row < rows; ++row) {
+      products<1, TILE>(x + row * stride, stride, shared, seen.stride, width, tile);
+      std::memcpy(out + row * out_stride + j, tile[0], sizeof tile[0]);
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = j; i <= count; ++i) {
+      float one[1][1];
+      products<1, 1>(x + row * stride, 0, i < count ? seen.shared + i * seen.stride : seen.own[row], 0, width, one);
+      out[row * out_stride + i] = one[0][0];
+    }
+}
+
 template <int R>
-INLINE void attend(const Head& head, const float* query, float* score, int64_t score_stride, float* out) {
-  int64_t stride = padded(head.width), j = 0;
-  float tile[R][TILE], one[R][1];
-  for (; j + TILE <= head.count; j += TILE) {
-    products<R, TILE>(query, stride, head.keys + j * head.key_stride, head.key_stride, head.width, tile);
-    for (int r = 0; r < R; ++r) std::memcpy(score + r * score_stride + j, tile[r], sizeof tile[r]);
-  }
-  for (; j <= head.count; ++j) {
-    const float* key = j < head.count ? head.keys + j * head.key_stride : head.own_key;
-    products<R, 1>(query, stride, key, 0, head.width, one);
-    for (int r = 0; r < R; ++r) score[r * score_stride + j] = one[r][0];
-  }
-  for (int r = 0; r < R; ++r) softmax(score + r * score_stride, head.count + 1);
+INLINE void some_weighted(
+    const float* p, int64_t p_stride, int64_t first, const Seen& seen, int64_t count, int64_t width,
+    const Block<float>& out) {
+  const float* own[R];
+  float* to[R];
+  for (int r = 0; r < R; ++r) own[r] = seen.own[first + r], to[r] = out[first + r];
+  p += first * p_stride;
   int64_t e = 0;
-  for (; e + 4 * LANES <= head.width; e += 4 * LANES)
-    weighted<R, 4>(score, score_stride, head.values + e, head.value_stride, head.count, head.own_value + e, 0, out + e,
-                   head.width);
-  for (; e < head.width; e += LANES) {
-    int64_t tail = head.width - e < LANES ? head.width - e : 0;
-    weighted<R, 1>(score, score_stride, head.values + e, head.value_stride, head.count, head.own_value + e, tail,
-                   out + e, head.width);
-  }
+  for (; e + 4 * LANES <= width; e += 4 * LANES)
+    weighted<R, 4>(p, p_stride, seen.shared, seen.stride, count, own, e, 0, to);
+  for (; e < width; e += LANES)
+    weighted<R, 1>(p, p_stride, seen.shared, seen.stride, count, own, e, width - e < LANES ? width - e : 0, to);
+}
+
+// out[r] = sum_j p[r][j] seen[j], the row's own at j = count.
+INLINE void all_weighted(
+    const float* p, int64_t p_stride, int64_t rows, const Seen& seen, int64_t count, int64_t width,
+    const Block<float>& out) {
+  int64_t row = 0;
+  for (; row + ROWS <= rows; row += ROWS) some_weighted<ROWS>(p, p_stride, row, seen, count, width, out);
+  for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out);
 }
 
 static int branch_attention_qkv(
@@ -258,7 +287,7 @@ static int branch_attention_qkv(
     float* v_cache, int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots,
     float* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale) {
   int64_t stride = padded(width), count = held - first, score_stride = padded(count + 1), group = heads / kv_heads;
-  float* buffer = scratch((heads + kv_heads + 1) * stride + ROWS * score_stride);
+  float* buffer = scratch((heads + kv_heads + 1) * stride + group * score_stride);
   if (!buffer) return OUT_OF_MEMORY;
   float *query = buffer + stride, *key = query + heads * stride, *score = key + kv_heads * stride;
   for (int64_t row = 0; row < rows; ++row) {
@@ -274,20 +303,112 @@ static int branch_attention_qkv(
         std::memcpy(k_cache + slot * k_slot + g * k_head, own, width * sizeof(float));
         std::memcpy(v_cache + slot * v_slot + g * v_head, value + g * width, width * sizeof(float));
       }
-      Head head = {k_cache + first * k_slot + g * k_head, v_cache + first * v_slot + g * v_head, own,
-                   value + g * width, k_slot, v_slot, count, width};
-      for (int64_t h = g * group; h < (g + 1) * group;) {
-        float* to = out + (row * heads + h) * width;
-        if (h + ROWS <= (g + 1) * group) {
-          attend<ROWS>(head, query + h * stride, score, score_stride, to);
-          h += ROWS;
-        } else {
-          attend<1>(head, query + h * stride, score, score_stride, to);
-          ++h;
-        }
-      }
+      Seen keys = {k_cache + first * k_slot + g * k_head, k_slot, {own, 0, 0, group}};
+      Seen values = {v_cache + first * v_slot + g * v_head, v_slot, {value + g * width, 0, 0, group}};
+      all_products(query + g * group * stride, group, keys, count, width, score, score_stride);
+      for (int64_t h = 0; h < group; ++h) softmax(score + h * score_stride, count + 1);
+      all_weighted(score, score_stride, group, values, count, width,
+                   {out + (row * heads + g * group) * width, 0, width, group});
     }
   }
+  return 0;
+}
+
+// to[r] = from[r] * scale, padded with zeros to whole lanes.
+INLINE void gathered(const Block<const float>& from, int64_t rows, int64_t width, float scale, float* to) {
+  for (int64_t r = 0; r < rows; ++r, to += padded(width)) {
+    const float* x = from[r];
+    int64_t e = 0;
+    for (; e + LANES <= width; e += LANES) store(to + e, load(x + e) * scale);
+    if (e < width) store(to + e, load(x + e, width - e) * scale);
+  }
+}
+
+INLINE bool all_finite(const Block<float>& x, int64_t rows, int64_t width) {
+  Lanes sum = {};
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t e = 0; e < width; e += LANES) sum += load(x[r] + e, width - e < LANES ? width - e : LANES) * 0.0f;
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += sum[i];
+  return total == 0;
+}
+
+// The groups that are taken, some rows and one key head at a time: body(first row, rows, key head, first key, keys)
+// says whether all it wrote is finite, `done` whether that is so of all of a row's group.
+template <typename Body>
+INLINE void blocks(const Layout& layout, int64_t kv_heads, int64_t repeat, unsigned char* done, Body body) {
+  const int64_t most = rows_at_once(repeat);
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    const int64_t first = layout.first(g), last = layout.first(g + 1);
+    bool well = layout.takes(g);
+    for (int64_t row = first; row < last && well; row += most)
+      for (int64_t head = 0; head < kv_heads; ++head)
+        well &= body(row, last - row < most ? last - row : most, head, layout.start[g], layout.length[g]);
+    std::memset(done + first, well, last - first);
+  }
+}
+
+static int branch_attention(
+    Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* out, float* lse,
+    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
+  int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, score_stride = padded(layout.longest + 1);
+  float* query = scratch(most * (padded(width) + score_stride));
+  if (!query) return OUT_OF_MEMORY;
+  float* score = query + most * padded(width);
+  blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    int64_t n = taken * repeat;
+    Seen keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
+    Seen values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
+    gathered(q.queries(first, g, repeat), n, width, scale, query);
+    all_products(query, n, keys, count, width, score, score_stride);
+    for (int64_t r = 0; r < n; ++r)
+      lse[(g * repeat + r % repeat) * rows + first + r / repeat] = softmax(score + r * score_stride, count + 1);
+    Block<float> to = {out + (first * heads + g * repeat) * width, heads * width, width, repeat};
+    all_weighted(score, score_stride, n, values, count, width, to);
+    return all_finite(to, n, width);
+  });
+  return 0;
+}
+
+// With p the probabilities: ds = p (grad . v - sum p grad . v) and dq = scale ds k; of a row's own key and value
+// dk = scale ds q and dv = p grad, summed over the heads that share them.
+static int branch_attention_backward(
+    Heads grad, Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* dq, float* dk,
+    float* dv, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
+  int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
+  int64_t score_stride = padded(layout.longest + 1);
+  float* query = scratch(2 * most * (stride + score_stride));
+  if (!query) return OUT_OF_MEMORY;
+  float *slope = query + most * stride, *p = slope + most * stride, *ds = p + most * score_stride;
+  blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    int64_t n = taken * repeat;
+    Seen keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
+    Seen values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
+    gathered(q.queries(first, g, repeat), n, width, scale, query);
+    Block<float> to_k = {dk + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
+    Block<float> to_v = {dv + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
+    gathered(grad.queries(first, g, repeat), n, width, 1.0f, slope);
+    all_products(query, n, keys, count, width, p, score_stride);
+    all_products(slope, n, values, count, width, ds, score_stride);
+    for (int64_t r = 0; r < n; ++r) {
+      float *of = p + r * score_stride, *to = ds + r * score_stride, sum = 0;
+      softmax(of, count + 1);
+      for (int64_t i = count + 1; i < padded(count + 1); ++i) to[i] = 0;
+      Lanes total = {};
+      for (int64_t i = 0; i <= count; i += LANES) total += load(of + i) * load(to + i);
+      for (int i = 0; i < LANES; ++i) sum += total[i];
+      for (int64_t i = 0; i <= count; i += LANES) store(to + i, load(of + i) * (load(to + i) - sum));
+      float *own_k = to_k[r / repeat], *own_v = to_v[r / repeat];
+      for (int64_t e = 0; e < width; ++e) {
+        own_k[e] = (r % repeat ? own_k[e] : 0) + to[count] * query[r * stride + e];  // scale is in it
+        own_v[e] = (r % repeat ? own_v[e] : 0) + of[count] * slope[r * stride + e];
+      }
+      for (int64_t i = 0; i <= count; i += LANES) store(to + i, load(to + i) * scale);
+    }
+    Block<float> to = {dq + (first * heads + g * repeat) * width, heads * width, width, repeat};
+    all_weighted(ds, score_stride, n, keys, count, width, to);
+    return all_finite(to, n, width) && all_finite(to_k, taken, width) && all_finite(to_v, taken, width);
+  });
   return 0;
 }
 

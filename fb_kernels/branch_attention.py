@@ -234,6 +234,7 @@ _branch_attention = define(
     reference=reference.branch_attention,
     fake=_fake,
     triton=True,
+    cpu=True,
 )
 _branch_attention_out = define(
     "branch_attention_out",
@@ -248,6 +249,7 @@ _branch_attention_backward = define(
     reference=reference.branch_attention_backward,
     fake=_backward_fake,
     triton=True,
+    cpu=True,
 )
 
 

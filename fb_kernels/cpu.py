@@ -1,7 +1,8 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library when first asked, says why there is none.
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
-the few float32 rows of a decode step, where plain operations cost more than their arithmetic; it runs on one thread.
+float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
+cost more than their arithmetic; it runs on one thread.
 
 A function of an op's name takes that op's arguments; it returns NotImplemented for those it was not made for.
 """
@@ -16,20 +17,24 @@ import torch
 from torch import Tensor
 
 from fb_kernels import shared_library
+from fb_kernels.reference import branch_attention as reference
 from fb_kernels.reference.branch_attention_qkv import check_held
 from fb_kernels.reference.qk_norm_rope import check_positions, check_slots
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 LINEAR_ROWS = 16  # the most, on one thread: from there on oneDNN's blocks are ahead
 LINEAR_WEIGHT = 1 << 20  # elements, the most where torch has more threads than one: there it takes all but one row
 ATTENTION_ROWS, ATTENTION_KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
+BRANCH_PREFIX = 1 << 11  # the most, keys of a group times threads: beyond, torch.bmm makes up for a call a group
 TOPK_ROWS, TOPK_K = 8, 64  # the most
 
 _SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq i",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
+    "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
+    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
     "topk_entropy": "pqqqq ppp",
 }
 
@@ -152,6 +157,110 @@ def branch_attention_qkv(
         out.data_ptr(), rows, num_heads, num_kv_heads, width, eps, scale,
     )  # fmt: skip
     return NotImplemented if code else out
+
+
+def branch_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T]); groups of branches of one row are done here, the others by the reference."""
+    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))
+    done = _one_row_branches("branch_attention", (q, k, v, prefix_k, prefix_v), layout, window, scale, softcap, results)
+    if done is None:
+        return NotImplemented
+    if done.all():
+        return results
+    options = (max_branch_len, max_prefix_len, window, scale, softcap)
+    out, lse = reference.branch_attention(q, k, v, prefix_k, prefix_v, *layout, *options)
+    return torch.where(done[:, None, None], results[0], out), torch.where(done, results[1], lse)
+
+
+def branch_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), likewise; the probabilities are made anew."""
+    if k is None or v is None:
+        return NotImplemented
+    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    tensors = (grad_out, q, k, v, prefix_k, prefix_v)
+    results = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    done = _one_row_branches("branch_attention_backward", tensors, layout, window, scale, softcap, results)
+    if done is None:
+        return NotImplemented
+    if done.all():
+        return results
+    options = (max_branch_len, max_prefix_len, window, scale, softcap)
+    rest = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *layout, *options)
+    dq, dk, dv = (torch.where(done[:, None, None], *pair) for pair in zip(results, rest, strict=True))
+    return dq, dk, dv
+
+
+def _one_row_branches(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    layout: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    results: tuple[Tensor, ...],
+) -> Tensor | None:
+    """Write the rows of the groups whose branches are one row each; bool [T], those that are done, None without any.
+
+    A group whose results are not all finite is not done, nor is one with a long prefix.
+    """
+    found = library()
+    *offsets, table = layout
+    if isinstance(found, str) or table is not None or not (window is softcap is None):
+        return None
+    heads: list[int] = []
+    for x in tensors:
+        if x is None or x.dtype is not torch.float32:
+            return None
+        row, head, step = x.stride()
+        if step != 1 and x.shape[2] > 1:
+            return None
+        heads += (x.data_ptr(), row, head)
+    q, k, prefix = (x for x in (tensors[-5], tensors[-4], tensors[-1]) if x is not None)
+    rows, query_heads, width = q.shape
+    longest = BRANCH_PREFIX // torch.get_num_threads()
+    offsets = [x.to(torch.int64).contiguous() for x in offsets]
+    done = torch.empty(rows, dtype=torch.bool)
+    code = getattr(found, f"fbcpu_{name}")(
+        *heads, prefix.shape[0], *(x.data_ptr() for x in offsets), len(offsets[0]) - 1, len(offsets[1]) - 1, longest,
+        *(x.data_ptr() for x in results), done.data_ptr(), rows, query_heads, k.shape[1], width, scale,
+    )  # fmt: skip
+    return None if code or not done.any() else done
 
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
