@@ -240,24 +240,33 @@ def _one_row_branches(
     A group whose results are not all finite is not done, nor is one with a long prefix.
     """
     found = library()
-    *offsets, table = layout
-    if isinstance(found, str) or table is not None or not (window is softcap is None):
+    branch, group, start, length, table = layout
+    if isinstance(found, str) or not (window is softcap is None):
         return None
     heads: list[int] = []
     for x in tensors:
         if x is None or x.dtype is not torch.float32:
             return None
-        row, head, step = x.stride()
-        if step != 1 and x.shape[2] > 1:
+        *_, row, head, step = x.stride()
+        if step != 1 and x.shape[-1] > 1:
             return None
         heads += (x.data_ptr(), row, head)
-    q, k, prefix = (x for x in (tensors[-5], tensors[-4], tensors[-1]) if x is not None)
+    q, k, prefix_k, prefix_v = (x for x in (tensors[-5], tensors[-4], *tensors[-2:]) if x is not None)
+    slots = prefix_k.shape[0]
+    if table is not None:
+        pages, page = prefix_k.shape[:2]
+        apart = [divmod(x.stride(0), max(1, x.stride(1))) for x in (prefix_k, prefix_v)]  # in slots
+        outside = (table[:, :1] < 0) | (table[:, :1] >= pages) | ((start < 0) | (start + length > page))[:, None]
+        if table.shape[1] != 1 or apart[0] != apart[1] or apart[0][1] or bool(outside.any()):
+            return None
+        start = start + table[:, 0].long() * apart[0][0]
+        slots = apart[0][0] * (pages - 1) + page
     rows, query_heads, width = q.shape
     longest = BRANCH_PREFIX // torch.get_num_threads()
-    offsets = [x.to(torch.int64).contiguous() for x in offsets]
+    offsets = [x.to(torch.int64).contiguous() for x in (branch, group, start, length)]
     done = torch.empty(rows, dtype=torch.bool)
     code = getattr(found, f"fbcpu_{name}")(
-        *heads, prefix.shape[0], *(x.data_ptr() for x in offsets), len(offsets[0]) - 1, len(offsets[1]) - 1, longest,
+        *heads, slots, *(x.data_ptr() for x in offsets), len(branch) - 1, len(group) - 1, longest,
         *(x.data_ptr() for x in results), done.data_ptr(), rows, query_heads, k.shape[1], width, scale,
     )  # fmt: skip
     return None if code or not done.any() else done

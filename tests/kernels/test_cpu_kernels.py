@@ -401,6 +401,57 @@ def test_branches_of_one_row_beside_others(others: list[list[int]]) -> None:
         torch.testing.assert_close(actual, reference, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
+def one_page_each(case: branches.Case, heads_first: bool) -> dict[str, Any]:
+    """The prefixes in shuffled pages of one size, as a cache [pages, Hkv, slots, E] where heads come first."""
+    groups, page = len(case.slices), 9
+    order = torch.randperm(groups + 1, generator=torch.Generator().manual_seed(0))[:groups]
+    paged = []
+    for flat in (case.prefix_k, case.prefix_v):
+        _, heads, width = flat.shape
+        pages = torch.full((groups + 1, heads, page, width), NAN).transpose(1, 2)
+        pages = pages if heads_first else pages.contiguous()
+        for place, (start, length) in zip(order.tolist(), case.slices, strict=True):
+            pages[place, 2 : 2 + length] = flat[start : start + length]
+        paged.append(pages)
+    starts = torch.full((groups,), 2, dtype=torch.int32)
+    layout = case.layout | {"prefix_start": starts, "block_table": order[:, None].int()}
+    return {"prefix_k": paged[0], "prefix_v": paged[1], **layout}
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_branches_of_one_row_over_one_page_each(heads_first: bool) -> None:
+    case = one_row_each([(2, 0, 5), (3, 5, 7), (1, 0, 0), (2, 1, 4)])
+    grad = torch.ones_like(case.q)
+    expected = with_gradients(case, grad)
+    out = branch_attention(case.q, case.k, case.v, **one_page_each(case, heads_first))
+    assert torch.equal(out, expected[0])
+    for got, wanted in zip(torch.autograd.grad(out, case.leaves, grad), expected[2:], strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_table": [[0], [2]]},
+        {"block_table": [[0], [-1]]},
+        {"prefix_start": [2, -1]},
+        {"prefix_start": [2, 5]},
+        {"prefix_start": [2, 2**31 - 1]},
+        {"prefix_len": [5, -1]},
+        {"prefix_len": [5, 2**31 - 1]},
+    ],
+    ids=str,
+)
+def test_pages_that_do_not_fit(change: dict[str, list]) -> None:
+    case = one_row_each([(2, 0, 5), (3, 5, 5)])
+    arguments = one_page_each(case, True)
+    arguments["prefix_k"], arguments["prefix_v"] = arguments["prefix_k"][:2], arguments["prefix_v"][:2]
+    arguments["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
+    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
+    with backend.override("auto"), pytest.raises(ValueError, match=f"branch_attention: {next(iter(change))}|expected"):
+        branch_attention(case.q, case.k, case.v, **arguments)
+
+
 @given_here
 @given(data=st.data())
 def test_topk_matches_on_hostile_rows(data: st.DataObject) -> None:
