@@ -273,8 +273,8 @@ class TrainSettings(BaseModel):
             models' log-probs so that the mass falls on candidates whose rollouts are right ("calibrated"); the LLM's
             best candidate, with the loss of S2T-Local ("select").
         temperature: of the soft targets of "future".
-        alpha: share of the future's score in the hybrid target; 1 is the published one.
-        hindsight: early tokens of the future whose loss common to all candidates but the LLM's own is given back.
+        alpha: share of the future's score in the hybrid target of "future"; 1 is the published one.
+        hindsight: for "future", early tokens whose loss common to all candidates but the LLM's own is given back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
         features: candidate features in the scalar head, by name.
         microbatches: pieces of a step; as many processes can share it.

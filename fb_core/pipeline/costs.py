@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.baselines.s2t_local import NoLLM
 from fb_core.config import Method
-from fb_core.decoding import LLMPreference, Selector, SLMPreference
+from fb_core.decoding import LLMPreference
+from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.collect import PolicyStage
-from fb_core.pipeline.deploy import chosen_reranker, frozen_policy, needs_llm, pool_options, reranker_selector
+from fb_core.pipeline.deploy import fast_decoder, frozen_policy, pool_options
 from fb_core.pipeline.evaluate import benchmark_problems
 from fb_core.pipeline.inputs import problems_hash
 from fb_core.pipeline.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
@@ -24,10 +24,10 @@ from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.router import RouterStage
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.policy import RequestPolicy
 from fb_core.runtime import LowLatencyDecoder
 
-FAST: tuple[Method, ...] = ("greedy", "s2t", "direct", "futurebridge")  # run on LowLatencyDecoder
+LLM_CHOOSES: dict[Method, str] = {"s2t": "slm", "direct": "joint"}  # from which pool
+FAST: tuple[Method, ...] = ("greedy", *LLM_CHOOSES, "futurebridge")  # run on LowLatencyDecoder
 PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
 WARM_UP = 3  # prompts
 
@@ -52,13 +52,12 @@ class DeploymentStage(Stage):
     parallel = False
 
     def inputs(self) -> Sequence[type[Stage]]:
-        routers = (RouterStage,) if set(ROUTED) & set(self.settings.compare.methods) else ()
-        return (PolicyStage, RerankerStage, *routers)
+        return (PolicyStage, RerankerStage, *((RouterStage,) if set(ROUTED) & set(self._methods) else ()))
 
     def relevant(self) -> dict[str, Any]:
         settings = self.settings
         return {
-            "methods": list(settings.compare.methods),
+            "methods": self._methods,
             "timed": settings.compare.timed,
             **settings.compare.model_dump(include={"votes", "delimiter", "judge"}),
             "seed": settings.train.seeds[0],
@@ -76,9 +75,15 @@ class DeploymentStage(Stage):
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        asked = self.settings.compare.methods
-        fast = {f"fast.{method}": Timing(method, True) for method in FAST if method in asked}
-        return fast | {f"plain.{method}": Timing(method, False) for method in PLAIN if method in asked}
+        fast = {f"fast.{method}": Timing(method, True) for method in FAST if method in self._methods}
+        return fast | {f"plain.{method}": Timing(method, False) for method in PLAIN if method in self._methods}
+
+    @cached_property
+    def _methods(self) -> list[Method]:
+        """Those asked for, but for those of a router where none could be made."""
+        router = Artefact(self.run, RouterStage.name).manifest()
+        routed = router is not None and router["complete"]
+        return [method for method in self.settings.compare.methods if routed or method not in ROUTED]
 
     def shards(self) -> dict[str, int]:
         return {shard: len(self._problems) for shard in self._timings}
@@ -113,27 +118,19 @@ class DeploymentStage(Stage):
         return generator(method, self.settings, self.run, seed)
 
     def _fast(self, method: Method) -> Generate:
-        settings, models, policy = self.settings, self.models, frozen_policy(self.run)
-        options, llm = pool_options(settings), models.llm
-        selector: Selector = LLMPreference()
-        if method == "greedy":
-            selector, policy, options = SLMPreference(), RequestPolicy(float("inf")), options | {"max_events": 0}
-        elif method == "s2t":
-            options |= {"pool": "slm", "slm_k": settings.collect.slm_k}
-        elif method == "direct":
-            options |= {"pool": "joint", "slm_k": settings.collect.slm_k}
-        else:
-            selector = reranker_selector(settings, chosen_reranker(settings, self.run, settings.train.seeds[0]))
-            llm = llm if needs_llm(settings) else NoLLM()
-        longest = max(
-            len(prompt_ids(models.tokenizer, problem, settings.problems.prompt)) for problem in self._problems
-        )
+        settings, models = self.settings, self.models
+        prompts = (prompt_ids(models.tokenizer, problem, settings.problems.prompt) for problem in self._problems)
+        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
+        if method not in LLM_CHOOSES:
+            seed = None if method == "greedy" else settings.train.seeds[0]
+            return fast_decoder(settings, self.run, seed, longest).generate_many
+        options = {**pool_options(settings), "slm_k": settings.collect.slm_k, "pool": LLM_CHOOSES[method]}
         return LowLatencyDecoder(
             models.slm,
-            llm,
-            selector,
-            policy,
-            max_length=longest + settings.evaluate.max_new_tokens,
+            models.llm,
+            LLMPreference(),
+            frozen_policy(self.run),
+            max_length=longest,
             tokenizer=models.tokenizer,
             **options,
         ).generate_many

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from fb_core.baselines.s2t_local import NoLLM
 from fb_core.config import RunSettings
-from fb_core.decoding import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, Selector
+from fb_core.decoding import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, Selector, SLMPreference
 from fb_core.llm import LLM
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.inputs import models_of
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.runtime import LowLatencyDecoder
 
 POLICY, RERANKER = "policy", "reranker"  # stages
 
@@ -75,4 +77,20 @@ def deployed_decoder(settings: RunSettings, run: Path, reranker: TokenReranker) 
         **pool_options(settings),
         tokenizer=models.tokenizer,
         batch_tokens=settings.models.batch_tokens,
+    )
+
+
+def fast_decoder(settings: RunSettings, run: Path, seed: int | None, max_length: int) -> LowLatencyDecoder:
+    """The same for one prompt at a time with the reranker of a seed; plain greedy decoding where that is None."""
+    models = models_of(settings.models)
+    llm, policy, options = models.llm, RequestPolicy(math.inf), pool_options(settings)
+    selector: Selector = SLMPreference()
+    if seed is None:
+        options["max_events"] = 0  # the LLM is not kept in step
+    else:
+        selector = reranker_selector(settings, chosen_reranker(settings, run, seed))
+        policy = frozen_policy(run)
+        llm = llm if needs_llm(settings) else NoLLM()
+    return LowLatencyDecoder(
+        models.slm, llm, selector, policy, max_length=max_length, tokenizer=models.tokenizer, **options
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import time
 from dataclasses import asdict
@@ -16,16 +15,13 @@ import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.baselines.s2t_local import NoLLM
 from fb_core.config import EvaluateSettings, RunSettings, VerifierSettings
-from fb_core.decoding import Selector, SLMPreference
 from fb_core.pipeline.collect import PolicyStage
-from fb_core.pipeline.deploy import chosen_reranker, frozen_policy, needs_llm, pool_options, reranker_selector
+from fb_core.pipeline.deploy import fast_decoder, pool_options
 from fb_core.pipeline.inputs import problems_hash, read_problems, verifier_of
 from fb_core.pipeline.problems import BENCHMARKS, Problem, prompt_ids
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.policy import RequestPolicy
 from fb_core.runtime import LowLatencyDecoder
 from fb_core.verify import Verdict
 
@@ -157,24 +153,9 @@ class EvaluateStage(Stage):
             return self._kept[1]
         self._kept = None  # its memory first
         slm, settings = self.models.slm, self.settings
-        selector: Selector = SLMPreference()
-        policy, options, llm = RequestPolicy(math.inf), pool_options(settings), self.models.llm
-        if seed is None:
-            options["max_events"] = 0  # the LLM is not kept in step
-        else:
-            selector = reranker_selector(settings, chosen_reranker(settings, self.run, seed))
-            policy = frozen_policy(self.run)
-            llm = llm if needs_llm(settings) else NoLLM()
         prompts = list(self._prompts[benchmark].values())
-        decoder = LowLatencyDecoder(
-            slm,
-            llm,
-            selector,
-            policy,
-            max_length=max(map(len, prompts)) + settings.evaluate.max_new_tokens,
-            **options,
-            tokenizer=self.models.tokenizer,
-        )
+        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
+        decoder = fast_decoder(settings, self.run, seed, longest)
         for prompt in prompts[:WARM_UP]:
             if decoder.generate(torch.tensor(prompt, device=slm.device), settings.evaluate.max_new_tokens).events:
                 break

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
@@ -208,7 +209,7 @@ def run_experiment(
 
     Raises:
         ValueError: settings, models or files that do not fit the run.
-        OSError: no room, no model, or no server; what is finished is kept.
+        OSError: no room, no model, no server, or a worker that was ended; what is finished is kept.
     """
     for command in ("collect", "futures", "score", "train", "rollouts"):
         run_command(command, settings, run, show=show)  # type: ignore[arg-type]
@@ -264,8 +265,14 @@ def _work(
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
         jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
-        for job in as_completed(jobs):
-            bar.done(jobs[job], job.result())
+        try:
+            for job in as_completed(jobs):
+                bar.done(jobs[job], job.result())
+        except BrokenProcessPool:
+            raise OSError(
+                f"experiment: expected {workers} worker processes to finish, got one ended from outside, perhaps for "
+                "memory; run it again with fewer --workers, what is finished is kept"
+            ) from None
 
 
 def _begin() -> None:

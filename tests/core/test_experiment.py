@@ -436,8 +436,13 @@ def begin(run: Path, config: Path, table: str, workers: int) -> subprocess.Popen
     )
 
 
+def is_worker(process: int) -> bool:
+    return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 @pytest.mark.slow
-def test_a_killed_experiment_goes_on(trained, tmp_path):
+@pytest.mark.parametrize("killed", ["experiment", "worker"])
+def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
     chosen = settings(compare={"methods": METHODS})
     config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
@@ -450,8 +455,14 @@ def test_a_killed_experiment_goes_on(trained, tmp_path):
         finished = [path for path in finished if Artefact(path.parent, "comparison").manifest()["complete"]]
         workers = children_of(process.pid)
         assert workers
+        if killed == "worker":
+            os.kill(next(filter(is_worker, workers)), signal.SIGKILL)
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert "got one ended from outside" in said
+            assert "Traceback" not in said
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     deadline = time.monotonic() + 20
     while not all(ended(worker) for worker in workers):  # nobody is left that holds a folder
@@ -537,11 +548,13 @@ def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_pat
     run, shown = linked(trained, tmp_path / "run", *TRAINED), []
     chosen = settings(compare={"methods": ["greedy", "r2r"], "router": {"problems": 5, "width": 8, "epochs": 1}})
     monkeypatch.setattr(Rows, "_distilled", lambda self: [])
-    run_experiment(["methods"], chosen, run, 1, shown.append)
+    run_experiment(["methods", "costs"], chosen, run, 1, shown.append)
     assert any(text.startswith("**not made**: ") and "label more trajectories" in text for text in shown)
     rows = {row["key"]: row for row in findings(chosen, run)["rows"] if row["table"] == "methods"}
     assert "label more trajectories" in rows["r2r"]["note"]
     assert rows["greedy"]["accuracy"]
     assert rows["futurebridge"]["accuracy"]
     assert (run / "variants" / "r2r" / "router-labels").is_symlink()
-    assert {row["score"] for row in findings(chosen, run)["agreement"]} >= {"FutureBridge"}
+    found = findings(chosen, run)
+    assert {row["score"] for row in found["agreement"]} >= {"FutureBridge"}
+    assert {row["key"] for row in found["costs"]["deployment"]} == {"greedy"}  # without a router's rows
