@@ -163,9 +163,14 @@ def judge(settings: RunSettings, run: Path) -> str:
     return agreement_table(settings, run)
 
 
-def agreement_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
-    """A row for every kind of event and score: pairwise accuracy and top-1 success with intervals over problems."""
-    names = list(dict.fromkeys(name for state in states for name in state.scores))
+def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """A row for every kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
+
+    Top-1 success also comes less that of the SLM's and of the LLM's own score on the same states. Without names rows
+    are of all scores.
+    """
+    if names is None:
+        names = list(dict.fromkeys(name for state in states for name in state.scores))
     rows = []
     for kind in KINDS:
         for name in names:
@@ -178,16 +183,19 @@ def agreement_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
-    tallies: dict[str, Tally] = {}  # by problem: agreeing, comparable, top-1, states, top-1 of mixed, mixed
+    tallies: dict[
+        str, Tally
+    ] = {}  # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
     for state in states:
         outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
-        tally = tallies.setdefault(state.rolled.problem, np.zeros(6))
+        tally = tallies.setdefault(state.rolled.problem, np.zeros(8))
         mixed = statistics.outcomes_differ(outcome)
+        local = [statistics.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
         for score in seeds:
             agreeing, comparable = statistics.pairwise_agreement(score.numpy(), outcome)
             success = statistics.top1_success(score.numpy(), outcome)
-            tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed]) / len(seeds)
-    won, pairs, hits, count, mixed_hits, mixed_count = np.stack(list(tallies.values())).T
+            tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed, *local]) / len(seeds)
+    won, pairs, hits, count, mixed_hits, mixed_count, slm, llm = np.stack(list(tallies.values())).T
     return {
         "states": round(count.sum()),
         "mixed_states": round(mixed_count.sum()),
@@ -196,6 +204,8 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
         "pairwise": _ratio(won, pairs),
         "top1": _ratio(hits, count),
         "top1_mixed": _ratio(mixed_hits, mixed_count),
+        "top1_minus_slm": None if name == "SLM" else statistics.paired_ratio_interval((hits, count), (slm, count)),
+        "top1_minus_llm": None if name == "LLM" else statistics.paired_ratio_interval((hits, count), (llm, count)),
     }
 
 

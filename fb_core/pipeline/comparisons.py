@@ -8,7 +8,10 @@ from typing import Literal, NamedTuple
 from fb_core.pipeline.figures import OURS, Findings, benchmarks, cells, identity
 from fb_core.pipeline.page import Block, Items, Paragraph, Section, Span, Table, Text
 from fb_core.pipeline.tables import (
+    BELOW_DIRECT,
+    BELOW_GREEDY,
     BEYOND_CHANCE,
+    LEGEND,
     Column,
     Interval,
     Row,
@@ -27,8 +30,6 @@ from fb_core.pipeline.tables import (
 )
 
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
-BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
-LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both beyond chance."
 
 
 def headlines(findings: Findings) -> list[Block]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fb_core.pipeline.figures import Findings
-from fb_core.pipeline.page import Block, Items, Paragraph, Span, Table, Verbatim
+from fb_core.pipeline.page import Block, Items, Paragraph, Span, Table, Text, Verbatim
 from fb_core.pipeline.tables import (
+    BELOW_DIRECT,
+    BELOW_GREEDY,
+    LEGEND,
     Column,
     Row,
+    above,
+    below,
     column_table,
     interval_column,
     made_with,
     number,
     number_column,
+    percent,
     said,
     share,
     shortened,
@@ -71,6 +77,7 @@ def _agreement(findings: Findings) -> list[Block]:
         interval_column("pairwise", "pairs in order, % [95%]"),
         number_column("pairs", "pairs"),
         interval_column("top1", "best one right, % [95%]"),
+        interval_column("top1_minus_llm", "minus the LLM's, pp [95%]", signed=True),
         number_column("states", "states"),
         interval_column("top1_mixed", "best one right, mixed states, % [95%]"),
         number_column("mixed_states", "mixed states"),
@@ -87,6 +94,44 @@ def _agreement(findings: Findings) -> list[Block]:
         blocks += [Paragraph(f"{str(kind).capitalize()} events. {said(sides)}")] if known else []
         blocks.append(column_table(f"Agreement with rollouts, {kind} events", rows, columns, note))
     return blocks
+
+
+def _choices(findings: Findings) -> list[Block]:
+    rows = findings["choices"]
+    quantiles = sorted({row["quantile"] for row in rows})
+    blocks: list[Block] = [
+        Paragraph(
+            "How often the candidate with the best score is one from which the SLM's own greedy rollout succeeds, at "
+            "the held-out states of every request quantile."
+        )
+    ]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        inside = [row for row in rows if row["kind"] == kind]
+        found = {(row["label"], row["quantile"]): row for row in inside}
+        states = ", ".join(
+            f"{max(row['states'] for row in inside if row['quantile'] == q)} at {q:g}"
+            for q in quantiles
+            if any(row["quantile"] == q for row in inside)
+        )
+        body: list[list[Text]] = []
+        sides: dict[str, list[str]] = {f"Better than the LLM's choice at {kind} events": [], "Worse": []}
+        for label in dict.fromkeys(row["label"] for row in inside):
+            body.append([label, *(_choice(found.get((label, quantile))) for quantile in quantiles)])
+            for side, beyond in zip(sides, (above, below), strict=True):
+                at = [q for q in quantiles if beyond(found.get((label, q), {}).get("top1_minus_llm"))]
+                sides[side] += [f"{label} at quantile {', '.join(f'{q:g}' for q in at)}"] if at else []
+        blocks += [Paragraph(said(sides))] if any(sides.values()) else []
+        head = ["", *(f"q {quantile:g}, % [95%]" for quantile in quantiles)]
+        note = f"Of {states} states. {LEGEND} {made_with(findings, rows, decoded=False)}"
+        blocks.append(Table(f"Choices that lead to success, {kind} events", head, body, note))
+    return blocks
+
+
+def _choice(row: Row | None) -> str:
+    if row is None:
+        return ""
+    marks = [(BELOW_GREEDY, row.get("top1_minus_slm")), (BELOW_DIRECT, row.get("top1_minus_llm"))]
+    return " ".join([percent(row["top1"]), *(mark for mark, difference in marks if below(difference))])
 
 
 def _coverage(findings: Findings) -> list[Block]:
@@ -230,6 +275,7 @@ DIAGNOSTICS: dict[str, Callable[[Findings], list[Block]]] = {
     "filters": _filters,
     "selection": _selection,
     "agreement": _agreement,
+    "choices": _choices,
     "coverage": _coverage,
     "future_quality": _future_quality,
     "trajectory": _trajectory,

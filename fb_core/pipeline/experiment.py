@@ -47,6 +47,7 @@ SWEPT = (  # repairs tried at every quantile
     "calibrated-features",
     "calibrated-features-override",
 )
+JUDGED: tuple[Table, ...] = ("repairs", "quantiles")  # whose rerankers are held against rollouts
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
 UNSEEN = {
@@ -228,7 +229,7 @@ def run_experiment(
         _attempt([RouterLabelStage, RouterStage], settings, run, show)
     if "futures" in tables:
         _attempt([SampleStage], settings, run, show)
-    judged = {variant.path for variant in wanted.get("repairs", [])}
+    judged = {variant.path for table in JUDGED for variant in wanted.get(table, ()) if variant.method == "futurebridge"}
     if workers is None:
         workers = 1 if torch.cuda.is_available() else os.cpu_count() or 1
     with _Bar(len(made)) as bar:

@@ -128,6 +128,7 @@ def findings(settings: RunSettings, run: Path) -> dict[str, Any]:
         "seeds": list(settings.train.seeds),
         "rows": list(_rows(settings, run, rows, tried)),
         "agreement": judged and [*agreement_rows(judged), *_agreement_of_repairs(settings, run, rows)],
+        "choices": list(_choices(settings, run, rows)) if rolled else None,
         "coverage": judged and coverage_rows(judged),
         "future_quality": _future_quality(settings, run, rows) if rolled else None,
         "trajectory": _trajectory(settings, run) if rolled else None,
@@ -316,12 +317,33 @@ def _repaired(
 
 def _agreement_of_repairs(settings: RunSettings, run: Path, rows: Rows) -> Iterator[dict[str, Any]]:
     for variant in rows.of("repairs"):
-        folder = run / variant.path
-        if _finished(folder, AgreementStage.name) is not None:
-            states = judged_states(settings_of_variant(settings, variant), folder)
-            for row in agreement_rows(states):
-                if row["score"] == "FutureBridge":
-                    yield {**row, "score": f"FutureBridge, {variant.label}"}
+        where = ", on states of its own" if "collect" in variant.changes else ""
+        for row in _judged(settings, run, variant, "FutureBridge"):
+            yield {**row, "score": f"FutureBridge, {variant.label}{where}"}
+
+
+def _choices(settings: RunSettings, run: Path, rows: Rows) -> Iterator[dict[str, Any]]:
+    """What the candidate chosen at an event leads to, by kind of event, at every quantile."""
+    local = {"SLM": ("greedy", "the SLM's choice"), "LLM": ("direct", "the LLM's choice")}
+    for variant in _with_own_quantile(settings, rows, rows.of("quantiles")):
+        about = {"FutureBridge": (variant.key, variant.label)}
+        if variant.key == "futurebridge":
+            about |= local
+        elif variant.key not in SWEPT:
+            continue
+        for row in _judged(settings, run, variant, *about):
+            key, label = about[row["score"]]
+            quantile = settings.collect.quantile if variant.x is None else variant.x
+            yield {**row, "key": key, "label": label, "quantile": quantile}
+
+
+def _judged(settings: RunSettings, run: Path, variant: Variant, *names: str) -> list[dict[str, Any]]:
+    """What rollouts say of a variant's scores, nothing where they were not held against any."""
+    own = variant.key == "futurebridge" and variant.inside is None
+    folder = run if own else run / variant.path
+    if _finished(folder, AgreementStage.name) is None:
+        return []
+    return agreement_rows(judged_states(settings_of_variant(settings, variant), folder), names)
 
 
 def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, Any] | None:

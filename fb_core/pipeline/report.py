@@ -83,6 +83,7 @@ PARTS = {  # by the section or the table of the findings, in the order shown
         figures.sweep,
         "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
     ),
+    "choices": Part("Choices by kind of event", "futurebridge experiment repairs quantiles"),
     "trajectory": Part(
         "One trajectory",
         ROLLOUTS,

@@ -13,6 +13,8 @@ Row = dict[str, Any]
 Interval = Sequence[float]
 
 SHOWN_END = 200  # characters at either end of a long text
+BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
+LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both beyond chance."
 BEYOND_CHANCE = "95% bootstrap over problems, differences paired"
 
 

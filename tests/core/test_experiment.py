@@ -526,6 +526,8 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert found["future_quality"]["states"] > 3
     assert all(len(row) == 2 for row in found["future_quality"]["pairwise"])
     assert found["calibration"]["mixed"] >= 3
+    judged = {(row["quantile"], row["key"]) for row in found["choices"] if row["kind"] == "all"}
+    assert judged == {(q, key) for q in (0.9, 0.92) for key in ("greedy", "direct", "futurebridge", *experiment.SWEPT)}
     assert len(found["costs"]["deployment"]) == 10
     assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found["costs"]["offline"]}
     assert found["advice"]

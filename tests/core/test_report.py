@@ -168,10 +168,31 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 "pairs": int(1069 * part),
                 "pairwise": None if (score, kind) == ("Direct-B_4", "mark") else around(mean, 0.03 / part**0.5),
                 "top1": around(mean, 0.04),
+                "top1_minus_llm": None if score == "LLM" else around(mean - 0.685, 0.05),
                 "top1_mixed": None if kind == "mark" else around(mean - 0.03, 0.06),
             }
             for kind, part in kinds.items()
             for score, mean in scores.items()
+        ],
+        "choices": [
+            {
+                "key": key,
+                "label": label,
+                "kind": kind,
+                "quantile": quantile,
+                "states": {0.9: 99, 0.94: 60}[quantile],
+                "problems": 150,
+                "top1": around(mean),
+                "top1_minus_slm": None if key == "greedy" else around(mean - 0.6),
+                "top1_minus_llm": None if key == "direct" else around(mean - 0.7),
+            }
+            for kind in ("all", "digit")
+            for quantile in (0.9, 0.94)
+            for key, label, mean in (
+                ("greedy", "the SLM's choice", 0.6),
+                ("direct", "the LLM's choice", 0.7),
+                ("futurebridge", "FutureBridge", 0.5 if (kind, quantile) == ("digit", 0.9) else 0.8),
+            )
         ],
         "coverage": [
             {
@@ -343,7 +364,7 @@ def page(single) -> Page:
 @pytest.fixture(scope="module")
 def runs() -> Document:
     several = tiny("several", benchmarks=("gsm8k", "math-500"))
-    for name in ("agreement", "trajectory", "worked_event", "costs", "future_quality"):
+    for name in ("agreement", "choices", "trajectory", "worked_event", "costs", "future_quality"):
         several[name] = None
     control = tiny("control", 0.6)
     return render([tiny(), {name: control[name] for name in ("name", "pair", "policy", "rows", "selection")}, several])
@@ -739,6 +760,21 @@ def test_futures_may_be_compared_with_the_verified_one():
     found = table(render([{"name": "n", "rows": rows}]), "Futures on demo:plans")
     assert found.head[5] == "minus verified, pp [95%]"
     assert rows_of(found)["Cross-state"][4] == "-17.7 [-20.7, -14.7]"
+
+
+def test_choices_are_told_by_kind_and_quantile(single):
+    digits = table(single, "Choices that lead to success, digit events")
+    assert [plain(cell) for cell in digits.head] == ["", "q 0.9, % [95%]", "q 0.94, % [95%]"]
+    assert [[plain(cell) for cell in row] for row in digits.rows] == [
+        ["the SLM's choice", "60.0 [57.0, 63.0] ▽", "60.0 [57.0, 63.0] ▽"],
+        ["the LLM's choice", "70.0 [67.0, 73.0]", "70.0 [67.0, 73.0]"],
+        ["FutureBridge", "50.0 [47.0, 53.0] ▼ ▽", "80.0 [77.0, 83.0]"],
+    ]
+    assert plain(digits.note).startswith("Of 99 at 0.9, 60 at 0.94 states.")
+    text = single.markdown("figures")
+    assert "Better than the LLM's choice at digit events: FutureBridge at quantile 0.94." in text
+    assert "Worse: the SLM's choice at quantile 0.9, 0.94; FutureBridge at quantile 0.9." in text
+    assert "Better than the LLM's choice at all events: FutureBridge at quantile 0.9, 0.94." in text
 
 
 def test_costs_without_deployment_name_its_command():
