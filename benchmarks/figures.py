@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks import roofline, stages
 from benchmarks.harness import OURS
 from fb_core.demo import report
+from fb_core.pipeline import comparisons
+from fb_core.pipeline.tables import above, below, percent
 
 ROOT = Path(__file__).parent.parent
 GPU = "h200"  # folder of its results, and of their plots in docs
@@ -41,22 +43,26 @@ def render(readme: str, root: Path = ROOT) -> str:
 
 
 def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
-    """Accuracy of peers and recipes in every run and at every request quantile, with intervals."""
-    columns: dict[str, dict[str, str]] = {}
-    rows: list[str] = []
-    for one in findings:
-        for row in (row for row in one["rows"] if row["table"] == "quantiles" and row.get("accuracy")):
-            column = columns.setdefault(f"{one['name']}, q = {row['quantile']:g}", {})
-            greedy = next(row for row in one["rows"] if row["table"] == "methods" and row["key"] == "greedy")
-            for each in (greedy, row):
-                rows += [each["label"]] if each["label"] not in rows else []
-                column[each["label"]] = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in each["accuracy"]))
-    lines = [f"| accuracy, % [95%] | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
-    lines += [f"| {label} | {' | '.join(column.get(label, '') for column in columns.values())} |" for label in rows]
+    """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
+    columns, found = comparisons.recipes(findings)
+    head = ["", "not below greedy", "not worse than direct", "better than FutureBridge"]
+    head += [f"least minus {other}, pp [95%]" for other in ("greedy", "direct")]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for recipe in found:
+        greedy, direct, ours = (recipe.minus(other) for other in ("greedy", "direct", "futurebridge"))
+        if len(greedy) < len(columns):  # not tried everywhere
+            continue
+        counts = [f"{sum(not below(value) for value in known.values())} of {len(known)}" for known in (greedy, direct)]
+        counts.append(f"{sum(above(value) for value in ours.values())} of {len(ours)}")
+        cells = [text if known else "" for text, known in zip(counts, (greedy, direct, ours), strict=True)]
+        for known in (greedy, direct):
+            cell = min(known, key=lambda cell: known[cell][0], default=None)
+            cells.append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
+        lines.append(f"| {recipe.label} | {' | '.join(cells)} |")
     problems = {row["problems"] for one in findings for row in one["rows"] if row.get("problems")}
     seeds = {len(one["seeds"]) for one in findings}
-    note = f"*{', '.join(map(str, sorted(problems)))} problems, {', '.join(map(str, sorted(seeds)))} reranker seeds, "
-    return [*lines, "", f"{note}{findings[0]['machine']}.*"]
+    note = f"*{', '.join(map(str, sorted(problems)))} problems a cell, {', '.join(map(str, sorted(seeds)))} reranker "
+    return [*lines, "", f"{note}seeds, 95% paired bootstrap over problems; cells: {'; '.join(columns)}.*"]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:

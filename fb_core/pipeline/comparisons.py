@@ -272,37 +272,55 @@ def across(findings: Sequence[Findings]) -> Section:
     return Section("All runs", [*blocks, *_recipes(findings)])
 
 
-def _recipes(findings: Sequence[Findings]) -> list[Block]:
-    """Every recipe in every cell of run, benchmark and quantile, and in how many it does no harm."""
-    columns: dict[str, dict[str, Row]] = {}
-    labels: dict[str, str] = {}
-    methods = {identity(row) for one in findings for row in rows_of(one, "methods")}
-    several = len(benchmarks([row for one in findings for row in cells(one).values()])) > 1
+class Recipe(NamedTuple):
+    """A way of choosing at events, and its rows by cell: run, benchmark and request quantile."""
+
+    key: str
+    label: str
+    rows: dict[str, Row]
+
+    def minus(self, other: str) -> dict[str, Interval]:
+        """The paired differences to a method in the same cells, where they are known."""
+        return {cell: row[f"minus_{other}"] for cell, row in self.rows.items() if row.get(f"minus_{other}")}
+
+
+def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
+    """(cells, recipes): every repair and what it is compared with, at every quantile of every run."""
+    columns: list[str] = []
+    found: dict[str, Recipe] = {}
+    several = any(len(benchmarks(list(cells(one).values()))) > 1 for one in findings)
     for one in findings:
         for (key, benchmark, quantile), row in sorted(cells(one).items(), key=lambda cell: cell[0][1:]):
             where = [one["name"]] * (len(findings) > 1) + [benchmark] * several
-            columns.setdefault(", ".join([*where, f"q {quantile:g}"]), {})[key] = row
-            labels.setdefault(key, row["label"])
+            cell = ", ".join([*where, f"q {quantile:g}"])
+            columns += [cell] if cell not in columns else []
+            found.setdefault(key, Recipe(key, row["label"], {})).rows[cell] = row
+    return columns, list(found.values())
+
+
+def _recipes(findings: Sequence[Findings]) -> list[Block]:
+    """Every recipe in every cell, and in how many it does no harm."""
+    columns, found = recipes(findings)
     if not columns:
         return []
+    methods = {identity(row) for one in findings for row in rows_of(one, "methods")}
+    tried = max((len(recipe.minus("direct")) for recipe in found if recipe.key not in methods), default=0)
     safe, harmful, body = [], [], []
-    for key, label in labels.items():
-        rows = [column.get(key) for column in columns.values()]
-        known = {
-            other: [row[f"minus_{other}"] for row in rows if row and row.get(f"minus_{other}")] for other in REFERENCES
-        }
-        under_direct, under_greedy = (sum(map(below, known[other])) for other in ("direct", "greedy"))
-        counts = [(len(known["direct"]) - under_direct, known["direct"])]
-        counts.append((len(known["greedy"]) - under_greedy, known["greedy"]))
-        counts.append((sum(map(above, known[OURS])), known[OURS]))
-        if key not in methods and known["direct"] and known["greedy"] and not under_direct and not under_greedy:
-            safe.append(label)
-        if under_greedy and (key == OURS or key not in methods):
-            harmful.append(f"{label} ({under_greedy} of {len(known['greedy'])})")
-        told = [f"{good} of {len(all_known)}" if all_known else "" for good, all_known in counts]
-        body.append([label, *told, *map(_marked, rows)])
+    for recipe in found:
+        direct, greedy, ours = (recipe.minus(other) for other in ("direct", "greedy", OURS))
+        under_direct, under_greedy = sum(map(below, direct.values())), sum(map(below, greedy.values()))
+        counts = [(len(direct) - under_direct, direct), (len(greedy) - under_greedy, greedy)]
+        counts.append((sum(map(above, ours.values())), ours))
+        new = recipe.key not in methods
+        if new and greedy and len(direct) == tried and not under_direct and not under_greedy:
+            safe.append(recipe.label)
+        if under_greedy and (recipe.key == OURS or new):
+            harmful.append(f"{recipe.label} ({under_greedy} of {len(greedy)})")
+        told = [f"{good} of {len(known)}" if known else "" for good, known in counts]
+        body.append([recipe.label, *told, *(_marked(recipe.rows.get(column)) for column in columns)])
     verdicts = [
-        f"Nowhere below greedy or the direct LLM score beyond chance: {'; '.join(safe) or 'no recipe'}.",
+        "Tried in all cells and nowhere below greedy or the direct LLM score beyond chance: "
+        f"{'; '.join(safe) or 'no recipe'}.",
         f"Below greedy beyond chance in some cells: {'; '.join(harmful) or 'no recipe'}.",
     ]
     head = ["", "not worse than direct", "not below greedy", "better than FutureBridge", *columns]

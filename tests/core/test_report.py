@@ -659,7 +659,7 @@ def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
     said = [
         plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
     ]
-    assert "Nowhere below greedy or the direct LLM score beyond chance: no recipe." in said
+    assert "Tried in all cells and nowhere below greedy or the direct LLM score beyond chance: no recipe." in said
     assert any(text.startswith("Below greedy beyond chance in some cells: FutureBridge (7 of 16)") for text in said)
 
 

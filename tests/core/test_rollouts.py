@@ -174,7 +174,9 @@ def judged(problem, correct, sources=None, kind="word", **scores):
 
 
 STATES = [
-    judged("a", [True, False, False], SLM=[[3.0, 2.0, 1.0]], LLM=[[1.0, 2.0, 1.0]], ours=[[3.0, 4.0, 1.0], [3.0, 2.0, 1.0]]),
+    judged(
+        "a", [True, False, False], SLM=[[3.0, 2.0, 1.0]], LLM=[[1.0, 2.0, 1.0]], ours=[[3.0, 4.0, 1.0], [3.0, 2.0, 1.0]]
+    ),
     judged("a", [True, True], SLM=[[0.0, 1.0]], LLM=[[0.0, 1.0]], ours=[[1.0, 0.0], [1.0, 0.0]]),
     judged("b", [False, True, True, False], kind="digit", SLM=[[2.0, 2.0, 1.0, 0.0]], LLM=[[0.0, 1.0, 2.0, 0.0]]),
     judged("c", [False, False], kind="digit", SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]], ours=[[1.0, 2.0], [1.0, 2.0]]),
@@ -204,7 +206,9 @@ def test_agreement_by_hand():
     assert ours["top1_minus_slm"] == statistics.paired_ratio_interval(([1.5, 0], [2, 1]), ([2, 0], [2, 1]))
     assert ours["top1_minus_llm"].mean == pytest.approx(0.5 / 3)
     assert (everywhere["top1_minus_slm"], rows["all", "LLM"]["top1_minus_llm"]) == (None, None)
-    assert everywhere["top1_minus_llm"] == statistics.paired_ratio_interval(([2, 0, 0], [2, 1, 1]), ([1, 1, 0], [2, 1, 1]))
+    assert everywhere["top1_minus_llm"] == statistics.paired_ratio_interval(
+        ([2, 0, 0], [2, 1, 1]), ([1, 1, 0], [2, 1, 1])
+    )
     assert agreement_rows(STATES, ["ours"]) == [row for row in rows.values() if row["score"] == "ours"]
     alone = rows["digit", "ours"]
     assert (alone["pairwise"], alone["top1_mixed"], alone["top1"].mean) == (None, None, 0.0)
