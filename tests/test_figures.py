@@ -114,3 +114,36 @@ def test_a_sweep_is_where_one_size_alone_changes() -> None:
 def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
     untimed = {"cases": [case("branch_attention", "P=8", "fb", None, None)]}
     assert roofline.plots([untimed], tmp_path) == []
+
+
+def test_recipes_are_counted_over_worlds_and_quantiles() -> None:
+    def row(key: str, quantile: float, greedy: float, direct: float | None, ours: float | None) -> dict[str, Any]:
+        values = {"minus_greedy": greedy, "minus_direct": direct, "minus_futurebridge": ours}
+        around = {name: None if x is None else [x, x - 0.02, x + 0.02] for name, x in values.items()}
+        about = {"table": "quantiles", "benchmark": "plans", "key": key, "label": f"the {key}", "quantile": quantile}
+        return {**about, "accuracy": [0.5, 0.4, 0.6], "problems": 400, **around}
+
+    worlds = [
+        {
+            "name": name,
+            "policy": {"quantile": 0.9},
+            "seeds": [0, 1],
+            "rows": [
+                row("direct", 0.9, 0.2, None, -0.1),
+                row("futurebridge", 0.9, sign * 0.3, sign * 0.1, None),
+                row("repair", 0.9, 0.3, -0.01, 0.03),
+                *([row("own", 0.9, 0.4, 0.4, 0.4)] if sign > 0 else []),  # not tried everywhere
+            ],
+        }
+        for name, sign in (("one", 1), ("other", -1))
+    ]
+    lines = figures.recipes(worlds)
+    assert lines[2:5] == [
+        "| the direct | 2 of 2 |  | 0 of 2 | +20.0 [+18.0, +22.0] (one, q 0.9) |  |",
+        "| the futurebridge | 1 of 2 | 1 of 2 |  | -30.0 [-32.0, -28.0] (other, q 0.9) | "
+        "-10.0 [-12.0, -8.0] (other, q 0.9) |",
+        "| the repair | 2 of 2 | 2 of 2 | 2 of 2 | +30.0 [+28.0, +32.0] (one, q 0.9) | "
+        "-1.0 [-3.0, +1.0] (one, q 0.9) |",
+    ]
+    assert lines[5] == ""
+    assert lines[6].startswith("*400 problems a cell, 2 reranker seeds, 95% paired bootstrap over problems; cells: ")
