@@ -52,7 +52,7 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "
 # (groups, branch length, prefix length)
 BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
 ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 512)]
-TRAINED_BRANCHES = [(g, 1, p) for p in (1024, 4096) for g in (1, 16)] if ON_GPU else [(2, 1, 512)]
+TRAINED_BRANCHES = [(g, 1, p) for p in (1024, 4096) for g in (1, 16)] if ON_GPU else [(2, 1, 512), (64, 1, 96)]
 LONG_TRAINED_BRANCHES = [(4, 128, 2048)] if ON_GPU else [(2, 16, 512)]
 CANDIDATE_COUNTS = (4, 8, 32) if ON_GPU else (4,)  # at the last of BRANCHES
 

@@ -326,11 +326,9 @@ def _choices(settings: RunSettings, run: Path, rows: Rows) -> Iterator[dict[str,
     """What the candidate chosen at an event leads to, by kind of event, at every quantile."""
     local = {"SLM": ("greedy", "the SLM's choice"), "LLM": ("direct", "the LLM's choice")}
     for variant in _with_own_quantile(settings, rows, rows.of("quantiles")):
-        about = {"FutureBridge": (variant.key, variant.label)}
-        if variant.key == "futurebridge":
-            about |= local
-        elif variant.key not in SWEPT:
+        if variant.key not in ("futurebridge", *SWEPT):
             continue
+        about = {**(local if variant.key == "futurebridge" else {}), "FutureBridge": (variant.key, variant.label)}
         for row in _judged(settings, run, variant, *about):
             key, label = about[row["score"]]
             quantile = settings.collect.quantile if variant.x is None else variant.x
