@@ -55,6 +55,10 @@ gpu-test:
 		TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest $$file || status=1; \
 	done; exit $$status
 
+# All of a short visit in one command, each part in a time of its own: PARTS=tests,head,attention,decode OUT=folder.
+gpu-check:
+	PYTHON=$(GPU_PYTHON) benchmarks/gpu_check.sh
+
 gpu-sanitize:
 	status=0; for tool in memcheck racecheck; do for file in $(filter-out %scorer_gpu.py %runtime_gpu.py,$(wildcard tests/gpu/test_*_gpu.py)); do \
 		TRITON_INTERPRET=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import roofline, stages
 from benchmarks.harness import OURS
+from benchmarks.summary import against_the_best
 from fb_core.demo import report
 from fb_core.pipeline import comparisons
 from fb_core.pipeline.tables import above, below, percent
@@ -93,27 +94,6 @@ def _groups(case: dict[str, Any]) -> int:
     """How many groups are packed in a case; 0 where that is not said."""
     found = re.search(r"\bG=(\d+)", case["shape"])
     return int(found.group(1)) if found else 0
-
-
-def against_the_best(result: dict[str, Any]) -> list[str]:
-    """Ours with its share of the ceiling and the best peer, a line a case."""
-    reached = result["ceilings"]
-    lines = [
-        f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
-        f"{result['date']}; copy {reached['copy_tbps']:.2f} TB/s, bf16 product {reached['bf16_tflops']:.0f} TFLOP/s*",
-        "",
-        "| op | shape | ours, us | of the ceiling | best peer | its time / ours |",
-        "|---|---|---|---|---|---|",
-    ]
-    best = roofline.best_peers(result["cases"])
-    for case in result["cases"]:
-        if case["impl"] != OURS or not case["median_us"]:
-            continue
-        peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
-        theirs = f"{peer['impl']} | {peer['median_us'] / case['median_us']:.2f}x" if peer else "none ran | "
-        ceiling = "" if share is None else f"{share:.0%}"
-        lines.append(f"| `{case['op']}` | {case['shape']} | {case['median_us']:,.1f} | {ceiling} | {theirs} |")
-    return [*lines, ""]
 
 
 def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any], gpu: bool) -> str:

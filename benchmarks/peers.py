@@ -134,9 +134,14 @@ def rerank_expanded_cache(
     adapted: PeftModel, head: Tensor, prefix: Tensor, candidates: Tensor, cache: DynamicCache
 ) -> Tensor:
     """[K]: as `rerank_repeated_cache` with the repeats as views."""
+    return candidate_scores(adapted, head, candidates, cache)
+
+
+def candidate_scores(adapted: PeftModel, head: Tensor, candidates: Tensor, cache: DynamicCache) -> Tensor:
+    """[K]: the candidates behind views of a cache, with gradients."""
     decoder = adapted.get_base_model().base_model
-    cache = _expanded(cache, len(candidates))
-    return _score(decoder(input_ids=candidates[:, None], past_key_values=cache), head)
+    output = decoder(input_ids=candidates[:, None], past_key_values=_expanded(cache, len(candidates)))
+    return _score(output, head)
 
 
 @torch.no_grad()

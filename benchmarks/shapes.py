@@ -49,6 +49,9 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "
     "max_position_embeddings": 4096,
 }
 
+RUNS = 12 if ON_GPU else 4  # of a training sweep
+TRAINED_TRAJECTORIES = (2, 4, 2048) if ON_GPU else (2, 4, 256)  # how many, states of each, tokens
+
 # (groups, branch length, prefix length)
 BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
 ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 512)]

@@ -1,0 +1,110 @@
+"""An optimiser step of the sweep of rerankers, by the group and run: prefixes shared by all runs, or made for each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks import peers, shapes
+from benchmarks.harness import OURS, Implementation
+from benchmarks.shapes import CANDIDATES
+from fb_core import TokenReranker
+from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory
+
+EPOCHS = 1000  # more steps than are timed
+FROZEN = Recipe(learning_rate=0.0, groups_per_step=1 << 20, epochs=EPOCHS)  # every step does the same
+
+
+def trajectories(slm: PreTrainedModel) -> list[TrainingTrajectory]:
+    """Random ones, their states evenly along the last half, random soft targets."""
+    count, states, length = shapes.TRAINED_TRAJECTORIES
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        tokens = torch.randint(slm.config.vocab_size, (length,), generator=generator)
+        groups = []
+        for state in range(states):
+            ids = torch.randperm(slm.config.vocab_size, generator=generator)[:CANDIDATES]
+            target = torch.randn(CANDIDATES, generator=generator).softmax(0)
+            position = length // 2 + (state + 1) * length // (2 * states)
+            groups.append(TrainingGroup(position, ids.to(slm.device), target.to(slm.device)))
+        made.append(TrainingTrajectory(tokens.to(slm.device), groups))
+    return made
+
+
+def rerankers(slm: PreTrainedModel) -> list[TokenReranker]:
+    """All alike and without dropout, so that their losses can be compared."""
+    made = []
+    for _ in range(shapes.RUNS):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            reranker = TokenReranker.from_base(slm, dropout=0.0)
+            with torch.no_grad():
+                for name, parameter in reranker.named_parameters():
+                    if "lora_B" in name or name == "head":
+                        parameter.normal_(std=0.02)
+        made.append(reranker.eval())
+    return made
+
+
+def step(sweeps: Sequence[Sweep]) -> torch.Tensor:
+    """[R] losses of one step of every sweep."""
+    return torch.tensor([loss for sweep in sweeps for loss in sweep.advance()])
+
+
+def peft_step(
+    slm: PreTrainedModel,
+    runs: Sequence[tuple[torch.nn.Module, torch.Tensor]],
+    given: Sequence[TrainingTrajectory],
+    optimizer: torch.optim.Optimizer | None,
+) -> torch.Tensor:
+    """[R] losses as plain PEFT has them: of every run and state the prefix, then the candidates behind its cache."""
+    losses = []
+    groups = sum(len(one.groups) for one in given)
+    for adapted, head in runs:
+        total = torch.zeros((), dtype=head.dtype, device=head.device)
+        for one in given:
+            for group in one.groups:
+                with torch.no_grad():
+                    cache = peers.prefill(slm, one.tokens[: group.position])
+                scores = peers.candidate_scores(adapted, head, group.candidates, cache)
+                loss = -(group.target.to(scores.dtype) * scores.log_softmax(0)).sum() / groups
+                if optimizer is not None:
+                    loss.backward()
+                total += loss.detach()
+        losses.append(total)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).cpu()
+
+
+def test_training_step(compare: Callable, slm: PreTrainedModel) -> None:
+    given = trajectories(slm)
+    groups = sum(len(one.groups) for one in given)
+    alone, plain = rerankers(slm), rerankers(slm)
+    together = Sweep([Run(one) for one in rerankers(slm)], given, FROZEN)
+    apart = [Sweep([Run(one)], given, FROZEN) for one in alone]
+    trained = [parameter for one in plain for parameter in one.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    wide = copy.deepcopy(plain[0].adapted).to(shapes.WIDE)
+    with torch.no_grad():  # of the first run: all are alike
+        base = copy.deepcopy(slm).to(shapes.WIDE)
+        expected = peft_step(base, [(wide, plain[0].head.detach().to(shapes.WIDE))], given, None)
+    runs = [(one.adapted, one.head) for one in plain]
+    compare(
+        "training_step",
+        f"R={shapes.RUNS} G={groups} K={CANDIDATES} P<={len(given[0].tokens)} (a group and run)",
+        {
+            OURS: Implementation(lambda: step([together]), expected),
+            "runs one after the other": Implementation(lambda: step(apart), expected),
+            "PEFT, a cache for every group": Implementation(lambda: peft_step(slm, runs, given, optimizer), expected),
+        },
+        rounds=3,
+        tolerance=2e-2 if shapes.ON_GPU else 1e-4,
+        dtype=slm.dtype,
+        per=shapes.RUNS * groups,
+    )
