@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench figures aot wheel tune gpu-test gpu-bench gpu-sanitize check clean
+.PHONY: install test demo bench figures aot wheel tune gpu-check gpu-test gpu-bench gpu-sanitize check clean
 
 install: $(STAMP)
 
