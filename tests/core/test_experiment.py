@@ -458,7 +458,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
         if killed == "worker":
             os.kill(next(filter(is_worker, workers)), signal.SIGKILL)
             _, said = process.communicate(timeout=60)
-            assert process.returncode == 1
+            assert process.returncode == 2
             assert "got one ended from outside" in said
             assert "Traceback" not in said
     finally:
