@@ -37,17 +37,7 @@ def trajectories(slm: PreTrainedModel) -> list[TrainingTrajectory]:
 
 def rerankers(slm: PreTrainedModel) -> list[TokenReranker]:
     """All alike and without dropout, so that their losses can be compared."""
-    made = []
-    for _ in range(shapes.RUNS):
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            reranker = TokenReranker.from_base(slm, dropout=0.0)
-            with torch.no_grad():
-                for name, parameter in reranker.named_parameters():
-                    if "lora_B" in name or name == "head":
-                        parameter.normal_(std=0.02)
-        made.append(reranker.eval())
-    return made
+    return [peers.as_trained(slm, dropout=0.0) for _ in range(shapes.RUNS)]
 
 
 def step(sweeps: Sequence[Sweep]) -> torch.Tensor:

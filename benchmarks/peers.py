@@ -84,11 +84,11 @@ def prefill(model: PreTrainedModel, prefix: Tensor) -> DynamicCache:
     return cache
 
 
-def as_trained(slm: PreTrainedModel) -> TokenReranker:
+def as_trained(slm: PreTrainedModel, dropout: float = 0.05) -> TokenReranker:
     """A reranker of rank 16 whose adapter and head are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = TokenReranker.from_base(slm)
+        made = TokenReranker.from_base(slm, dropout=dropout)
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 if "lora_B" in name or name == "head":
