@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,32 +161,16 @@ def branch_attention_qkv(
 
 
 def branch_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T]); groups of branches of one row are done here, the others by the reference."""
-    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]))
-    done = _one_row_branches("branch_attention", (q, k, v, prefix_k, prefix_v), layout, window, scale, softcap, results)
+    done = _one_row_branches("branch_attention", (q, k, v, prefix_k, prefix_v), options, results)
     if done is None:
         return NotImplemented
     if done.all():
         return results
-    options = (max_branch_len, max_prefix_len, window, scale, softcap)
-    out, lse = reference.branch_attention(q, k, v, prefix_k, prefix_v, *layout, *options)
+    out, lse = reference.branch_attention(q, k, v, prefix_k, prefix_v, *options)
     return torch.where(done[:, None, None], results[0], out), torch.where(done, results[1], lse)
 
 
@@ -198,49 +183,31 @@ def branch_attention_backward(
     prefix_v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-    max_branch_len: int | None,
-    max_prefix_len: int | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), likewise; the probabilities are made anew."""
     if k is None or v is None:
         return NotImplemented
-    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
-    tensors = (grad_out, q, k, v, prefix_k, prefix_v)
     results = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    done = _one_row_branches("branch_attention_backward", tensors, layout, window, scale, softcap, results)
+    done = _one_row_branches("branch_attention_backward", (grad_out, q, k, v, prefix_k, prefix_v), options, results)
     if done is None:
         return NotImplemented
     if done.all():
         return results
-    options = (max_branch_len, max_prefix_len, window, scale, softcap)
-    rest = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *layout, *options)
+    rest = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
     dq, dk, dv = (torch.where(done[:, None, None], *pair) for pair in zip(results, rest, strict=True))
     return dq, dk, dv
 
 
 def _one_row_branches(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    layout: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    results: tuple[Tensor, ...],
+    name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]
 ) -> Tensor | None:
     """Write the rows of the groups whose branches are one row each; bool [T], those that are done, None without any.
 
     A group whose results are not all finite is not done, nor is one with a long prefix.
     """
     found = library()
-    branch, group, start, length, table = layout
+    branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's, from cu_branch on
     if isinstance(found, str) or not (window is softcap is None):
         return None
     heads: list[int] = []
