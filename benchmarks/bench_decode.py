@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, StaticCache
 
-from benchmarks import harness, peers, shapes
+from benchmarks import harness, peers, shapes, summary
 from benchmarks.harness import OURS, Cost, Goal, Implementation, Timing
 from benchmarks.shapes import CANDIDATES, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCABULARY, WIDTH
 from fb_core import (
@@ -426,6 +427,13 @@ def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> No
         name: CollaborativeDecoder(endless, llm, selector, asked, pool=pool).generate(ids, checked).token_ids
         for name, (selector, asked, pool) in methods.items()
     }
+
+    def counted(name: str) -> dict[str, float]:
+        """By the method's last run; of all that it appends an event appends one token, chosen among its pool's."""
+        events, kept = last[name].events, torch.cuda.memory_allocated() if shapes.ON_GPU else 0
+        pool = sum(len(event.pool) for event in events) / max(1, len(events))
+        return {"calls": len(events), "mean pool": pool, "appended": len(events), "resident bytes": kept}
+
     results = compare(
         "end_to_end",
         f"{PROMPT} + {new} tokens, SLM {endless.num_parameters() / 1e6:,.0f}M, LLM {llm.num_parameters() / 1e6:,.0f}M",
@@ -434,21 +442,6 @@ def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> No
         tolerance=0.0,
         timing=Timing.EAGER,
         dtype=shapes.DTYPE,
+        details=counted,
     )
-    print(cost_table(results, last))
-
-
-def cost_table(results: list[harness.Result], last: dict[str, Generation]) -> str:
-    """The paper's cost table; beside its one token an event appends none of the LLM's, so no column says so."""
-    times = {row.impl: row for row in results}
-    greedy = times["greedy"].median_us
-    lines = [f"{'method':26} {'calls':>6} {'mean pool':>10} {'appended':>9} {'vs greedy':>10} {'peak GB':>8}"]
-    for name, generation in last.items():
-        events, row = generation.events, times[name]
-        pool = f"{sum(len(event.pool) for event in events) / len(events):.1f}" if events else ""
-        relative = "" if not greedy or row.median_us is None else f"{row.median_us / greedy:.2f}x"
-        peak = "" if row.peak_bytes is None else f"{(torch.cuda.memory_allocated() + row.peak_bytes) / 1e9:.1f}"
-        shown = "FutureBridge" if name == OURS else name
-        line = f"{shown:26} {len(events):>6} {pool:>10} {len(events):>9} {relative:>10} {peak:>8}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+    print(*summary.cost_table([asdict(row) for row in results]), sep="\n")

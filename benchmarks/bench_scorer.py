@@ -7,7 +7,8 @@ forwards, held against it, show that it is theirs too. There the error of the sa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,21 +57,29 @@ def allowed_error(plain: harness.Output, expected: harness.Output) -> float:
     return max(harness.allowed_error(plain, expected), 1e-4)
 
 
-def scoring_cost(model: PreTrainedModel, prefixes: list[int], positions: list[int], h: int, head: bool = True) -> Cost:
-    """Of one forward that scores K branches of h rows behind each of `positions`.
+def scoring_cost(
+    model: PreTrainedModel,
+    prefixes: list[int],
+    positions: list[int],
+    h: int,
+    head: bool = True,
+    candidates: Sequence[int] = (),
+) -> Cost:
+    """Of one forward that scores branches of h rows behind each of `positions`: of K candidates, or as many as said.
 
     Products of all rows, attention, LM head; all weights read once. Of `prefixes` the last layer needs keys and values
     only. Without any, the keys and values of all positions are read instead.
     """
+    candidates = candidates or [CANDIDATES] * len(positions)
     config = model.config
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     keys, vocabulary = 2 * width * kv_heads, int(head) * width * config.vocab_size
     layer = keys + 2 * width * heads + 3 * width * config.intermediate_size
-    tokens, branches = sum(prefixes), CANDIDATES * h * len(positions)
+    tokens, branches = sum(prefixes), h * sum(candidates)
     products = layers * layer * (tokens + branches) - (layer - keys) * tokens + vocabulary * branches
     pairs = (layers - 1) * sum(n * (n + 1) // 2 for n in prefixes)
-    pairs += layers * CANDIDATES * sum(h * n + h * (h + 1) // 2 for n in positions)
+    pairs += layers * sum(k * (h * n + h * (h + 1) // 2) for k, n in zip(candidates, positions, strict=True))
     held = 0 if prefixes else 2 * layers * kv_heads * sum(positions)
     return Cost(
         2.0 * products + 4.0 * heads * pairs, float(model.dtype.itemsize * (layers * layer + vocabulary + held))
@@ -141,6 +150,64 @@ def test_trajectory(compare: Callable, models: Models, count: int, t: int, h: in
         {OURS: ours},
         scoring_cost(models.model, [t], positions, h),
         [] if ON_GPU else [Goal(SEPARATELY, 1.2)],
+    )
+
+
+def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
+    """Random trajectories of as many tokens (uniform in their logarithm), states and candidates as a published run has.
+
+    The states lie evenly along the last half of a trajectory.
+    """
+    count, states, (shortest, longest), h = shapes.SAMPLE
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for draw in torch.rand(count, generator=generator).tolist():
+        length = round(math.exp(math.log(shortest) + draw * math.log(longest / shortest)))
+        ids = torch.randint(model.config.vocab_size, (length,), generator=generator).to(model.device)
+        groups = []
+        for position in torch.linspace(length // 2, length, states).long().tolist():
+            k = int(torch.randint(shapes.POOLS[0], shapes.POOLS[1] + 1, (1,), generator=generator))
+            candidates = torch.randperm(model.config.vocab_size, generator=generator)[:k].to(model.device)
+            future = torch.randint(model.config.vocab_size, (h,), generator=generator).to(model.device)
+            groups.append(BranchGroup(position, candidates, future))
+        made.append((ids, groups))
+    return made
+
+
+def test_sample(compare: Callable, models: Models) -> None:
+    """A part of a published run's scoring: time of a group, over trajectories of all lengths."""
+    given = sample(models.model)
+    groups = [(ids[: group.position], group.candidates, group.future) for ids, found in given for group in found]
+
+    def flat(matrices: Iterable[Tensor]) -> Tensor:
+        return torch.cat([matrix.flatten() for matrix in matrices])
+
+    def one_at_a_time(model: PreTrainedModel, groups: list[Group]) -> Tensor:
+        return flat(peers.repeated_cache(model, *group) for group in groups)
+
+    few = groups[: shapes.SAMPLE[1]]
+    expected, plain = (one_at_a_time(model, few) for model in (models.wide, models.model))
+    compare(
+        "score_trajectory",
+        f"sample of {len(groups)} groups of {len(given)} trajectories, P<={shapes.SAMPLE[2][1]} "
+        f"K={shapes.POOLS[0]} to {shapes.POOLS[1]} H={shapes.SAMPLE[3]}, time of a group",
+        {
+            OURS: Implementation(
+                lambda: flat(matrix for found in models.scorer.score_trajectories(given) for matrix in found), expected
+            ),
+            f"{REPEATED}, one group at a time": Implementation(lambda: one_at_a_time(models.model, groups), expected),
+        },
+        rounds=3,
+        tolerance=allowed_error(plain, expected),
+        dtype=models.model.dtype,
+        cost=scoring_cost(
+            models.model,
+            [len(ids) for ids, _ in given],
+            [len(prefix) for prefix, _, _ in groups],
+            shapes.SAMPLE[3],
+            candidates=[len(candidates) for _, candidates, _ in groups],
+        ),
+        per=len(groups),
     )
 
 

@@ -73,6 +73,7 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
         dtype: torch.dtype | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
         per: int = 1,
+        details: Callable[[str], dict[str, float]] | None = None,
     ) -> list[Result]:
         reasons = dict(skipped)
         results = harness.compare(
@@ -88,6 +89,7 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
             dtype=dtype,
             skipped=reasons,
             per=per,
+            details=details,
         )
         notes = [*(f"{name}: not run: {reason}" for name, reason in reasons.items()), *notes]
         request.config.stash[RESULTS].setdefault(request.path.stem.removeprefix("bench_"), []).extend(results)

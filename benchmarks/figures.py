@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, stages
+from benchmarks import roofline, stages, targets
 from benchmarks.harness import OURS
-from benchmarks.summary import against_the_best
+from benchmarks.summary import against_the_best, cost_table
 from fb_core.demo import report
 from fb_core.pipeline import comparisons
 from fb_core.pipeline.tables import above, below, percent
@@ -39,8 +39,14 @@ def render(readme: str, root: Path = ROOT) -> str:
     lines = [line for result in gpu.values() for line in against_the_best(result)]
     lines += [f"![{name}](docs/{GPU}/{name}.svg)" for name in plot_names(root)]
     if gpu:
-        lines.append("")
-    return _replace(readme, "bench table", [*lines, *(line for result in cpu.values() for line in ratios(result))])
+        lines += ["", *targets.table(gpu), "", *deployment(gpu)]
+    lines += [line for result in cpu.values() for line in ratios(result)]
+    return _replace(readme, "bench table", [*lines, *deployment(cpu)])
+
+
+def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What whole problems cost by method, of a device's result files."""
+    return cost_table(results["decode"]["cases"]) if "decode" in results else []
 
 
 def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
@@ -141,8 +147,13 @@ def render_scale(text: str, root: Path = ROOT) -> str:
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 
+def render_notes(text: str, root: Path = ROOT) -> str:
+    """benchmarks/NOTES.md with its table of targets made anew."""
+    return _replace(text, "targets", targets.table(load(root, GPU)))
+
+
 def main(root: Path = ROOT) -> None:
-    """Write the blocks of the README and of docs/scale.md and, where there are GPU results, their plots."""
+    """Write the blocks of README, docs/scale.md and NOTES.md and, where there are GPU results, their plots."""
     gpu = load(root, GPU)
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
@@ -150,6 +161,8 @@ def main(root: Path = ROOT) -> None:
     readme.write_text(render(readme.read_text(), root))
     scale = root / "docs" / "scale.md"
     scale.write_text(render_scale(scale.read_text(), root))
+    notes = root / "benchmarks" / "NOTES.md"
+    notes.write_text(render_notes(notes.read_text(), root))
 
 
 if __name__ == "__main__":

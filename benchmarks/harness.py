@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cache, partial
 from importlib import metadata
@@ -99,6 +99,7 @@ class Result:
     tflops: float | None = None
     tbps: float | None = None
     fraction_of_ceiling: float | None = None
+    details: dict[str, float] = field(default_factory=dict)  # what else the calls counted, by name
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def compare(
     dtype: torch.dtype | None = None,
     skipped: dict[str, str] | None = None,
     per: int = 1,
+    details: Callable[[str], dict[str, float]] | None = None,
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
@@ -146,6 +148,7 @@ def compare(
         dtype: of the inputs, to be reported; the result's own by default.
         skipped: takes peers that raised, by name, with the reason; without it they raise here.
         per: tokens, or other units, of one call; times are of one of them.
+        details: says what else is to be reported of an implementation that was timed, by its name.
 
     Returns:
         one result an implementation that ran, in the given order.
@@ -192,10 +195,14 @@ def compare(
         gc.collect()
         benchmark.pedantic(timed, args=(OURS,), setup=time_peers, rounds=rounds)
     results = []
+    if cost:
+        cost = Cost(cost.flops / per, cost.bytes / per)
     cold = timing in (Timing.COLD, Timing.GRAPH_COLD)
     for name in errors:
         median, low, high = quantiles_us(times[name])
         row = Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, measured.get(name))
+        if details is not None and times[name]:
+            row = replace(row, details=details(name))
         results.append(_rated(row, cost, ceiling, cold))
     if cost and ceiling and cold:
         floor = ceiling.floor_us(cost)
@@ -467,7 +474,7 @@ def write_results(directory: Path, results: dict[str, list[Result]]) -> list[Pat
     about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})  # before a file changes
     for bench, rows in results.items():
         path = directory / f"{bench}.json"
-        cases = [asdict(row) for row in rows]
+        cases = [{key: value for key, value in asdict(row).items() if key != "details" or value} for row in rows]
         path.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
         paths.append(path)
     return paths

@@ -29,6 +29,8 @@ WIDE = torch.float32 if ON_GPU else torch.float64  # of the truth that such a mo
 SCORED = [(1024, 128), (2048, 128)] if ON_GPU else [(512, 64), (1024, 128)]  # (P, H)
 PACKED = [(g, p, 128) for p in (1024, 2048) for g in (3, 4)] if ON_GPU else [(3, 512, 64)]  # (G, P, H)
 TRAJECTORIES = [(g, 2048, 128) for g in (3, 4)] if ON_GPU else [(4, 1024, 64)]  # (G, T, H)
+SAMPLE = (72, 3, (512, 4096), 128) if ON_GPU else (8, 3, (64, 512), 32)  # trajectories, states of each, tokens, H
+POOLS = (8, 16)  # of the sample: smallest, largest
 CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branches
 
 # Deployment: tokens of context, new tokens of a problem, and the large model, Qwen3-32B on a GPU.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline
+from benchmarks import roofline, targets
 from benchmarks.harness import OURS
 
 
@@ -38,6 +38,28 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """What whole problems cost by method, in Markdown: the published table's columns, of cases that counted them."""
+    shapes = dict.fromkeys(case["shape"] for case in cases if case["op"] == "end_to_end" and case.get("details"))
+    lines = []
+    for shape in shapes:
+        rows = {case["impl"]: case for case in cases if case["op"] == "end_to_end" and case["shape"] == shape}
+        greedy = rows["greedy"]["median_us"]
+        lines += [f"| {shape} | calls | mean pool | appended | against greedy | peak GB |", "|---|---|---|---|---|---|"]
+        for impl, row in rows.items():
+            if not row["median_us"] or not greedy:
+                continue
+            counted = row["details"]
+            pool = f"{counted['mean pool']:.1f}" if counted["calls"] else ""
+            peak = "" if row["peak_bytes"] is None else f"{(counted['resident bytes'] + row['peak_bytes']) / 1e9:.1f}"
+            lines.append(
+                f"| {'FutureBridge' if impl == OURS else impl} | {counted['calls']} | {pool} | {counted['appended']} "
+                f"| {row['median_us'] / greedy:.2f}x | {peak} |"
+            )
+        lines.append("")
+    return lines
+
+
 def wrong(result: dict[str, Any]) -> list[str]:
     """What of ours failed its check and was not timed."""
     failed = [case for case in result["cases"] if case["impl"] == OURS and not case["ok"]]
@@ -45,10 +67,12 @@ def wrong(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the table of every result file in a folder."""
-    for path in sorted(Path(arguments[0]).glob("*.json")):
-        result = json.loads(path.read_text())
-        print("\n".join([path.stem, *against_the_best(result), *wrong(result)]))
+    """Print the tables of every result file in a folder and, of a GPU's, what was to be reached."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(arguments[0]).glob("*.json"))}
+    for name, result in results.items():
+        print("\n".join([name, *against_the_best(result), *cost_table(result["cases"]), *wrong(result)]))
+    if any("ceilings" in result for result in results.values()):
+        print("\n".join(targets.table(results)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,218 @@
+"""What this library wants to reach on an H200, beside what was measured: `python -m benchmarks.targets [FOLDER]`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import OURS
+
+RESULTS = Path(__file__).parent / "results" / "h200"
+SCORED, TRAINED, RUNS, EPOCHS = 18_432, 16_576, 12, 3  # groups, and the sweep, of the published run
+Case = Mapping[str, Any]
+Measure = Callable[[Sequence[Case]], float | None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on the worst of some cases: at most, or where more is better at least, `first`, then `stretch`."""
+
+    what: str
+    unit: str
+    first: float
+    stretch: float | None
+    measure: Measure
+    more: bool = False
+    published: str = ""
+
+    def met(self, value: float, bound: float | None) -> str:
+        if bound is None:
+            return ""
+        return "met" if (value >= bound if self.more else value <= bound) else "missed"
+
+
+def chosen(cases: Sequence[Case], op: str, shape: str, impl: str = OURS) -> Iterator[Case]:
+    """The timed cases of an op whose shape matches a pattern."""
+    return (
+        case
+        for case in cases
+        if case["op"] == op and case["impl"] == impl and case["median_us"] and re.search(shape, case["shape"])
+    )
+
+
+def size(case: Case, name: str) -> int:
+    """Of a case's shape, such as G of "G=3 K=13"."""
+    found = re.search(rf"\b{name}=(\d+)", case["shape"])
+    assert found is not None, case["shape"]
+    return int(found.group(1))
+
+
+def slowest(cases: Sequence[Case], *, op: str, shape: str, per: str | None = None, scale: float = 1.0) -> float | None:
+    """Ours in microseconds times `scale`, by one of what `per` names in the shape."""
+    times = [case["median_us"] * scale / (size(case, per) if per else 1) for case in chosen(cases, op, shape)]
+    return max(times, default=None)
+
+
+def ratio(cases: Sequence[Case], *, op: str, shape: str, peer: str, ours_over: bool = False) -> float | None:
+    """The peer's time over ours, or ours over the peer's, in the worst case that has both."""
+    found = []
+    for case in chosen(cases, op, shape):
+        for other in chosen(cases, op, f"^{re.escape(case['shape'])}$", peer):
+            found.append((case["median_us"], other["median_us"]))
+    if ours_over:
+        return max((ours / theirs for ours, theirs in found), default=None)
+    return min((theirs / ours for ours, theirs in found), default=None)
+
+
+def least_of_ceiling(cases: Sequence[Case], *, op: str, shape: str) -> float | None:
+    """The smallest fraction of the measured ceiling, in percent."""
+    reached = [case["fraction_of_ceiling"] for case in chosen(cases, op, shape)]
+    return min((100 * share for share in reached if share is not None), default=None)
+
+
+PACKED = r"^G=[3-9].* K=13 H=128 P=(1024|2048)\b"
+LONG = r"^G=([4-9]|\d\d).* K=13 L=128 P=(2048|4096)\b"
+GRAPH = r".*graph, cold"
+TARGETS = (
+    Target(
+        "a group scored, K=13, H=128, P=1,024 to 2,048, 3 or more packed",
+        "ms",
+        15,
+        11,
+        partial(slowest, op="score_group", shape=PACKED, per="G", scale=1e-3),
+        published="1,680",
+    ),
+    Target(
+        "the same against the batched repeated caches",
+        "x",
+        2,
+        None,
+        partial(ratio, op="score_group", shape=PACKED, peer="repeated caches, one batch"),
+        more=True,
+    ),
+    Target(
+        "the same against a loop over candidates",
+        "x",
+        10,
+        None,
+        partial(ratio, op="score_group", shape=PACKED, peer="K full forwards, needed logits"),
+        more=True,
+    ),
+    Target(
+        f"{SCORED:,} groups scored",
+        "min",
+        15e-3 * SCORED / 60,
+        11e-3 * SCORED / 60,
+        partial(slowest, op="score_trajectory", shape="^sample", scale=1e-6 * SCORED / 60),
+        published="516",
+    ),
+    Target(
+        "`branch_attention`, L=128, P >= 2,048, 4 or more groups, of the matrix rate",
+        "%",
+        52,
+        70,
+        partial(least_of_ceiling, op="branch_attention", shape=LONG),
+        more=True,
+    ),
+    *(
+        Target(
+            f"`branch_attention`, L=1, K=13, P={prefix:,}",
+            "us",
+            first,
+            stretch,
+            partial(slowest, op="branch_attention", shape=f"^G=1 K=13 L=1 P={prefix}\\b{GRAPH}"),
+        )
+        for prefix, first, stretch in ((1024, 6, 4), (4096, 9, 7))
+    ),
+    Target(
+        "`linear_logprob`, N >= 1,664, of the matrix rate",
+        "%",
+        72,
+        90,
+        partial(least_of_ceiling, op="linear_logprob", shape=r"^N=(1664|[2-9]\d{3}|\d{5,})\b"),
+        more=True,
+    ),
+    Target(
+        "the same against Liger-Kernel",
+        "x",
+        1,
+        None,
+        partial(ratio, op="linear_logprob", shape=r"^N=(1664|[2-9]\d{3}|\d{5,})\b", peer="Liger-Kernel"),
+        more=True,
+    ),
+    Target(
+        "`topk_entropy`, one row of 151,936",
+        "us",
+        7,
+        5,
+        partial(slowest, op="topk_entropy", shape=rf"\bN=1 V=151936\b{GRAPH}"),
+    ),
+    *(
+        Target(
+            f"a decode step, {context:,} tokens of context",
+            "ms",
+            first,
+            stretch,
+            partial(slowest, op="decode_step", shape=f"^P={context}\\b", scale=1e-3),
+        )
+        for context, first, stretch in ((256, 1.2, 1.05), (2048, 1.3, 1.15))
+    ),
+    Target(
+        "a rerank event, in steps",
+        "x",
+        1.2,
+        1.1,
+        partial(ratio, op="rerank_event", shape="deployed", peer="one greedy step", ours_over=True),
+    ),
+    *(
+        Target(
+            f"end to end, {new:,} tokens, LLM on the same GPU, against our own greedy decoding",
+            "x",
+            first,
+            stretch,
+            partial(ratio, op="end_to_end", shape=rf"\+ {new} tokens", peer="greedy", ours_over=True),
+            published="3.30",
+        )
+        for new, first, stretch in ((500, 1.45, 1.25), (1200, 1.25, 1.15))
+    ),
+    Target(
+        f"reranker training, {RUNS} runs of {TRAINED:,} groups x {EPOCHS} epochs",
+        "min",
+        30,
+        12,
+        partial(slowest, op="training_step", shape=f"^R={RUNS}\\b", scale=1e-6 * RUNS * TRAINED * EPOCHS / 60),
+        published="432",
+    ),
+)
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every target with its measured value, in Markdown; of result files by name."""
+    cases = [case for result in results.values() for case in result["cases"]]
+    lines = ["| on an H200 | measured | first | | stretch | | published |", "|---|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        value, sign = target.measure(cases), ">=" if target.more else "<="
+        bounds = []
+        for bound in (target.first, target.stretch):
+            bounds.append("" if bound is None else f"{sign} {bound:.3g} {target.unit}")
+            bounds.append("" if value is None else target.met(value, bound))
+        measured = "not measured" if value is None else f"{value:.3g} {target.unit}"
+        published = f"{target.published} {target.unit}" if target.published else ""
+        lines.append(f"| {target.what} | {measured} | {' | '.join(bounds)} | {published} |")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table of a folder of result files."""
+    folder = Path(arguments[0]) if arguments else RESULTS
+    print("\n".join(table({path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))})))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
