@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test demo bench figures aot wheel tune gpu-check gpu-test gpu-bench gpu-sanitize check clean
+.PHONY: install test demo bench figures aot wheel tune gpu-wheels gpu-check gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -46,16 +46,21 @@ wheel: $(STAMP)
 	FB_BUILD_CUDA=$$(command -v nvcc > /dev/null && echo force || echo skip) $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
 
-# On a machine with a GPU, under that machine's own Python: `make gpu-test GPU_PYTHON=python3`.
+# Wheels for a GPU machine without a network: what it may lack, peers included. `make gpu-check` installs what lies there.
+GPU_PYTHON_VERSION ?= 3.12
+WHEELS := build/wheels
+
+gpu-wheels: $(STAMP)
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--implementation cp --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
+	ls -l $(WHEELS)
+
+# On a machine with a GPU, under that machine's own Python: GPU_PYTHON=python3 PARTS=tests,head,decode LIMIT=570
+# OUT=folder; results go to RESULTS=benchmarks/results/h200 if that is said. Without PARTS all that a short visit can hold.
 GPU_PYTHON ?= $(BIN)/python
 
-# One process an op: an illegal access poisons the process that made it.
-gpu-test:
-	status=0; for file in tests/gpu/test_*_gpu.py; do \
-		TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest $$file || status=1; \
-	done; exit $$status
-
-# All of a short visit in one command, each part in a time of its own: PARTS=tests,head,attention,decode OUT=folder.
 gpu-check:
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu_check.sh
 
@@ -64,15 +69,6 @@ gpu-sanitize:
 		TRITON_INTERPRET=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
 	done; done; exit $$status
-
-# Measures ours and the peers on a GPU, a process a file, and writes GPU_RESULTS.
-GPU_RESULTS ?= benchmarks/results/h200
-
-gpu-bench:
-	status=0; for file in benchmarks/bench_*.py; do \
-		TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest $$file --benchmark-only --benchmark-disable-gc -p no:xdist -s \
-			--write-results $(GPU_RESULTS) || status=1; \
-	done; exit $$status
 
 # Searches launch configurations on a GPU and writes fb_kernels/tuned/<device>.json.
 tune:

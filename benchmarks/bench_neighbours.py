@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,19 @@ from torch import Tensor
 from benchmarks import harness, shapes
 from benchmarks.harness import DEVICE, LATENCY, OURS, Cost, Implementation, Output, Timing
 from benchmarks.shapes import CANDIDATES, DTYPE, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROWS, VOCABULARY, WIDTH
-from fb_kernels import candidate_head, merge_attention_states, qk_norm_rope, rms_norm, swiglu, topk_entropy
+from fb_kernels import (
+    DecodeState,
+    backend,
+    branch_attention_qkv,
+    candidate_head,
+    commit_,
+    merge_attention_states,
+    qk_norm_rope,
+    rms_norm,
+    skinny_linear,
+    swiglu,
+    topk_entropy,
+)
 
 EPS, TOP = 1e-6, 64
 
@@ -30,8 +43,8 @@ class Case:
     unread: int = 0  # bytes of the inputs
 
 
-def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+def randn(*shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
@@ -163,3 +176,146 @@ def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> No
 
 def tuple_of(output: Output) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
+
+
+# --- what a decode step adds ------------------------------------------------------------------------------------------
+
+PROJECTIONS = {  # of a layer, and the head: inputs, outputs, what stands beside the product
+    "q k v": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, "norm"),
+    "o": (HEADS * HEAD_DIM, HIDDEN, "residual"),
+    "gate and up": (HIDDEN, 2 * WIDTH, "norm, swiglu"),
+    "down": (WIDTH, HIDDEN, "residual"),
+    "head": (HIDDEN, VOCABULARY, "norm"),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", PROJECTIONS)
+@torch.no_grad()
+def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
+    inputs, outputs, beside = PROJECTIONS[name]
+    x, weight = randn(rows, inputs), randn(outputs, inputs) / inputs**0.5
+    norm, residual = 1 + randn(inputs) / 8, randn(rows, outputs, seed=1)
+
+    def plain(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
+        if "norm" in beside:
+            x = F.rms_norm(x, (inputs,), norm, EPS)
+        y = F.linear(x, weight)
+        if "swiglu" in beside:
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up
+        return y + residual if "residual" in beside else y
+
+    def ours() -> Tensor:
+        return skinny_linear(
+            x,
+            weight,
+            norm_weight=norm if "norm" in beside else None,
+            residual=residual if "residual" in beside else None,
+            swiglu="swiglu" in beside,
+        )
+
+    tensors = (x, weight, norm, residual)
+    expected = plain(*(value.to(shapes.WIDE) for value in tensors))
+    runs = {OURS: ours, "torch eager": partial(plain, *tensors)}
+    implementations = {key: Implementation(run, expected) for key, run in runs.items()}
+    implementations["the product alone (a bound)"] = Implementation(
+        lambda: F.linear(x, weight), F.linear(x.to(shapes.WIDE), weight.to(shapes.WIDE))
+    )
+    compare(
+        "skinny_linear",
+        f"{name} ({beside}): N={rows} K={inputs} M={outputs}",
+        implementations,
+        rounds=50 if shapes.ON_GPU else 20,
+        tolerance=harness.allowed_error(plain(*tensors), expected),
+        timing=Timing.GRAPH_COLD,
+        cost=Cost(2.0 * rows * inputs * outputs, float(weight.nbytes + x.nbytes + expected.numel() * x.itemsize)),
+        dtype=shapes.DTYPE,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("held", shapes.CONTEXTS)
+@torch.no_grad()
+def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
+    """A step (one row, kept) and the candidates of an event (16 rows, not kept)."""
+    angle = torch.outer(torch.arange(held + 1.0), 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
+    tensors = (
+        randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        1 + randn(HEAD_DIM) / 8,
+        1 + randn(HEAD_DIM, seed=1) / 8,
+        angle.cos().to(DEVICE),
+        angle.sin().to(DEVICE),
+        randn(held + 1, KV_HEADS, HEAD_DIM),
+        randn(held + 1, KV_HEADS, HEAD_DIM, seed=1),
+    )
+    place = torch.full((rows,), held, dtype=torch.int32, device=DEVICE)
+    one = place[:1]
+
+    def plain(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, *caches: Tensor) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (-1, HEAD_DIM)).split([HEADS, KV_HEADS, KV_HEADS], 1)
+        cos, sin = (table[held].to(qkv.dtype) for table in (cos, sin))
+        turned = []
+        for x, weight in ((q, q_norm), (k, k_norm)):
+            normed = F.rms_norm(x, (HEAD_DIM,), weight, EPS)
+            first, second = normed.chunk(2, -1)
+            turned.append(normed * cos + torch.cat([-second, first], -1) * sin)
+        keys, values = (
+            torch.cat([cache[None, :held].expand(rows, -1, -1, -1), own[:, None]], 1).transpose(1, 2)
+            for cache, own in zip(caches, (turned[1], v), strict=True)
+        )
+        return F.scaled_dot_product_attention(turned[0][:, :, None], keys, values, enable_gqa=True)[:, :, 0]
+
+    def ours() -> Tensor:
+        *first, k_cache, v_cache = tensors
+        slots = one if rows == 1 else None
+        return branch_attention_qkv(
+            *first, place, k_cache, v_cache, one, slots, num_heads=HEADS, num_kv_heads=KV_HEADS, eps=EPS
+        )
+
+    expected = plain(*(value.to(shapes.WIDE) for value in tensors))
+    runs = {OURS: ours, "torch eager, SDPA": partial(plain, *tensors)}
+    compare(
+        "branch_attention_qkv",
+        f"N={rows} Hq={HEADS} Hkv={KV_HEADS} E={HEAD_DIM} P={held}",
+        {key: Implementation(run, expected) for key, run in runs.items()},
+        rounds=50 if shapes.ON_GPU else 20,
+        tolerance=harness.allowed_error(plain(*tensors), expected),
+        timing=Timing.GRAPH_COLD,
+        cost=Cost(4.0 * rows * HEADS * HEAD_DIM * (held + 1), float(sum(x.nbytes for x in tensors[-2:]))),
+        dtype=shapes.DTYPE,
+    )
+
+
+@pytest.mark.skipif(not shapes.ON_GPU, reason="it is a matter of launches")
+def test_commit(compare: Callable) -> None:
+    """The end of a step against the same by tensor operations; a halted state, so that every call is the same."""
+    state = DecodeState(
+        torch.zeros(1, 64, dtype=torch.int64, device=DEVICE),
+        *(torch.ones(1, dtype=torch.int32, device=DEVICE) for _ in range(3)),
+    )
+    arguments = {
+        "token": torch.ones(1, dtype=torch.int64, device=DEVICE),
+        "entropy": torch.ones(1, device=DEVICE),
+        "threshold": torch.ones((), dtype=torch.float64, device=DEVICE),
+        "eos_ids": torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        "max_length": torch.full((), 64, dtype=torch.int32, device=DEVICE),
+    }
+
+    def ours() -> Tensor:
+        commit_(state, **arguments)
+        return state.halt
+
+    def by_tensors() -> Tensor:
+        with backend.override("reference"):
+            return ours()
+
+    runs = {OURS: ours, "tensor operations": by_tensors}
+    compare(
+        "commit_",
+        "B=1",
+        {key: Implementation(run, torch.ones_like(state.halt)) for key, run in runs.items()},
+        rounds=100,
+        timing=Timing.GRAPH_WARM,
+        dtype=torch.int64,
+    )

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# One visit to a machine with a GPU, which needs no network and installs nothing:
-#   PARTS=build,tests,head,attention,neighbours,scorer,decode,training,tune OUT=folder LIMIT=570 PYTHON=python3 \
-#     benchmarks/gpu_check.sh
+# One visit to a machine with a GPU, which needs no network:
+#   PARTS=build,tests,head,attention,neighbours,scorer,decode,training,tune OUT=folder RESULTS=folder LIMIT=570 \
+#     PYTHON=python3 benchmarks/gpu_check.sh
+# Wheels in build/wheels (`make gpu-wheels`) are used for this visit alone; nothing is installed for good.
 # Every part, and of the tests every file, has a time of its own, so that one that fails or hangs leaves the others
-# theirs. OUT gets the result files and log.txt; a table of what ran, and one of what was measured, come last.
+# theirs. RESULTS gets the result files, OUT log.txt; a table of what was measured, and one of what ran, come last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 KNOWN=build,tests,head,attention,neighbours,scorer,decode,training,tune
 PARTS=${PARTS:-build,tests,head,attention,neighbours,scorer,decode}
-OUT=${OUT:-build/gpu_check} LIMIT=${LIMIT:-570} PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu_check}
+RESULTS=${RESULTS:-$OUT} LIMIT=${LIMIT:-570} PYTHON=${PYTHON:-python3}
 export TRITON_INTERPRET=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 for name in ${PARTS//,/ }; do
   if [[ ",$KNOWN," != *",$name,"* ]]; then
@@ -17,15 +19,22 @@ for name in ${PARTS//,/ }; do
     exit 2
   fi
 done
-mkdir -p "$OUT"
+mkdir -p "$OUT" "$RESULTS"
 : > "$OUT/log.txt"
 summary=()
+if compgen -G "build/wheels/*.whl" > /dev/null; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" build/wheels/*.whl &&
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 left() { echo $((LIMIT - SECONDS)); }
 
-# run NAME LIMIT COMMAND...: its output goes to the log, its end to the terminal where it failed.
+# run NAME LIMIT COMMAND...: LIMIT seconds of a short visit, more of a longer one. The command's output goes to the log,
+# its end to the terminal where it failed.
 run() {
-  local name=$1 limit=$2 began=$SECONDS code
+  local name=$1 limit=$(($2 * (LIMIT > 570 ? LIMIT : 570) / 570)) began=$SECONDS code
   shift 2
   if (($(left) < 15)); then
     summary+=("$name: not begun, $LIMIT s are over")
@@ -48,7 +57,7 @@ run() {
 
 bench() {
   run "$1" "$2" "$PYTHON" -m pytest "benchmarks/bench_$3.py" --benchmark-only --benchmark-disable-gc -p no:xdist \
-    -p no:cacheprovider -s --write-results "$OUT"
+    -p no:cacheprovider -s --write-results "$RESULTS"
 }
 
 part() {
@@ -77,6 +86,6 @@ part() {
 
 for name in ${PARTS//,/ }; do part "$name"; done
 rm -f "$OUT/part.txt"
-"$PYTHON" -m benchmarks.summary "$OUT" 2>&1 | cut -c1-200
+"$PYTHON" -m benchmarks.summary "$RESULTS" 2>&1 | cut -c1-200
 printf '%s\n' "${summary[@]}"
 [[ "${summary[*]}" != *failed* && "${summary[*]}" != *ended\ at* && "${summary[*]}" != *not\ begun* ]]

@@ -16,6 +16,7 @@ case "$*" in
   *test_fails_gpu*) echo "one thing is wrong"; exit 3 ;;
   *test_hangs_gpu*) sleep 60 ;;
   *summary*) echo "a table of $(ls "$3")" ;;
+  *"pip install"*) for last; do :; done; echo "$last" > "$(dirname "$0")/installed" ;;
   *bench_*) echo "{}" > "${@: -1}/written.json"; echo "measured" ;;
   *) echo "3 passed" ;;
 esac
@@ -72,3 +73,18 @@ def test_a_part_that_is_not_there_is_named(tree: Path) -> None:
     done = visit(tree, PARTS="tests,heads")
     assert done.returncode == 2
     assert "got heads" in done.stderr
+
+
+def test_wheels_that_were_brought_along_are_used_for_the_visit_alone(tree: Path) -> None:
+    for name in ("fails", "hangs"):
+        (tree / "tests" / "gpu" / f"test_{name}_gpu.py").unlink()
+    wheel = tree / "build" / "wheels" / "peer-1.0-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    (tree / "python").write_text(PYTHON.replace('echo "3 passed"', 'echo "site $PYTHONPATH"; ls -d "$PYTHONPATH"'))
+    done = visit(tree, PARTS="tests", PYTHONPATH="")
+    assert (tree / "installed").read_text().split() == ["build/wheels/peer-1.0-py3-none-any.whl"]
+    site = done.stdout.rpartition(", ")[2].strip()  # the last line of what the tests printed
+    assert f"site {site}" in (tree / "out" / "log.txt").read_text()
+    assert site.startswith("/")
+    assert not Path(site).exists()
