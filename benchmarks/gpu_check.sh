@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a machine with a GPU, which needs no network:
-#   PARTS=build,tests,head,attention,neighbours,scorer,decode,training,tune OUT=folder RESULTS=folder LIMIT=570 \
+#   PARTS=build,tests,head,attention,neighbours,scorer,decode,training,counters,tune OUT=folder RESULTS=folder LIMIT=570 \
 #     PYTHON=python3 benchmarks/gpu_check.sh
 # Wheels in build/wheels (`make gpu-wheels`) are used for this visit alone; nothing is installed for good.
 # Every part, and of the tests every file, has a time of its own, so that one that fails or hangs leaves the others
@@ -8,7 +8,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-KNOWN=build,tests,head,attention,neighbours,scorer,decode,training,tune
+KNOWN=build,tests,head,attention,neighbours,scorer,decode,training,counters,tune
 PARTS=${PARTS:-build,tests,head,attention,neighbours,scorer,decode}
 OUT=${OUT:-build/gpu_check}
 RESULTS=${RESULTS:-$OUT} LIMIT=${LIMIT:-570} PYTHON=${PYTHON:-python3}
@@ -80,7 +80,8 @@ part() {
     scorer) bench scorer 180 scorer ;;
     decode) bench decode 240 decode ;;
     training) bench training 180 training ;;
-    tune) run tune 480 "$PYTHON" -m benchmarks.tune ;;
+    counters) run counters 240 "$PYTHON" -m benchmarks.counters ;;
+    tune) run tune 480 "$PYTHON" -m benchmarks.tune --seconds 40 --output "$OUT/tuned" ;;
   esac
 }
 

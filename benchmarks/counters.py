@@ -1,0 +1,95 @@
+"""What a GPU's hardware counters say of every kernel: `python -m benchmarks.counters [OP ...]`, by Nsight Compute.
+
+Each op is called at the sizes that `benchmarks.tune` searches. A kernel that reaches neither its memory's nor its
+multiprocessors' limit waits for something; what it waits for is the next thing to mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks import harness
+from benchmarks.tune import OPS, forward
+
+PROFILED = "FB_BENCHMARKS_PROFILED"  # says that this process runs under Nsight Compute
+COLUMNS = {  # by Nsight Compute's names
+    "Duration": "us",
+    "Compute (SM) Throughput": "SM %",
+    "DRAM Throughput": "DRAM %",
+    "L2 Cache Throughput": "L2 %",
+    "Registers Per Thread": "registers",
+    "Achieved Occupancy": "occupancy %",
+}
+MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "nsecond": 1e-3, "usecond": 1.0, "msecond": 1e3}
+
+
+def call(op: str) -> None:
+    """Call an op at every size: once to compile, once to be profiled."""
+    for function, floats, trained in OPS[op](op):
+        run = forward(function, floats, trained)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def profile(op: str) -> str:
+    """Nsight Compute's table of an op's kernels, in CSV."""
+    sections = [word for name in ("SpeedOfLight", "LaunchStats", "Occupancy") for word in ("--section", name)]
+    command = ["ncu", "--csv", "--page", "details", "--profile-from-start", "off", "--clock-control", "none", *sections]
+    command += [sys.executable, "-m", "benchmarks.counters", op]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {PROFILED: "1"})
+    if done.returncode:
+        raise RuntimeError(f"ncu ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}")
+    return done.stdout
+
+
+def table(printed: str) -> list[str]:
+    """One line a kernel launch, in Markdown."""
+    lines = printed.splitlines()
+    begin = next((place for place, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    launches: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(lines[begin:]):
+        found = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0], "grid": row["Grid Size"]})
+        name = COLUMNS.get(row["Metric Name"])
+        if name == "us":
+            microseconds = float(row["Metric Value"].replace(",", "")) * MICROSECONDS[row["Metric Unit"]]
+            found[name] = f"{microseconds:.1f}"
+        elif name is not None:
+            found[name] = row["Metric Value"]
+    heads = ["kernel", "grid", *COLUMNS.values()]
+    rows = [" | ".join(found.get(head, "") for head in heads) for found in launches.values()]
+    return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {row} |" for row in rows)]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table of every op; under Nsight Compute call one."""
+    parser = argparse.ArgumentParser(description="hardware counters of every kernel on this GPU")
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
+    ops = parser.parse_args(arguments).ops or list(OPS)
+    if unknown := set(ops) - set(OPS):
+        parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
+    if harness.DEVICE != "cuda":
+        parser.error("expected a CUDA device, got none; counters are read on one")
+    if PROFILED in os.environ:
+        for op in ops:
+            call(op)
+        return
+    if shutil.which("ncu") is None:
+        parser.error("expected Nsight Compute's ncu on the path, got none; install it or add its folder to PATH")
+    for op in ops:
+        print(op, *table(profile(op)), "", sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
