@@ -11,12 +11,20 @@ from rich.text import Text
 
 from fb_core import hf
 from fb_core.config import PairSettings
-from fb_core.decoding import CollaborativeDecoder, Event, FutureBridgeSelector, Generation, LLMPreference, Selector
+from fb_core.decoding import (
+    CertainLLM,
+    CollaborativeDecoder,
+    Event,
+    FutureBridgeSelector,
+    Generation,
+    LLMPreference,
+    Selector,
+)
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
-from fb_core.server import ServerLLM
+from fb_core.server import ServerLLM, key_in
 
 EVENT_STYLE = "bold black on bright_yellow"
 
@@ -52,14 +60,22 @@ class Chat:
             assert settings.llm is not None
             return hf.load_model(settings.llm, settings.device, settings.dtype)
         known = 1 + max(self.tokenizer.get_vocab().values())
-        server = ServerLLM(settings.server, settings.flavour, model=settings.llm, vocabulary=known)
+        server = ServerLLM(
+            settings.server,
+            settings.flavour,
+            model=settings.llm,
+            vocabulary=known,
+            api_key=key_in(settings.api_key_variable),
+        )
         server.check_tokenizer(self.tokenizer)
         return server, self.tokenizer
 
     def _selector(self, slm: hf.CausalLM) -> Selector:
-        if self.settings.adapter is None:
+        settings = self.settings
+        if settings.adapter is None:
             return LLMPreference()
-        return FutureBridgeSelector(TokenReranker.from_pretrained(self.settings.adapter, slm).eval())
+        selector = FutureBridgeSelector(TokenReranker.from_pretrained(settings.adapter, slm).eval())
+        return selector if settings.certainty is None else CertainLLM(selector, settings.certainty)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted."""

@@ -207,7 +207,11 @@ SlmOption = Annotated[str, typer.Option(help="Small model: a folder or hub id.")
 LlmOption = Annotated[str | None, typer.Option(help="Large model: a folder or hub id, or its name at --server.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of an inference server that holds the large model.")]
 FlavourOption = Annotated[str, typer.Option(help="The server's kind: vllm, sglang or llama.cpp.")]
+KeyOption = Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")]
 AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without one the LLM's choice is taken.")]
+CertaintyOption = Annotated[
+    float | None, typer.Option(help="Probability above which the LLM's token is taken without asking the adapter.")
+]
 ThresholdOption = Annotated[float, typer.Option(help="Entropy in nats above which the LLM is asked.")]
 TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 EventsOption = Annotated[int, typer.Option(help="The most events of an answer.")]
@@ -224,7 +228,9 @@ def generate(
     llm: LlmOption = None,
     server: ServerOption = None,
     flavour: FlavourOption = "vllm",
+    api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
+    certainty: CertaintyOption = None,
     threshold: ThresholdOption = 1.0,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = 8,
@@ -251,7 +257,9 @@ def chat(
     llm: LlmOption = None,
     server: ServerOption = None,
     flavour: FlavourOption = "vllm",
+    api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
+    certainty: CertaintyOption = None,
     threshold: ThresholdOption = 1.0,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = 8,

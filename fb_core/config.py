@@ -79,7 +79,9 @@ class PairSettings(BaseModel):
         llm: of the large one; with a server, the name by which the server knows it, if it wants one.
         server: URL of an inference server to ask instead.
         flavour: which server it is.
+        api_key_variable: environment variable that holds the server's key, where it wants one.
         adapter: folder of a reranker; without one the LLM's own preference decides.
+        certainty: probability above which the LLM's token is taken without asking the adapter; None for never.
         threshold: entropy in nats above which the LLM is asked.
         max_length: tokens of prompt and answer at most, which memory is set aside for.
     """
@@ -90,7 +92,9 @@ class PairSettings(BaseModel):
     llm: str | None = None
     server: str | None = None
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
+    api_key_variable: str | None = None
     adapter: str | None = None
+    certainty: float | None = Field(default=None, ge=0, le=1)
     threshold: float = 1.0
     max_new_tokens: int = Field(default=512, ge=1)
     max_events: int = Field(default=8, ge=0)
@@ -102,6 +106,10 @@ class PairSettings(BaseModel):
     def _some_llm(self) -> PairSettings:
         if self.llm is None and self.server is None:
             raise ValueError("llm: expected --llm or --server, got neither; say where candidates come from")
+        if self.certainty is not None and self.adapter is None:
+            raise ValueError("certainty: expected --adapter beside it, got none; without one the LLM always decides")
+        if self.api_key_variable is not None and self.server is None:
+            raise ValueError("api_key_variable: expected --server beside it, got none; nothing else wants a key")
         return self
 
 

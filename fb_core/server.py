@@ -6,6 +6,7 @@ import io
 import json
 import math
 import operator
+import os
 import random
 import reprlib
 import socket
@@ -38,6 +39,15 @@ TEXTS = (
 )
 
 Answer = TypeVar("Answer")
+
+
+def key_in(variable: str | None) -> str | None:
+    """The `api_key` that an environment variable holds, None for none; raises ValueError where it is not set."""
+    if variable is None:
+        return None
+    if variable not in os.environ:
+        raise ValueError(f"api_key_variable: expected {variable} in the environment, got none; export it")
+    return os.environ[variable]
 
 
 class ServerError(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, Verif
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import digest
 from fb_core.pipeline.problems import Problem, load_problems, split, without_overlap
-from fb_core.server import ServerLLM
+from fb_core.server import ServerLLM, key_in
 from fb_core.verify import Verifier
 
 DEMO = "demo:"  # in front of the name of one of the demo's worlds
@@ -123,9 +122,6 @@ class Models:
         return min(self.vocabulary, hf.vocabulary(model))
 
     def _server(self, server: ServerSettings, name: str) -> ServerLLM:
-        key = server.api_key_variable
-        if key is not None and key not in os.environ:
-            raise ValueError(f"api_key_variable: expected {key} in the environment, got none; export it")
         made = ServerLLM(
             server.url,
             server.flavour,
@@ -135,7 +131,7 @@ class Models:
             timeout=server.timeout,
             retries=server.retries,
             in_flight=server.in_flight,
-            api_key=None if key is None else os.environ[key],
+            api_key=key_in(server.api_key_variable),
         )
         made.check_tokenizer(self.tokenizer)
         return made

@@ -84,6 +84,17 @@ def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
     assert "tokens in" in done.stderr
 
 
+def test_a_certain_llm_overrides_the_adapter(pair):
+    """Certain whatever its probability, it always decides."""
+    given = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
+    chat = Chat(PairSettings(**given, adapter=str(pair / "adapter"), certainty=0.0))
+    generation = chat.answer([{"role": "user", "content": "w7 w8"}], Console(file=io.StringIO()))
+    want = expected(pair, "w7 w8 w4")
+    assert generation.token_ids.tolist() == want.token_ids.tolist()
+    assert [event.token for event in generation.events] == [event.token for event in want.events]
+    assert all(event.scores is None for event in generation.events)
+
+
 def test_chat_goes_on_until_an_empty_line(pair):
     done = run("chat", *options(pair), typed="w7 w8\nw9\n\n")
     assert done.returncode == 0, done.stderr
@@ -155,6 +166,12 @@ def test_on_token_sees_every_token_and_its_event(pair):
         ({"max-new-tokens": 0}, "max_new_tokens"),
         ({"adapter": "no-adapter"}, "no-adapter"),
         ({"flavour": "tgi"}, "flavour"),
+        ({"certainty": 0.6}, "certainty: expected --adapter beside it"),
+        ({"api-key-variable": "KEY"}, "api_key_variable: expected --server beside it"),
+        (
+            {"llm": None, "server": "http://127.0.0.1:9", "api-key-variable": "NO_KEY"},
+            "expected NO_KEY in the environment",
+        ),
         ({"max-length": 4}, "expected prompt and new tokens to fit buffers of 4 tokens"),
     ],
 )
