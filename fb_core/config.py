@@ -319,6 +319,15 @@ class TrainSettings(BaseModel):
                 raise ValueError(f"{name}: expected one or more different numbers, got {list(values)}; name each once")
         return self
 
+    @model_validator(mode="after")
+    def _of_this_target(self) -> TrainSettings:
+        for name, value, plain in (("alpha", self.alpha, 1.0), ("hindsight", self.hindsight, 0)):
+            if self.target != "future" and value != plain:
+                raise ValueError(
+                    f'{name}: expected {plain:g} with target "{self.target}", got {value}; only target "future" has it'
+                )
+        return self
+
 
 class EvaluateSettings(BaseModel):
     """What the chosen reranker is tried on.

@@ -120,7 +120,7 @@ class Rows:
     ) -> Variant:
         """A reranker of its own, unless only its deployment changes."""
         if set(changes) != {"evaluate"}:
-            changes["train"] = {"horizons": (self.horizon,), **changes.get("train", {})}
+            changes["train"] = {"horizons": (self.horizon,), **of_its_target(changes.get("train", {}))}
         return Variant(key, label, changes, x=x, inside=inside)
 
     def _known(self) -> list[Variant]:
@@ -174,6 +174,13 @@ class Rows:
         peers: tuple[Method, ...] = ("takeover", "s2t", "direct", "futurebridge")
         repaired = {row.key: row for row in self._repairs(place)}
         return [*(self._method(name, quantile, place) for name in peers), *(repaired[key] for key in SWEPT)]
+
+
+def of_its_target(train: dict[str, Any]) -> dict[str, Any]:
+    """Training settings with the target that they are of, and without what the run's own target alone takes."""
+    if "target" in train:
+        return {"alpha": 1.0, "hindsight": 0, **train}
+    return {"target": "future", **train} if train.keys() & {"alpha", "hindsight", "temperature"} else train
 
 
 def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:

@@ -317,6 +317,21 @@ def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
     assert rows.of("quantiles") == []
 
 
+@pytest.mark.parametrize("train", [{"alpha": 0.5, "hindsight": 2}, {"target": "calibrated"}])
+def test_rows_have_the_target_that_they_are_of(train, tmp_path):
+    chosen = settings(train=train, experiment={"alphas": [0.25], "temperatures": [1.0]})
+    rows = Rows(chosen, tmp_path, 8)
+    found = [variant for table in ("methods", "alpha", "temperature", "repairs") for variant in rows.of(table)]
+    trained = {variant.key: settings_of_variant(chosen, variant).train for variant in found}
+    assert (trained["distilled"].target, trained["distilled"].alpha) == ("future", 0.0)
+    assert (trained["alpha-0.25"].target, trained["alpha-0.25"].alpha) == ("future", 0.25)
+    assert trained["temperature-1"].target == trained["hindsight"].target == "future"
+    for key in ("calibrated", "calibrated-features"):
+        assert (trained[key].target, trained[key].alpha, trained[key].hindsight) == ("calibrated", 1.0, 0)
+    assert trained["s2t-local-original"].target == "select"
+    assert trained["features"].target == chosen.train.target
+
+
 def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
     chosen = settings(train={"horizons": [4, 8, 2]})
     rows = Rows(chosen, tmp_path, 4)
@@ -382,6 +397,8 @@ def test_shipped_settings_are_published_where_they_say_so():
         ({"train": {"features": ["temperature"]}}, "train.features"),
         ({"train": {"alpha": 1.5}}, "train.alpha"),
         ({"train": {"hindsight": -1}}, "train.hindsight"),
+        ({"train": {"target": "select", "alpha": 0.5}}, 'alpha: expected 1 with target "select", got 0.5'),
+        ({"train": {"target": "calibrated", "hindsight": 2}}, "hindsight: expected 0 with"),
         ({"evaluate": {"certainty": 1.5}}, "evaluate.certainty"),
         ({"rollouts": {"validation": 0}}, "rollouts.validation"),
         ({"rollouts": {"train": 1.1}}, "rollouts.train"),
