@@ -13,10 +13,9 @@ import torch
 
 from fb_core import statistics
 from fb_core.config import Method
-from fb_core.decoding import LLMPreference
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.collect import PolicyStage
-from fb_core.pipeline.deploy import fast_decoder, frozen_policy, pool_options
+from fb_core.pipeline.deploy import FAST, fast_decoder, pool_options
 from fb_core.pipeline.evaluate import benchmark_problems
 from fb_core.pipeline.inputs import problems_hash
 from fb_core.pipeline.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
@@ -24,10 +23,7 @@ from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.router import RouterStage
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.runtime import LowLatencyDecoder
 
-LLM_CHOOSES: dict[Method, str] = {"s2t": "slm", "direct": "joint"}  # from which pool
-FAST: tuple[Method, ...] = ("greedy", *LLM_CHOOSES, "futurebridge")  # run on LowLatencyDecoder
 PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
 WARM_UP = 3  # prompts
 
@@ -121,19 +117,8 @@ class DeploymentStage(Stage):
         settings, models = self.settings, self.models
         prompts = (prompt_ids(models.tokenizer, problem, settings.problems.prompt) for problem in self._problems)
         longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
-        if method not in LLM_CHOOSES:
-            seed = None if method == "greedy" else settings.train.seeds[0]
-            return fast_decoder(settings, self.run, seed, longest).generate_many
-        options = {**pool_options(settings), "slm_k": settings.collect.slm_k, "pool": LLM_CHOOSES[method]}
-        return LowLatencyDecoder(
-            models.slm,
-            models.llm,
-            LLMPreference(),
-            frozen_policy(self.run),
-            max_length=longest,
-            tokenizer=models.tokenizer,
-            **options,
-        ).generate_many
+        seed = settings.train.seeds[0] if method in SEEDED else None
+        return fast_decoder(settings, self.run, method, longest, seed).generate_many
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Of all finished shards."""

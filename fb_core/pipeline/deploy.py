@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fb_core.baselines.s2t_local import NoLLM
-from fb_core.config import RunSettings
-from fb_core.decoding import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, Selector, SLMPreference
+from fb_core.config import Method, RunSettings
+from fb_core.decoding import (
+    CertainLLM,
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    Selector,
+    SLMPreference,
+)
 from fb_core.llm import LLM
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.inputs import models_of
@@ -18,6 +25,8 @@ from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
 
 POLICY, RERANKER = "policy", "reranker"  # stages
+LLM_CHOOSES: dict[Method, str] = {"s2t": "slm", "direct": "joint"}  # from which pool
+FAST: tuple[Method, ...] = ("greedy", *LLM_CHOOSES, "futurebridge")  # methods that run on LowLatencyDecoder
 
 
 def frozen_policy(run: Path) -> RequestPolicy:
@@ -80,16 +89,24 @@ def deployed_decoder(settings: RunSettings, run: Path, reranker: TokenReranker) 
     )
 
 
-def fast_decoder(settings: RunSettings, run: Path, seed: int | None, max_length: int) -> LowLatencyDecoder:
-    """The same for one prompt at a time with the reranker of a seed; plain greedy decoding where that is None."""
+def fast_decoder(
+    settings: RunSettings, run: Path, method: Method, max_length: int, seed: int | None = None
+) -> LowLatencyDecoder:
+    """The loop for one prompt at a time of a method of `FAST`; "futurebridge" has the reranker of a seed."""
     models = models_of(settings.models)
-    llm, policy, options = models.llm, RequestPolicy(math.inf), pool_options(settings)
-    selector: Selector = SLMPreference()
-    if seed is None:
+    llm, options = models.llm, pool_options(settings)
+    policy = RequestPolicy(math.inf) if method == "greedy" else frozen_policy(run)
+    selector: Selector
+    if method == "greedy":
+        selector = SLMPreference()
         options["max_events"] = 0  # the LLM is not kept in step
+    elif method in LLM_CHOOSES:
+        selector = LLMPreference()
+        options |= {"slm_k": settings.collect.slm_k, "pool": LLM_CHOOSES[method]}
     else:
+        assert method == "futurebridge", method
+        assert seed is not None
         selector = reranker_selector(settings, chosen_reranker(settings, run, seed))
-        policy = frozen_policy(run)
         llm = llm if needs_llm(settings) else NoLLM()
     return LowLatencyDecoder(
         models.slm, llm, selector, policy, max_length=max_length, tokenizer=models.tokenizer, **options

@@ -155,7 +155,7 @@ class EvaluateStage(Stage):
         slm, settings = self.models.slm, self.settings
         prompts = list(self._prompts[benchmark].values())
         longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
-        decoder = fast_decoder(settings, self.run, seed, longest)
+        decoder = fast_decoder(settings, self.run, "greedy" if seed is None else "futurebridge", longest, seed)
         for prompt in prompts[:WARM_UP]:
             if decoder.generate(torch.tensor(prompt, device=slm.device), settings.evaluate.max_new_tokens).events:
                 break
