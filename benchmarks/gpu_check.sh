@@ -77,7 +77,7 @@ part() {
     head) bench head 120 linear_logprob ;;
     attention) bench attention 120 branch_attention ;;
     neighbours) bench neighbours 90 neighbours ;;
-    scorer) bench scorer 180 scorer ;;
+    scorer) bench scorer 240 scorer ;;
     decode) bench decode 240 decode ;;
     training) bench training 180 training ;;
     counters) run counters 240 "$PYTHON" -m benchmarks.counters ;;

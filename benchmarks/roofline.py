@@ -1,4 +1,4 @@
-"""Plots of GPU results: time against a size, and how much of the ceiling each case reaches."""
+"""Plots of GPU results: time against a size, how much of the ceiling each case reaches, and the decode loop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "candidates": ("K", "candidates", ("branch_attention",)),
     "rows": ("N", "rows", ("linear_logprob",)),
 }
+LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]
 Curves = dict[str, list[tuple[int, float]]]
 
@@ -42,6 +43,9 @@ def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         reached = [case for case in cases if case["impl"] == OURS and case["fraction_of_ceiling"] is not None]
         if reached:
             paths.append(_save(_bars(reached, best_peers(cases)), folder / "roofline.svg"))
+        loop = [case for op in LOOP for case in cases if case["op"] == op and case["impl"] != FLOOR]
+        if loop:
+            paths.append(_save(_loop(loop), folder / "decode.svg"))
     return paths
 
 
@@ -123,6 +127,28 @@ def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
     axis.set(xlabel="fraction of the measured ceiling", xlim=(0, 1))
     axis.grid(color=GREY, alpha=0.25, axis="x")
     figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _loop(cases: Sequence[Case]) -> Any:
+    """A panel a case, a bar an implementation, in milliseconds."""
+    from matplotlib import pyplot as plt
+
+    panels: dict[str, dict[str, float]] = defaultdict(dict)
+    for case in cases:
+        panels[f"{case['op']}\n{case['shape']}"][case["impl"]] = case["median_us"] / 1e3
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 2.1 * rows), squeeze=False, layout="constrained")
+    for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
+        colours = ["C0" if impl == OURS else GREY for impl in times]
+        bars = axis.barh(list(times), list(times.values()), height=0.65, color=colours)
+        axis.bar_label(bars, fmt="{:,.2f}", padding=3, color=GREY)
+        axis.set(title=title, xlabel="milliseconds", xlim=(0, 1.35 * max(times.values())))
+        axis.invert_yaxis()
+        axis.grid(color=GREY, alpha=0.25, axis="x")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     return figure
 
 

@@ -16,8 +16,9 @@ SIZES = {
     "branch_attention": [f"G=1 K=13 L=128 P={p}" for p in (1024, 2048)] + ["G=1 K=4 L=128 P=2048"],
     "score_group": ["K=13 H=128 P=1024", "G=3 K=13 H=128 P=1024", "G=4 K=13 H=128 P=2048"],
     "linear_logprob": ["N=13 D=2048 V=151936", "N=1664 D=2048 V=151936"],
+    "decode_step": ["P=256, mean of 32 steps", "P=2048, mean of 32 steps"],
 }
-FILES = {"branch_attention": "branch_attention", "score_group": "scorer", "linear_logprob": "linear_logprob"}
+FILES = {"score_group": "scorer", "decode_step": "decode"}  # others have their op's name
 
 
 def case(op: str, shape: str, impl: str, us: float | None, share: float | None) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def gpu_root(root: Path) -> Path:
         about = {"device": "NVIDIA Made-Up", "driver": "1", "cuda": "13.0", "torch": "2.11", "triton": "3.6.0"}
         about |= {"commit": "0123456789abcdef", "date": "2026-01-01", "cases": cases}
         ceilings = {"ceilings": {"copy_tbps": 4.0, "bf16_tflops": 700.0}}
-        (folder / f"{FILES[op]}.json").write_text(json.dumps(about | ceilings))
+        (folder / f"{FILES.get(op, op)}.json").write_text(json.dumps(about | ceilings))
     return root
 
 
@@ -84,7 +85,7 @@ def test_the_readme_shows_gpu_results(gpu_root: Path) -> None:
     assert row in readme
     assert "copy 4.00 TB/s, bf16 product 700 TFLOP/s" in readme
     assert not any(name in readme for name in ("wrong peer", "slow peer", "| floor |"))
-    for name in ("prefix", "candidates", "rows", "roofline"):
+    for name in ("prefix", "candidates", "rows", "roofline", "decode"):
         assert f"](docs/{figures.GPU}/{name}.svg)" in readme
         assert (gpu_root / "docs" / figures.GPU / f"{name}.svg").is_file()
     assert figures.render(readme, gpu_root) == readme
@@ -102,6 +103,8 @@ def test_plots_are_the_same_every_time_and_see_through(gpu_root: Path) -> None:
     assert all(b"<dc:date>" not in content for content in first.values())
     assert b"good peer" in first["prefix.svg"]
     assert b"wrong peer" not in first["prefix.svg"]
+    assert b"120.00" in first["decode.svg"]
+    assert b"wrong peer" not in first["decode.svg"]
     assert all(roofline.GREY.encode() in content for content in first.values())  # text for light and dark pages
     assert all(b"fill: #ffffff" not in content for content in first.values())
 

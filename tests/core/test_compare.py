@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -304,6 +305,17 @@ def test_a_checkpoint_with_another_tokenizer_or_none_is_refused(checkpoints, run
         one = settings(compare={"methods": [], "external": {name: checkpoints[name]}})
         with pytest.raises(ValueError, match=words):
             run_stage(CompareStage(one, place))
+
+
+def test_a_checkpoint_that_was_trained_again_is_refused(pair, checkpoints, run, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(checkpoints["tuned"], tuned)
+    place = linked(run, tmp_path / "run", "trajectories", "policy")
+    one = settings(compare={"methods": [], "external": {"tuned": str(tuned)}})
+    run_stage(CompareStage(one, place))
+    pair.slm.save_pretrained(tuned)
+    with pytest.raises(ValueError, match=r"settings\.checkpoints\.tuned"):
+        run_stage(CompareStage(one, place))
 
 
 def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
