@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: $(STAMP)
 	$(BIN)/futurebridge demo
