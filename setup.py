@@ -21,6 +21,7 @@ CUDA, CPU = "fb_kernels.libfb_kernels", "fb_kernels.libfb_cpu"
 ARCHITECTURES = ("80", "90a")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
 CPU_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC"]
+THREADS = ["-fopenmp"]  # without it, where the compiler has none, all runs on one thread
 
 
 def nvcc() -> str | None:
@@ -46,19 +47,22 @@ class BuildLibrary(build_ext):
         """Compile csrc/*.cu for all architectures, or csrc/cpu.cpp."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(cxx()), *CPU_FLAGS]
+        commands = [[str(cxx()), *CPU_FLAGS, *THREADS], [str(cxx()), *CPU_FLAGS]]
         if ext.name == CUDA:
             code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-            command = [str(nvcc()), *FLAGS, *code, "--threads", "0"]
-        command += [*ext.sources, "-o", str(target)]
-        self.announce(" ".join(command), level=2)
-        try:
-            subprocess.run(command, check=True)
-        except (OSError, subprocess.CalledProcessError) as problem:
-            if not ext.optional:
-                raise
-            target.unlink(missing_ok=True)
-            print(f"csrc: {problem}; going on without {ext.name}", file=sys.stderr)
+            commands = [[str(nvcc()), *FLAGS, *code, "--threads", "0"]]
+        for place, command in enumerate(commands, 1):
+            command += [*ext.sources, "-o", str(target)]
+            self.announce(" ".join(command), level=2)
+            try:
+                subprocess.run(command, check=True)
+                break
+            except (OSError, subprocess.CalledProcessError) as problem:
+                target.unlink(missing_ok=True)
+                last = place == len(commands)
+                if last and not ext.optional:
+                    raise
+                print(f"csrc: {problem}; going on without {ext.name if last else THREADS}", file=sys.stderr)
 
     def copy_extensions_to_source(self) -> None:
         """For an editable installation: built beside the package, unless it could not be built."""

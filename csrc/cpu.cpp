@@ -1,5 +1,5 @@
-// The ops of a decode step on the CPU: float32, one thread, plain C functions for fb_kernels/cpu.py, which checks what
-// it passes. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+// The ops of a decode step on the CPU: float32, plain C functions for fb_kernels/cpu.py, which checks what it passes.
+// Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
 #include <cmath>
@@ -37,6 +37,16 @@ float* scratch(int64_t size) {
     if (!memory.data) memory.size = 0;
   }
   return memory.data;
+}
+
+// work(first, last) for pieces of 0 to count that begin at multiples of `unit`, on so many threads at most.
+template <typename Work>
+void share(int64_t count, int64_t unit, int threads, const Work& work) {
+  if (threads <= 1) return work(0, count);
+  const int64_t units = (count + unit - 1) / unit;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int piece = 0; piece < threads; ++piece)
+    work(units * piece / threads * unit, std::min(count, units * (piece + 1) / threads * unit));
 }
 
 INLINE int64_t entry(const void* from, int wide, int64_t index) {
@@ -168,14 +178,14 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 2; }
+int fbcpu_abi_version() { return 3; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
     const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
-    int64_t rows, int64_t width, int64_t outputs, int swiglu) {
+    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
   return kernels.skinny_linear(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride,
-                               out, out_stride, rows, width, outputs, swiglu);
+                               out, out_stride, rows, width, outputs, swiglu, threads);
 }
 
 int fbcpu_branch_attention_qkv(

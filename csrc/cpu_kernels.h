@@ -48,14 +48,21 @@ INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
 // out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not.
 template <int R, int T>
 INLINE void products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float out[R][T]) {
-  Lanes acc[R][T][2] = {};
+  Lanes acc[R][T][2];
   const int64_t pairs = width / (2 * LANES) * (2 * LANES);
   if (R == 1 && width <= 2048) {  // w as it lies: half the time of T rows at once, while x stays in the nearest cache
-    for (int t = 0; t < T; ++t)
-      for (int64_t k = 0; k < pairs; k += 2 * LANES)
-        for (int part = 0; part < 2; ++part)
-          acc[0][t][part] += load(x + k + part * LANES) * load(w + t * w_stride + k + part * LANES);
+    for (int t = 0; t < T; ++t) {
+      Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
+      for (int64_t k = 0; k < pairs; k += 2 * LANES) {
+        even += load(x + k) * load(w + t * w_stride + k);
+        odd += load(x + k + LANES) * load(w + t * w_stride + k + LANES);
+      }
+      acc[0][t][0] = even;
+      acc[0][t][1] = odd;
+    }
   } else {
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < T; ++t) acc[r][t][0] = acc[r][t][1] = Lanes{};
     for (int64_t k = 0; k < pairs; k += 2 * LANES)
       for (int part = 0; part < 2; ++part) {
         Lanes a[R];
@@ -123,7 +130,7 @@ INLINE void normed(const float* from, const float* weight, float eps, int64_t wi
 static int skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
     const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
-    int64_t rows, int64_t width, int64_t outputs, int swiglu) {
+    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
   int64_t stride = padded(width), products_stride = swiglu ? outputs : out_stride;
   float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
   if (!input) return OUT_OF_MEMORY;
@@ -137,27 +144,28 @@ static int skinny_linear(
       to[t] = residual ? y + residual[row * residual_stride + first + t] : y;
     }
   };
-  int64_t output = 0;
-  for (; output + TILE <= outputs; output += TILE) {  // of each tile all rows, while it lies in the cache
-    const float* w = weight + output * weight_stride;
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) {
-      float sum[ROWS][TILE];
-      products<ROWS, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
-      for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
+  share(outputs, TILE, threads, [&](int64_t output, int64_t stop) {
+    for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
+      const float* w = weight + output * weight_stride;
+      int64_t row = 0;
+      for (; row + ROWS <= rows; row += ROWS) {
+        float sum[ROWS][TILE];
+        products<ROWS, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
+        for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
+      }
+      for (; row < rows; ++row) {
+        float sum[1][TILE];
+        products<1, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
+        finish(row, output, TILE, sum[0]);
+      }
     }
-    for (; row < rows; ++row) {
-      float sum[1][TILE];
-      products<1, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
-      finish(row, output, TILE, sum[0]);
-    }
-  }
-  for (; output < outputs; ++output)
-    for (int64_t row = 0; row < rows; ++row) {
-      float sum[1][1];
-      products<1, 1>(input + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
-      finish(row, output, 1, sum[0]);
-    }
+    for (; output < stop; ++output)
+      for (int64_t row = 0; row < rows; ++row) {
+        float sum[1][1];
+        products<1, 1>(input + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
+        finish(row, output, 1, sum[0]);
+      }
+  });
   if (!swiglu) return 0;
   int64_t half = outputs / 2;
   for (int64_t row = 0; row < rows; ++row) {

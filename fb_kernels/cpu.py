@@ -2,7 +2,8 @@
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
 float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
-cost more than their arithmetic; it runs on one thread.
+cost more than their arithmetic. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (or on a pool
+of its own, where torch has another one), all else on one thread.
 
 A function of an op's name takes that op's arguments; it returns NotImplemented for those it was not made for.
 """
@@ -22,17 +23,17 @@ from fb_kernels.reference import branch_attention as reference
 from fb_kernels.reference.branch_attention_qkv import check_held
 from fb_kernels.reference.qk_norm_rope import check_positions, check_slots
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
-LINEAR_ROWS = 16  # the most, on one thread: from there on oneDNN's blocks are ahead
-LINEAR_WEIGHT = 1 << 20  # elements, the most where torch has more threads than one: there it takes all but one row
+LINEAR_ROWS = 16  # the most: from there on oneDNN's blocks are ahead
+SHARE = 1 << 17  # products, the least of a thread
 ATTENTION_ROWS, ATTENTION_KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
 BRANCH_PREFIX = 1 << 11  # the most, keys of a group times threads: beyond, torch.bmm makes up for a call a group
 TOPK_ROWS, TOPK_K = 8, 64  # the most
 
 _SIGNATURES = {  # in the letters of `shared_library`
-    "skinny_linear": "pq pq pp f pq pq qqq i",
+    "skinny_linear": "pq pq pp f pq pq qqq ii",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
     "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
@@ -75,8 +76,7 @@ def skinny_linear(
     outputs = weight.shape[0]
     if isinstance(found, str) or rows > LINEAR_ROWS or not width:
         return NotImplemented
-    if (rows > 1 or outputs * width > LINEAR_WEIGHT) and torch.get_num_threads() > 1:
-        return NotImplemented
+    threads = max(1, min(torch.get_num_threads(), rows * width * outputs // SHARE))
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if x.dtype is not float32 or weight.dtype is not float32 or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
@@ -98,7 +98,7 @@ def skinny_linear(
     out = x.new_empty((rows, columns))
     code = found.fbcpu_skinny_linear(
         x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
-        out.data_ptr(), columns, rows, width, outputs, swiglu,
+        out.data_ptr(), columns, rows, width, outputs, swiglu, threads,
     )  # fmt: skip
     return NotImplemented if code else out
 

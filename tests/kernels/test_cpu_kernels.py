@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +36,7 @@ from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 from fb_kernels.topk_entropy import topk_entropy
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
 NAN, INF = float("nan"), float("inf")
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
 given_here = settings(
@@ -514,15 +515,42 @@ def test_what_others_do_is_not_taken(index: int) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_large_weight_is_left_to_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "LINEAR_WEIGHT", 15)
-    x, weight = torch.ones(1, 4), torch.ones(4, 4)
-    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is not NotImplemented
-    assert cpu.skinny_linear(x.expand(2, -1), weight[:2], None, None, 1e-6, None, False, False) is not NotImplemented
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert cpu.skinny_linear(x, weight, None, None, 1e-6, None, False, False) is NotImplemented
-    assert cpu.skinny_linear(x.expand(2, -1), weight[:2], None, None, 1e-6, None, False, False) is NotImplemented
-    assert cpu.skinny_linear(x, weight[:2], None, None, 1e-6, None, False, False) is not NotImplemented
+@pytest.mark.parametrize(("rows", "width", "half"), [(1, 40, 1), (1, 512, 130), (5, 33, 9), (16, 300, 501)])
+@pytest.mark.parametrize("names", [("norm_weight", "bias", "residual"), ("norm_weight", "swiglu")], ids=str)
+def test_any_number_of_threads_gives_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, half: int, names: tuple[str, ...]
+) -> None:
+    arguments = linear.arguments(rows, width, 2 * half, names, torch.float32)
+    alone = skinny_linear(**arguments)
+    monkeypatch.setattr(cpu, "SHARE", 1)
+    for threads in (2, 3, 8):  # of the last some have nothing to do
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with poisoned_memory():
+            assert torch.equal(skinny_linear(**arguments), alone)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
+def test_threads_are_those_of_torch() -> None:
+    """A second thread begins with the first call, which plain operations use too, in the one runtime of the process."""
+    code = """
+import os, torch
+from pathlib import Path
+from fb_kernels import cpu, skinny_linear
+x, weight = torch.ones(1, 512), torch.ones(1024, 512)
+if cpu.why_not():
+    raise SystemExit(77)
+torch.set_num_threads(2)
+counts = [len(os.listdir("/proc/self/task"))]
+for run in (lambda: skinny_linear(x, weight), lambda: torch.ones(1 << 20).exp_()):
+    run()
+    counts.append(len(os.listdir("/proc/self/task")))
+paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "gomp" in line}
+print(counts[1] - counts[0], counts[2] - counts[1], len(paths))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("the library is not built")
+    assert done.stdout.split() == ["1", "0", "1"], done.stderr
 
 
 def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
