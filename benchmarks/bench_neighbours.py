@@ -219,7 +219,7 @@ def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
     expected = plain(*(value.to(shapes.WIDE) for value in tensors))
     runs = {OURS: ours, "torch eager": partial(plain, *tensors)}
     implementations = {key: Implementation(run, expected) for key, run in runs.items()}
-    implementations["the product alone (a bound)"] = Implementation(
+    implementations["the matrix product alone"] = Implementation(
         lambda: F.linear(x, weight), F.linear(x.to(shapes.WIDE), weight.to(shapes.WIDE))
     )
     compare(

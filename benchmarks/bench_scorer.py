@@ -154,9 +154,9 @@ def test_trajectory(compare: Callable, models: Models, count: int, t: int, h: in
 
 
 def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
-    """Random trajectories of as many tokens (uniform in their logarithm), states and candidates as a published run has.
+    """Random trajectories that span the lengths and pools of a published run, whose distribution is not known.
 
-    The states lie evenly along the last half of a trajectory.
+    Lengths are uniform in their logarithm, states lie evenly along the last half of a trajectory.
     """
     count, states, (shortest, longest), h = shapes.SAMPLE
     generator = torch.Generator().manual_seed(0)
@@ -175,7 +175,7 @@ def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
 
 
 def test_sample(compare: Callable, models: Models) -> None:
-    """A part of a published run's scoring: time of a group, over trajectories of all lengths."""
+    """Time of a group over trajectories of all lengths, as in a run's scoring."""
     given = sample(models.model)
     groups = [(ids[: group.position], group.candidates, group.future) for ids, found in given for group in found]
 

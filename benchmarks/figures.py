@@ -129,8 +129,9 @@ def ratios(result: dict[str, Any]) -> list[str]:
         mine = ours.get((case["op"], case["shape"]))
         if case["impl"] != "fb" and mine and case["median_us"] and mine["median_us"]:
             ratio = case["median_us"] / mine["median_us"]
-            bound = "" if roofline.is_peer(case) or case["impl"].startswith("fb,") else " (a bound)"
-            lines.append(f"| `{case['op']}` | {case['shape']} | {case['impl']}{bound} | {ratio:.2f}x |")
+            what = " (a bound)" if case["impl"] in roofline.BOUNDS else ""
+            what = " (other work)" if case["impl"] in roofline.YARDSTICKS else what
+            lines.append(f"| `{case['op']}` | {case['shape']} | {case['impl']}{what} | {ratio:.2f}x |")
     return [*lines, ""]
 
 

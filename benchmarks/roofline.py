@@ -16,6 +16,8 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "candidates": ("K", "candidates", ("branch_attention",)),
     "rows": ("N", "rows", ("linear_logprob",)),
 }
+BOUNDS = (FLOOR, "the matrix product alone")
+YARDSTICKS = ("one greedy step", "greedy")  # other work, for scale
 LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]
 Curves = dict[str, list[tuple[int, float]]]
@@ -75,8 +77,8 @@ def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
 
 
 def is_peer(case: Case) -> bool:
-    """Whether it was timed and is neither ours nor a bound."""
-    return bool(case["median_us"]) and case["impl"].partition(",")[0] not in (OURS, FLOOR, "the matrix product alone")
+    """Whether it was timed, does the same work and is not ours."""
+    return bool(case["median_us"]) and case["impl"].partition(",")[0] not in (OURS, *BOUNDS, *YARDSTICKS)
 
 
 def _lines(panels: Mapping[str, Curves], label: str) -> Any:

@@ -9,6 +9,7 @@ typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
+constexpr int64_t STREAMED = 1 << 18;         // elements of a weight that is read in TILE places at once: memory is faster so
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -45,12 +46,13 @@ INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
   return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
 }
 
-// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not.
-template <int R, int T>
+// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. A single row of x takes
+// those of w as they lie, or all T at once.
+template <int R, int T, bool AT_ONCE = false>
 INLINE void products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float out[R][T]) {
   Lanes acc[R][T][2];
   const int64_t pairs = width / (2 * LANES) * (2 * LANES);
-  if (R == 1 && width <= 2048) {  // w as it lies: half the time of T rows at once, while x stays in the nearest cache
+  if (R == 1 && !AT_ONCE && width <= 2048) {  // half the time of T rows at once, while x stays in the nearest cache
     for (int t = 0; t < T; ++t) {
       Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
       for (int64_t k = 0; k < pairs; k += 2 * LANES) {
@@ -145,6 +147,15 @@ static int skinny_linear(
     }
   };
   share(outputs, TILE, threads, [&](int64_t output, int64_t stop) {
+    if (rows == 1 && outputs * width >= STREAMED) {
+      const int64_t apart = (stop - output) / TILE;
+      for (int64_t last = output + apart; output < last; ++output) {
+        float sum[1][TILE];
+        products<1, TILE, true>(input, stride, weight + output * weight_stride, apart * weight_stride, width, sum);
+        for (int t = 0; t < TILE; ++t) finish(0, output + t * apart, 1, sum[0] + t);
+      }
+      output += (TILE - 1) * apart;
+    }
     for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
       const float* w = weight + output * weight_stride;
       int64_t row = 0;
