@@ -9,7 +9,7 @@ typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
-constexpr int64_t STREAMED = 1 << 18;         // elements of a weight that is read in TILE places at once: memory is faster so
+constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -147,7 +147,7 @@ static int skinny_linear(
     }
   };
   share(outputs, TILE, threads, [&](int64_t output, int64_t stop) {
-    if (rows == 1 && outputs * width >= STREAMED) {
+    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
       const int64_t apart = (stop - output) / TILE;
       for (int64_t last = output + apart; output < last; ++output) {
         float sum[1][TILE];
