@@ -2,8 +2,8 @@
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
 float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
-cost more than their arithmetic. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (or on a pool
-of its own, where torch has another one), all else on one thread.
+cost more than their arithmetic. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (on others
+where torch has another runtime), all else on one thread.
 
 A function of an op's name takes that op's arguments; it returns NotImplemented for those it was not made for.
 """
