@@ -12,13 +12,13 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.decoding import (
-    CertainLLM,
     CollaborativeDecoder,
     Event,
     FutureBridgeSelector,
     Generation,
     LLMPreference,
     Selector,
+    overridden,
 )
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
@@ -74,8 +74,8 @@ class Chat:
         settings = self.settings
         if settings.adapter is None:
             return LLMPreference()
-        selector = FutureBridgeSelector(TokenReranker.from_pretrained(settings.adapter, slm).eval())
-        return selector if settings.certainty is None else CertainLLM(selector, settings.certainty)
+        reranker = TokenReranker.from_pretrained(settings.adapter, slm).eval()
+        return overridden(FutureBridgeSelector(reranker), settings.certainty)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted."""

@@ -294,6 +294,11 @@ class CertainLLM(Selector):
         return chosen
 
 
+def overridden(selector: Selector, certainty: float | None) -> Selector:
+    """The selector under a `CertainLLM` of that certainty; itself where that is None."""
+    return selector if certainty is None else CertainLLM(selector, certainty)
+
+
 class FutureBridgeSelector(ScoringSelector):
     """The candidate that the reranker expects the SLM to continue from best.
 

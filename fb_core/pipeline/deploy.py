@@ -10,12 +10,12 @@ from typing import Any
 from fb_core.baselines.s2t_local import NoLLM
 from fb_core.config import Method, RunSettings
 from fb_core.decoding import (
-    CertainLLM,
     CollaborativeDecoder,
     FutureBridgeSelector,
     LLMPreference,
     Selector,
     SLMPreference,
+    overridden,
 )
 from fb_core.llm import LLM
 from fb_core.pipeline.artefacts import Artefact
@@ -52,9 +52,7 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
 
 def reranker_selector(settings: RunSettings, reranker: TokenReranker) -> Selector:
     """The reranker, or the LLM where it is as certain as the settings want."""
-    selector = FutureBridgeSelector(reranker)
-    certainty = settings.evaluate.certainty
-    return selector if certainty is None else CertainLLM(selector, certainty)
+    return overridden(FutureBridgeSelector(reranker), settings.evaluate.certainty)
 
 
 def needs_llm(settings: RunSettings) -> bool:
