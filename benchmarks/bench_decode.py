@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, StaticCache
 
@@ -178,6 +179,19 @@ def some_candidates(model: PreTrainedModel) -> Tensor:
     return ids.to(model.device)
 
 
+Event = tuple[PeftModel, Tensor, Tensor, Tensor]  # adapted model, head, prefix, candidates
+
+
+def rerank_truth(
+    slm: PreTrainedModel, reranker: TokenReranker, prefix: Tensor, candidates: Tensor
+) -> tuple[Event, Event, Tensor]:
+    """(what PEFT's peers take, the same in the wide dtype, the scores that it gives there)."""
+    head, adapted = reranker.head.detach(), copy.deepcopy(reranker.adapted).to(shapes.WIDE)
+    wide = (adapted, head.to(shapes.WIDE), prefix, candidates)
+    expected = peers.rerank_cached_forwards(*wide, peers.prefill(copy.deepcopy(slm).to(shapes.WIDE), prefix))
+    return (reranker.adapted, head, prefix, candidates), wide, expected
+
+
 @pytest.mark.parametrize("context", shapes.CONTEXTS)
 def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int) -> None:
     reranker = peers.as_trained(endless)
@@ -190,11 +204,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
     step.outcome()
     candidates = some_candidates(endless)
     prefix = peers.prefill(endless, ids)
-    head = reranker.head.detach()
-    state = (reranker.adapted, head, ids, candidates)
-    adapted = copy.deepcopy(reranker.adapted).to(shapes.WIDE)
-    wide = (adapted, head.to(shapes.WIDE), ids, candidates)
-    expected = peers.rerank_cached_forwards(*wide, peers.prefill(copy.deepcopy(endless).to(shapes.WIDE), ids))
+    state, wide, expected = rerank_truth(endless, reranker, ids, candidates)
     plain = peers.rerank_repeated_cache(*state, prefix)
     logits = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
     views = [hf.Prefix(step.model.kv, start=0, length=context)]
@@ -234,11 +244,7 @@ def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int
     prefix = tokens(endless, p)
     candidates = some_candidates(endless)
     cache = peers.prefill(endless, prefix)
-    head = reranker.head.detach()
-    state = (reranker.adapted, head, prefix, candidates)
-    adapted = copy.deepcopy(reranker.adapted).to(shapes.WIDE)
-    wide = (adapted, head.to(shapes.WIDE), prefix, candidates)
-    expected = peers.rerank_cached_forwards(*wide, peers.prefill(copy.deepcopy(endless).to(shapes.WIDE), prefix))
+    state, wide, expected = rerank_truth(endless, reranker, prefix, candidates)
     others = {
         "K forwards over the cache": partial(peers.rerank_cached_forwards, *state, cache),
         "repeated cache": partial(peers.rerank_repeated_cache, *state, cache),
