@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch
 from benchmarks import harness
 from benchmarks.tune import OPS, forward
 
-PROFILED = "FB_BENCHMARKS_PROFILED"  # says that this process runs under Nsight Compute
 COLUMNS = {  # by Nsight Compute's names
     "Duration": "us",
     "Compute (SM) Throughput": "SM %",
@@ -47,8 +45,8 @@ def profile(op: str) -> str:
     """Nsight Compute's table of an op's kernels, in CSV."""
     sections = [word for name in ("SpeedOfLight", "LaunchStats", "Occupancy") for word in ("--section", name)]
     command = ["ncu", "--csv", "--page", "details", "--profile-from-start", "off", "--clock-control", "none", *sections]
-    command += [sys.executable, "-m", "benchmarks.counters", op]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {PROFILED: "1"})
+    command += [sys.executable, "-c", f"from benchmarks.counters import call; call({op!r})"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=harness.ROOT)
     if done.returncode:
         raise RuntimeError(f"ncu ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}")
     return done.stdout
@@ -73,7 +71,7 @@ def table(printed: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the table of every op; under Nsight Compute call one."""
+    """Print the table of every op."""
     parser = argparse.ArgumentParser(description="hardware counters of every kernel on this GPU")
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
     ops = parser.parse_args(arguments).ops or list(OPS)
@@ -81,10 +79,6 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
     if harness.DEVICE != "cuda":
         parser.error("expected a CUDA device, got none; counters are read on one")
-    if PROFILED in os.environ:
-        for op in ops:
-            call(op)
-        return
     if shutil.which("ncu") is None:
         parser.error("expected Nsight Compute's ncu on the path, got none; install it or add its folder to PATH")
     for op in ops:
