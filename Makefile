@@ -46,7 +46,7 @@ wheel: $(STAMP)
 	FB_BUILD_CUDA=$$(command -v nvcc > /dev/null && echo force || echo skip) $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
 
-# Wheels for a GPU machine without a network: what it may lack, peers included. `make gpu-check` installs what lies there.
+# Wheels for a GPU machine without a network: what it may lack, peers included. `make gpu-check` uses what lies there.
 GPU_PYTHON_VERSION ?= 3.12
 WHEELS := build/wheels
 

@@ -62,7 +62,7 @@ class BuildLibrary(build_ext):
                 last = place == len(commands)
                 if last and not ext.optional:
                     raise
-                print(f"csrc: {problem}; going on without {ext.name if last else THREADS}", file=sys.stderr)
+                print(f"csrc: {problem}; going on without {ext.name if last else ' '.join(THREADS)}", file=sys.stderr)
 
     def copy_extensions_to_source(self) -> None:
         """For an editable installation: built beside the package, unless it could not be built."""

@@ -26,7 +26,7 @@ if compgen -G "build/wheels/*.whl" > /dev/null; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
   "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" build/wheels/*.whl &&
-    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} || summary+=("wheels: failed, none is used")
 fi
 
 left() { echo $((LIMIT - SECONDS)); }
