@@ -78,6 +78,7 @@ def least_of_ceiling(cases: Sequence[Case], *, op: str, shape: str) -> float | N
 
 PACKED = r"^G=[3-9].* K=13 H=128 P=(1024|2048)\b"
 LONG = r"^G=([4-9]|\d\d).* K=13 L=128 P=(2048|4096)\b"
+LARGE = r"^N=(1664|[2-9]\d{3}|\d{5,})\b"  # 1,664 rows or more
 GRAPH = r".*graph, cold"
 TARGETS = (
     Target(
@@ -135,7 +136,7 @@ TARGETS = (
         "%",
         72,
         90,
-        partial(least_of_ceiling, op="linear_logprob", shape=r"^N=(1664|[2-9]\d{3}|\d{5,})\b"),
+        partial(least_of_ceiling, op="linear_logprob", shape=LARGE),
         more=True,
     ),
     Target(
@@ -143,7 +144,7 @@ TARGETS = (
         "x",
         None,
         1,
-        partial(ratio, op="linear_logprob", shape=r"^N=(1664|[2-9]\d{3}|\d{5,})\b", peer="Liger-Kernel"),
+        partial(ratio, op="linear_logprob", shape=LARGE, peer="Liger-Kernel"),
         more=True,
     ),
     Target(

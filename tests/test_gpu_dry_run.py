@@ -261,6 +261,29 @@ def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> N
 
 
 @ONCE
+@pytest.mark.usefixtures("pretended_gpu")
+def test_times_and_floors_are_of_a_unit_and_rates_of_the_call() -> None:
+    truth = torch.arange(6.0)
+    rows = harness.compare(
+        Pedantic(),
+        "op",
+        "N=6",
+        {"fb": harness.Implementation(lambda: truth + 0, truth)},
+        rounds=1,
+        tolerance=0.0,
+        cost=harness.Cost(flops=8e8, bytes=2e9),
+        per=4,
+        details=lambda name: {"calls": float(len(name))},
+    )
+    found = {row.impl: row for row in rows}
+    assert found["fb"].median_us == pytest.approx(500)
+    assert found["floor"].median_us == pytest.approx(125)
+    assert found["fb"].tbps == pytest.approx(1.0)
+    assert found["fb"].fraction_of_ceiling == pytest.approx(0.25)
+    assert (found["fb"].details, found["floor"].details) == ({"calls": 2.0}, {})
+
+
+@ONCE
 def test_each_tensor_is_held_to_its_own_tolerance() -> None:
     truth = (torch.full((3,), 100.0), torch.full((3,), 0.1))
     close = (truth[0] + 0.5, truth[1])

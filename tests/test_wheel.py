@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from fb_kernels import cpu
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,3 +75,20 @@ def test_readme_examples_run(installed, heading, tmp_path):
 def test_demo_command_is_installed(installed, tmp_path):
     result = subprocess.run([installed.parent / "futurebridge", "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert "demo" in result.stdout, result.stderr
+
+
+@pytest.mark.slow
+def test_a_compiler_without_openmp_builds_for_one_thread(tmp_path):
+    real = shutil.which("g++") or shutil.which("clang++")
+    if real is None:
+        pytest.skip("no C++ compiler")
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1 ;; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    chosen = os.environ | {"CXX": str(compiler), "FB_BUILD_CUDA": "skip", "FB_BUILD_CPU": "force"}
+    build = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, env=chosen, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "going on without -fopenmp" in done.stderr
+    library = cpu.opened(tmp_path / "fb_kernels" / "libfb_cpu.so")
+    assert not isinstance(library, str), library
