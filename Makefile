@@ -1,6 +1,9 @@
 # Every target does all its own set-up in .venv and is quick when repeated.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+# Where torch comes from, if not from the usual index: that of its CPU builds spares a machine without a GPU 3 GB.
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -13,11 +16,11 @@ export HF_HUB_OFFLINE := 1
 install: $(STAMP)
 
 # torch first and pinned, so that no other requirement pulls another build of it.
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) setuptools wheel
+	$(BIN)/python -m pip install --quiet --no-build-isolation --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 test: $(STAMP)
@@ -54,7 +57,7 @@ gpu-wheels: $(STAMP)
 	rm -rf $(WHEELS)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--implementation cp --platform manylinux2014_x86_64 \
-		--constraint constraints.txt --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
+		--constraint $(CONSTRAINTS) --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
 	ls -l $(WHEELS)
 
 # On a machine with a GPU, under that machine's own Python: GPU_PYTHON=python3 PARTS=tests,head,decode LIMIT=570

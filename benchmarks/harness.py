@@ -426,7 +426,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "commit": _commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -88,9 +88,10 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
         default = {"BLOCK_M": 32, "num_stages": 2} if width > 128 else {"BLOCK_M": 64, "num_stages": 3}
         default |= {"BLOCK_N": 32, "num_warps": 8}
     elif width > 128:
-        default = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
-    else:
-        block = 64 if _capability() == 90 and form == "plain" else 32
+        block = 32 if form == "window" else 64  # a window's edges take registers
+        default = {"BLOCK_M": block, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
+    else:  # so do the masks of a head that is padded
+        block = 64 if _capability() == 90 and form == "plain" and head_dim == width else 32
         default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 3}
     return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
@@ -100,7 +101,7 @@ def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form:
     width = max(16, next_power_of_2(head_dim))
     tile = {"BLOCK_M": 64, "BLOCK_N": 32}
     if width > 128 or form == "unaligned":
-        tile = {"BLOCK_M": 32, "BLOCK_N": 16}
+        tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16}
     default = tile | {"CHUNK": 128, "num_warps": 8, "num_stages": 2 if form == "unaligned" else 3}
     default |= _registers(form == "unaligned" or width > 128)
     return _tuned("branch_attention_split", dtype, (width, repeat, form), default)

@@ -51,7 +51,9 @@ def case(
         COMBINE: Cost(rows_bytes + partial_bytes, flops * on_own),
     }
     shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}"
-    products = () if dtype == torch.float32 or pad else (TILE,) if width > 128 else (TILE, SPLIT)  # 32 rows: no HGMMA
+    wide = width > 128  # then 32 rows at once, which is no HGMMA: in the split, and in windowed tiles
+    products = () if wide and window else (TILE,) if wide else (TILE, SPLIT)
+    products = () if dtype == torch.float32 or pad else products
     exact = (TILE, SPLIT) if dtype == torch.float32 else ()
     return Case(
         "branch_attention", shape, lambda: branch_attention.branch_attention(*arguments), costs, products, exact

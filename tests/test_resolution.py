@@ -1,0 +1,99 @@
+"""What the package index serves can be installed: every tested set, and the newest of everything, for every Python.
+
+Nothing that lies on this machine counts: no local wheels, no configuration file, no installed package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12", "3.13")
+MACHINES = ("x86_64", "aarch64")
+SETS = ("constraints.txt", *sorted(f"constraints/{path.name}" for path in (ROOT / "constraints").glob("torch-*.txt")))
+LOCAL = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE", "PIP_CONSTRAINT", "UV_FIND_LINKS", "UV_CONSTRAINT")
+pytestmark = pytest.mark.index
+
+
+def clean() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LOCAL}
+    return kept | {"PIP_CONFIG_FILE": os.devnull, "UV_NO_CONFIG": "1"}
+
+
+def resolve(python: str, machine: str, *options: str, asked: str | Path = ROOT / "pyproject.toml") -> dict[str, str]:
+    """{package: version} as the index serves them to a Linux machine, wheels alone."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python-version", python, "--python-platform", f"{machine}-unknown-linux-gnu"]
+    command += ["--only-binary", ":all:", *options, str(asked)]
+    done = subprocess.run(command, cwd=ROOT, env=clean(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("==") for line in done.stdout.split() if "==" in line)
+
+
+def pins(file: str) -> dict[str, str]:
+    """{package: version} that a constraints file and those that it includes fix."""
+    found: dict[str, str] = {}
+    for line in (ROOT / file).read_text().splitlines():
+        if line.startswith("-c "):
+            found |= pins(str((Path(file).parent / line[3:]).as_posix()))
+        elif "==" in line:
+            name, _, version = line.partition("==")
+            found[name] = version
+    return found
+
+
+def newest(package: str, tmp_path: Path) -> str:
+    file = tmp_path / "alone.in"
+    file.write_text(package + "\n")
+    return resolve("3.13", "x86_64", asked=file)[package]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("constraints", SETS)
+def test_every_set_resolves(constraints: str, python: str, machine: str) -> None:
+    found = resolve(python, machine, "--constraint", constraints, "--extra", "dev", "--extra", "ray", "--extra", "data")
+    fixed = pins(constraints)
+    assert {name: found[name] for name in fixed if name in found} == {n: v for n, v in fixed.items() if n in found}
+    assert {"torch", "triton", "numpy", "transformers", "antlr4-python3-runtime", "pytest"} <= found.keys()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
+    found = resolve(python, machine, *(f"--extra={extra}" for extra in ("gpu", "data", "ray")))
+    assert "antlr4-python3-runtime" in found
+
+
+def test_an_installation_does_not_pull_torch_back(tmp_path: Path) -> None:
+    assert resolve("3.13", "x86_64", "--extra", "gpu")["torch"] == newest("torch", tmp_path)
+
+
+def test_a_set_that_does_not_go_together_is_seen(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text("torch==2.13.0\ntriton==3.6.0\n")
+    with pytest.raises(AssertionError, match=r"triton"):
+        resolve("3.13", "x86_64", "--constraint", str(wrong), "--extra", "dev")
+
+
+@pytest.mark.slow
+def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
+    target = ["--only-binary=:all:", "--python-version", "{}.{}".format(*sys.version_info), "--target", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", *target]
+    requirements = re.findall(r'^  "(.*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    requirements = [line for line in requirements if re.match(r"[a-z][\w-]*(\[.*\])?>=", line)]
+    assert len(requirements) > 20
+    done = subprocess.run(
+        [*command, "--constraint", "constraints.txt", *requirements],
+        cwd=ROOT,
+        env=clean(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
