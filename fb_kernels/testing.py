@@ -28,11 +28,13 @@ def assert_close_to_reference(
         reference64: the same shape, the truth in float64.
         native: the same shape, plain PyTorch in the tested dtype.
         ulps: allowance in units of the last place of actual's dtype.
-        scale: magnitude at which these units count, broadcast to actual[..., 0:1]; by default the largest finite
-            |reference64| of each row. Give the logits' magnitude for a log-prob, which is a difference of two of them.
+        scale: magnitude at which these units count, broadcast to actual; by default the largest finite |reference64|
+            of each row. Where terms may cancel give the magnitude of what was summed, not of the sum: the formula of
+            `magnitude(x)`, or the logits' for a log-prob, which is a difference of two of them.
 
     Raises:
-        AssertionError: an error above its bound; other shapes; NaN or infinities that are not the reference's.
+        AssertionError: an error above its bound; other shapes; NaN or infinities that are not the reference's; a
+            finite number whose scale is not, so that anything would pass.
     """
     if not actual.shape == reference64.shape == native.shape:
         raise AssertionError(f"shapes {[tuple(value.shape) for value in (actual, reference64, native)]} differ")
@@ -53,10 +55,12 @@ def assert_close_to_reference(
         )
     zero = torch.zeros((), dtype=torch.float64)
     if scale is None:
-        scale = torch.where(finite, truth.abs(), zero).amax(-1, keepdim=True)
+        scale = torch.where(finite, truth.abs(), zero).amax(-1, keepdim=True).expand(truth.shape)
     else:
-        scale = torch.as_tensor(scale, dtype=torch.float64).expand(*actual.shape[:-1], 1).reshape(-1, 1)
-    allowance = ulps * torch.finfo(actual.dtype).eps * scale
+        scale = torch.as_tensor(scale, dtype=torch.float64).cpu().expand(actual.shape).reshape(truth.shape)
+        if (finite & ~scale.isfinite()).any():
+            raise AssertionError("the scale is NaN or infinite at numbers that are finite")
+    allowance = torch.where(finite, ulps * torch.finfo(actual.dtype).eps * scale, zero)
     error = torch.where(finite, (got - truth).abs(), zero)
     plain_error = torch.where(finite & plain.isfinite(), (plain - truth).abs(), zero)
     excess = error - allowance - 2 * plain_error.max()
@@ -64,13 +68,18 @@ def assert_close_to_reference(
         row, column = divmod(int(excess.argmax()), error.shape[-1])
         raise AssertionError(
             f"error {error[row, column]:.3g} at [{row}, {column}] is above twice plain PyTorch's maximum "
-            f"{plain_error.max():.3g} plus {allowance[row, 0]:.3g}"
+            f"{plain_error.max():.3g} plus {allowance[row, column]:.3g}"
         )
     rms, plain_rms, rms_allowance = (value.square().mean().sqrt() for value in (error, plain_error, allowance))
     if rms > 2 * plain_rms + rms_allowance:
         raise AssertionError(
             f"RMS error {rms:.3g} is above twice plain PyTorch's {plain_rms:.3g} plus {rms_allowance:.3g}"
         )
+
+
+def magnitude(tensor: Tensor) -> Tensor:
+    """|tensor| in float64, 0 where it is not finite: of such terms nothing cancels, which a `scale` is made of."""
+    return tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs()
 
 
 def poison_(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 HAS_CUDA = torch.cuda.is_available()
 os.environ.setdefault("TRITON_INTERPRET", "0" if HAS_CUDA else "1")  # read when a kernel's module is imported
@@ -22,15 +22,23 @@ settings.register_profile(
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile(
+    "many", settings.get_profile("futurebridge"), max_examples=200, derandomize=False, database=None
+)
 settings.load_profile("futurebridge")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_CUDA:
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if settings.get_current_profile_name() == "many" and is_hypothesis_test(item.obj):
+            own = item.obj._hypothesis_internal_use_settings
+            item.obj._hypothesis_internal_use_settings = settings(own, max_examples=settings.default.max_examples)
+
+
+def pytest_runtest_setup() -> None:
+    torch.manual_seed(0)  # what draws without a generator of its own draws the same whatever ran before
 
 
 @pytest.fixture

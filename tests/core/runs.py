@@ -13,6 +13,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from limits import HANG
+
 from fb_core.config import RunSettings
 
 SMALL = {
@@ -122,7 +124,7 @@ def start(command: str, chosen: RunSettings, run: Path, *, dies: int | None = No
     started = made.Event()
     process = made.Process(target=work, args=(command, chosen.model_dump_json(), str(run), dies, seed, started))
     process.start()
-    assert started.wait(60)
+    assert started.wait(HANG)
     return process
 
 

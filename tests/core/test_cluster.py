@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from limits import HANG
 from runs import SMALL, contents, settings
 
 from fb_core.pipeline.collect import TrajectoryStage
@@ -51,13 +52,13 @@ except ValueError as problem:
 
 def alone(code: str, *arguments: str) -> str:
     """What a process prints that runs the code."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=ONE_THREAD | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -140,7 +141,7 @@ def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(u
     os.killpg(both.pid, signal.SIGKILL)
     both.wait()
     assert not (run / "reranker").exists()
-    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(run) == contents(undisturbed[0]["train"])
 
@@ -148,7 +149,7 @@ def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(u
 def trained_by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[subprocess.CompletedProcess[str], Path]:
     """`futurebridge train` by two processes to its end, and the run's folder."""
     run, command = by_two(scored, folder, values)
-    return subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=300), run
+    return subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG), run
 
 
 def by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[Path, list[str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from limits import HANG
 from runs import contents, linked, receipts, settings
 from typer.testing import CliRunner
 
@@ -474,14 +475,14 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
         assert workers
         if killed == "worker":
             os.kill(next(filter(is_worker, workers)), signal.SIGKILL)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=HANG)
             assert process.returncode == 2
             assert "got one ended from outside" in said
             assert "Traceback" not in said
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG
     while not all(ended(worker) for worker in workers):  # nobody is left that holds a folder
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -490,7 +491,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     before = {path: receipts(path) for path in done}
     assert len(done) < 6
     process = begin(run, config, "pools", 2)
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=HANG)
     assert process.returncode == 0, said
     assert {path.name for path in variants.iterdir()} == {
         *("greedy", "direct", "futurebridge", "pool-slm", "pool-llm", "pool-slm-wide")
@@ -510,7 +511,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     )
     config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
     process = begin(run, config, "all", 2)
-    out, said = process.communicate(timeout=900)
+    out, said = process.communicate(timeout=HANG)
     assert process.returncode == 0, said
     assert "not made" not in out
     assert not list(run.rglob(PROBLEM))

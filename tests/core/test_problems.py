@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import HANG
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -136,11 +137,11 @@ def as_tuples(problems: list[Problem]) -> list[tuple[str, str, str]]:
 
 
 def refused(source: str) -> str:
-    """The message of the error, which must be one line and come quickly."""
+    """The message of the error, which must be one line and come."""
     start = time.monotonic()
     with pytest.raises(ValueError) as caught:
         load_problems(source)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < HANG
     message = str(caught.value)
     assert message.startswith("load_problems: ")
     assert message.endswith(".")
@@ -417,7 +418,7 @@ def test_overlap_takes_linear_time() -> None:
     hostile = ["\u0301\u0323" * 500_000, "\\" * 1_000_000, "\\left" * 200_000, " $" * 500_000, "\\dfra" * 200_000]
     start = time.monotonic()
     assert without_overlap([problem(text) for text in hostile], [problem("1?")])[1] == 0
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < HANG
 
 
 problem_lists = st.lists(st.sampled_from(["a", "b", "c", "A ", *map(str, range(20))]), min_size=1, max_size=30).map(

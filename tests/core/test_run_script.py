@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from limits import HANG
 from runs import SMALL, contents
 
 SCRIPT = Path(__file__).parent / "run_and_kill.sh"
@@ -24,7 +25,7 @@ def test_the_six_commands_killed_and_run_again_end_in_their_tables(undisturbed, 
         env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("killed at") == 6

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from dialects import byte_tokenizer
+from limits import HANG
 from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import tiny
 
@@ -50,7 +51,7 @@ def pair(tmp_path_factory):
 
 def served(values, servers, **options):
     there = {
-        f"{role}_server": {"url": one.url, "flavour": "llama.cpp", "timeout": 20, **options}
+        f"{role}_server": {"url": one.url, "flavour": "llama.cpp", "timeout": HANG, **options}
         for role, one in servers.items()
     }
     return RunSettings.model_validate({**values, "models": {**values["models"], **there}})

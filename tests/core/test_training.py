@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sweep_process
 import torch
+from limits import HANG
 from safetensors.torch import load_file, save_file
 from tiny import V, tiny
 
@@ -390,7 +391,7 @@ def test_two_processes_have_the_bytes_of_one(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     script = [str(HERE / "sweep_process.py"), str(tmp_path)]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

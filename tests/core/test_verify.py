@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from limits import HANG
 
 from fb_core import verify
 from fb_core.verify import LONGEST_CONTENT, Verifier, boxed
 
 LIMIT = 1.0  # seconds for one answer
-SLACK = 8.0  # a worker's start on a busy machine, twice
 HANGING = r"\boxed{9^{9^{9^{9}}}}"
 
 
@@ -160,7 +160,7 @@ def test_integers_need_no_math_verify() -> None:
 
 def test_workers_parse_quickly() -> None:
     code = "from fb_core.verify import _quicken, _judge; _quicken(); print(_judge('\\\\boxed{x^2-1}', '-1+x^2'))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
 
 
@@ -203,7 +203,7 @@ def test_hostile_answers_end_in_a_logged_verdict(
     with caplog.at_level(logging.INFO, logger="fb_core.verify"):
         start = time.monotonic()
         verdict = verifier.verify(HOSTILE[name], "5")
-        assert time.monotonic() - start < LIMIT + SLACK
+        assert time.monotonic() - start < HANG
     assert verdict in ("wrong", "unparsable", "timeout")
     assert verdict == "wrong" or verdict in caplog.text
     assert len(caplog.text) < 2_000
@@ -228,7 +228,7 @@ def test_a_hundred_megabytes_are_read_in_linear_time(
     answer = start + unit * (100_000_000 // len(unit.encode())) + end
     began = time.process_time()
     assert verifier.verify(answer, "5") == verdict
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 60  # quadratic time would be days
 
 
 def test_nothing_is_left_after_hostile_answers() -> None:
@@ -256,11 +256,11 @@ def test_a_worker_over_its_memory_does_not_take_the_next_answer_with_it() -> Non
         assert small.verify(r"\boxed{15}", "15") == "correct"
 
 
-def test_repeats_cost_nothing(verifier: Verifier) -> None:
-    verdict = verifier.verify(HANGING, "7")
-    start = time.monotonic()
+def test_repeats_ask_no_worker(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, asked = verifier.verify(HANGING, "7"), []
+    monkeypatch.setattr(verify._Worker, "ask", lambda _, pairs: asked.append(pairs) or ["wrong"] * len(pairs))
     assert verifier.verify_many([f"try {n}: {HANGING}" for n in range(50)], ["7"] * 50) == [verdict] * 50
-    assert time.monotonic() - start < LIMIT / 2
+    assert not asked
 
 
 def test_a_killed_worker_is_replaced(verifier: Verifier) -> None:
@@ -279,7 +279,7 @@ def test_a_worker_that_dies_over_an_answer_counts_as_timeout() -> None:
         verdict = thread.submit(patient.verify, HANGING, "5")
         time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
-        assert verdict.result(SLACK) == "timeout"
+        assert verdict.result(HANG) == "timeout"
         assert patient.verify(r"\boxed{16}", "16") == "correct"
 
 
@@ -311,7 +311,7 @@ def test_workers_end_after_a_killed_parent(question: str) -> None:
         time.sleep(0.3)
         assert runs(pid)
         parent.kill()
-    deadline = time.monotonic() + 2 * 2 + SLACK
+    deadline = time.monotonic() + HANG
     while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not runs(pid)
@@ -408,7 +408,7 @@ def test_workers_do_not_run_the_calling_script_again(tmp_path: Path) -> None:
         "with Verifier() as verifier:\n    print(verifier.verify(r'\\boxed{15}', '15'))\n"
         "print(sorted({'torch', 'sympy', 'math_verify'} & set(sys.modules)))\n"
     )
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=False)
     assert ran.stdout.split("\n")[:3] == ["running", "correct", "[]"], ran.stderr
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fb_kernels.branch_attention import branch_attention, branch_attention_out
 from fb_kernels.reference import branch_attention as reference
-from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor, poison_
+from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor, magnitude, poison_
 
 F64 = torch.float64
 
@@ -70,11 +70,9 @@ class Case:
             return tuple(torch.stack([x[i, j] for i, j in rows]) if rows else x[:0, :0].flatten(0, 1) for x in both)
         return tuple(x[start : start + length] for x in both)
 
-    def naive(self, window: int | None = None, scale: float | None = None, softcap: float | None = None) -> Any:
-        """(out, lse) in q's dtype, a row at a time with every key it sees laid out."""
-        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
-        repeat = self.q.shape[1] // self.prefix_k.shape[-2]
-        out, lse, row = [], [], 0
+    def rows(self, window: int | None = None) -> Iterator[tuple[int, Tensor, Tensor, list[int]]]:
+        """(row, k[n, Hq, E], v, places in the packed rows of the last keys) of every row, of what it sees alone."""
+        repeat, row = self.q.shape[1] // self.prefix_k.shape[-2], 0
         for g, lengths in enumerate(self.groups):
             prefix = [x.detach() for x in self.prefix(g)]
             for length in lengths:
@@ -84,15 +82,64 @@ class Case:
                     position = len(prefix[0]) + row - first
                     seen = [j for j in range(len(prefix[0]) + len(own[0])) if not window or position - j < window]
                     k, v = (torch.cat(x)[seen].repeat_interleave(repeat, 1) for x in zip(prefix, own, strict=True))
-                    scores = torch.einsum("he,nhe->hn", self.q[row], k) * scale
-                    if softcap:
-                        scores = softcap * torch.tanh(scores / softcap)
-                    lse.append(scores.logsumexp(-1))
-                    out.append(torch.einsum("hn,nhe->he", scores.softmax(-1), v))
+                    yield row, k, v, [first + j - len(prefix[0]) for j in seen if j >= len(prefix[0])]
                 row = first + length
+
+    def naive(self, window: int | None = None, scale: float | None = None, softcap: float | None = None) -> Any:
+        """(out, lse) in q's dtype, a row at a time with every key it sees laid out."""
+        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
+        out, lse = [], []
+        for row, k, v, _ in self.rows(window):
+            scores = torch.einsum("he,nhe->hn", self.q[row], k) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            lse.append(scores.logsumexp(-1))
+            out.append(torch.einsum("hn,nhe->he", scores.softmax(-1), v))
         if not out:
             return self.q * 0, self.q.new_zeros(self.q.shape[1], 0)
         return torch.stack(out), torch.stack(lse, 1)
+
+    def magnitudes(
+        self,
+        upstream: Tensor | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> list[Tensor]:
+        """Of out[T, Hq, 1], lse[Hq, T] and, with an upstream gradient, of rows of dq, dk and dv: the scale of rounding.
+
+        A sum is rounded at the sum of its |terms|. A score is rounded at |q| |k| |scale|, in float32 whatever q's
+        dtype, and all that its probability weighs moves by as much.
+        """
+        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
+        eps = torch.finfo(torch.float32).eps / torch.finfo(self.q.dtype).eps
+        q, own_k = magnitude(self.q), magnitude(self.q if self.k is None else self.k)
+        g = torch.zeros_like(q) if upstream is None else magnitude(upstream)
+        heads, repeat = own_k.shape[1], q.shape[1] // self.prefix_k.shape[-2]
+        out, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0])
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(own_k), torch.zeros_like(own_k)
+        for row, key, value, places in self.rows(window):
+            if not len(key):
+                continue
+            k, v = magnitude(key), magnitude(value)
+            scores = torch.einsum("he,nhe->hn", self.q[row].detach().double(), key.detach().double()) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            p = scores.softmax(-1).nan_to_num(0.0)
+            size = torch.einsum("he,nhe->hn", q[row], k).amax(-1) * abs(scale)
+            moved = 1 + eps * size[:, None]
+            lse[row] = 1 + size + math.log(len(k))
+            out[row] = torch.einsum("hn,nhe->he", p, v) * moved
+            dp = torch.einsum("he,nhe->hn", g[row], v)
+            ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * scale * moved
+            dq[row] = torch.einsum("hn,nhe->he", ds, k)
+            if places:
+                last = slice(len(k) - len(places), None)
+                for total, weight, vector in ((dk, ds, q[row]), (dv, p * moved, g[row])):
+                    terms = weight[:, last].T[..., None] * vector  # [n, Hq, E]
+                    total[places] += terms.unflatten(1, (heads, repeat)).sum(2)
+        grads = () if upstream is None else (dq,) if self.k is None else (dq, dk, dv)
+        return [out.amax(-1, keepdim=True), lse.T, *(x.amax(-1, keepdim=True) for x in grads)]
 
 
 def offsets(sizes: list[int]) -> Tensor:

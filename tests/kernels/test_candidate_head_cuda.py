@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_candidate_head import EPS, error_fits, make, naive_groups, naive_score, offsets, scored
+from test_candidate_head import EPS, compare, make, naive_score, offsets, scored
 from torch import Tensor
 
 from fb_kernels import backend, cuda
 from fb_kernels.candidate_head import candidate_head
-from fb_kernels.testing import count_launches, count_syncs, poisoned_memory
+from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -65,10 +65,7 @@ def test_matches_naive(
         score, prob, best = candidate_head(*arguments, cu, eps=EPS, head_bias=head)
     assert score.dtype == prob.dtype == torch.float32
     assert best.dtype == torch.int64
-    torch.testing.assert_close(score.double(), naive_score(*arguments, head), rtol=2e-5, atol=2e-5)
-    want_prob, want_best = naive_groups(score.double(), sizes)
-    torch.testing.assert_close(prob.double(), want_prob, rtol=2e-5, atol=2e-5)
-    assert best.tolist() == want_best
+    compare((*arguments, head), sizes, (score, prob, best))
 
 
 @pytest.mark.parametrize("width", [45, 2048])
@@ -80,7 +77,7 @@ def test_error_within_twice_plain_pytorch(dtype: torch.dtype, normed: bool, widt
     ours = candidate_head(hidden, norm, head_weight, offsets([13, 14]), eps=EPS, head_bias=head_bias)[0]
     x = hidden if normed else torch.nn.functional.rms_norm(hidden, (width,), norm_weight, EPS)
     plain = torch.nn.functional.linear(x, head_weight[None], head_bias)[:, 0]
-    error_fits(ours, plain, naive_score(hidden, norm, head_weight, head_bias), torch.float32)
+    assert_close_to_reference(ours, naive_score(hidden, norm, head_weight, head_bias), plain)
 
 
 @pytest.mark.parametrize("tail", [0, 40])
@@ -98,7 +95,7 @@ def test_the_best_of_a_group_longer_than_a_warp(tail: int) -> None:
     values[[9, 33, 41]] = 7.0  # 9 and 41 are of one lane
     _, prob, best = candidate_head(*scored([*values.tolist(), *[0] * tail]), offsets([50]), eps=EPS)
     assert best.tolist() == [9]
-    torch.testing.assert_close(prob[:50].double(), torch.softmax(values.double(), 0), rtol=2e-6, atol=1e-9)
+    assert_close_to_reference(prob[:50], torch.softmax(values.double(), 0), torch.softmax(values, 0))
     values[9] = math.nan
     assert candidate_head(*scored(values.tolist()), offsets([50]), eps=EPS)[2].tolist() == [33]
 
@@ -143,9 +140,7 @@ def test_empty_sizes() -> None:
         score, prob, got = candidate_head(hidden, norm_weight, head_weight, offsets(sizes), eps=EPS)
         assert got.tolist() == best
         assert not prob.any()
-        torch.testing.assert_close(
-            score.double(), naive_score(hidden, norm_weight, head_weight, None), rtol=2e-5, atol=2e-5
-        )
+        compare((hidden, norm_weight, head_weight, None), sizes, (score, prob, got))
 
 
 @pytest.mark.parametrize("rows", [13, 50])
@@ -164,10 +159,8 @@ def test_many_groups() -> None:
     """More than a block has threads, some of them bad only at the end."""
     hidden, norm_weight, head_weight, _ = make(20, 8, torch.float32)
     sizes = [1] * 7 + [0] * 900 + [5]
-    score, prob, best = candidate_head(hidden, norm_weight, head_weight, offsets(sizes), eps=EPS)
-    want_prob, want_best = naive_groups(score.double(), sizes)
-    torch.testing.assert_close(prob.double(), want_prob, rtol=2e-6, atol=2e-6)
-    assert best.tolist() == want_best
+    arguments = hidden, norm_weight, head_weight
+    compare((*arguments, None), sizes, candidate_head(*arguments, offsets(sizes), eps=EPS))
     bad = offsets(sizes)
     bad[-2] = 13
     assert candidate_head(hidden, norm_weight, head_weight, bad, eps=EPS)[1].isnan().all()

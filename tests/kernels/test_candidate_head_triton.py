@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import count_kernels
-from test_candidate_head import EPS, error_fits, make, naive_groups, naive_score, offsets, scored
+from test_candidate_head import EPS, compare, make, naive_score, offsets, scored
 from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.candidate_head import candidate_head
-from fb_kernels.testing import count_launches, count_syncs, poison_
+from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
 from fb_kernels.triton import candidate_head as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
@@ -70,10 +70,7 @@ def test_matches_naive(
     score, prob, best = candidate_head(*arguments, cu, eps=EPS, head_bias=head)
     assert score.dtype == prob.dtype == torch.float32
     assert best.dtype == torch.int64
-    torch.testing.assert_close(score.double(), naive_score(*arguments, head), rtol=2e-5, atol=2e-5)
-    want_prob, want_best = naive_groups(score.double(), sizes)
-    torch.testing.assert_close(prob.double(), want_prob, rtol=2e-5, atol=2e-5)
-    assert best.tolist() == want_best
+    compare((*arguments, head), sizes, (score, prob, best))
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -100,12 +97,12 @@ def test_error_within_twice_plain_pytorch(
     baseline = plain(*leaves)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     exact = naive_score(wide[0], None if normed else wide[1], *wide[-2:])
-    error_fits(ours, baseline, exact, torch.float32)
+    assert_close_to_reference(ours, exact, baseline)
     got = torch.autograd.grad(ours, leaves, upstream)
     others = torch.autograd.grad(baseline, leaves, upstream.to(dtype))
     for grad, other, want in zip(got, others, torch.autograd.grad(exact, wide, upstream.double()), strict=True):
         assert grad.dtype == dtype
-        error_fits(grad, other, want, dtype)
+        assert_close_to_reference(grad, want, other, scale=want.abs().amax())
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -179,8 +176,7 @@ def test_empty_sizes() -> None:
         score, prob, got = candidate_head(hidden, norm_weight, head_weight, offsets(sizes), eps=EPS)
         assert got.tolist() == best
         assert not prob.any()
-        want = naive_score(hidden.detach(), norm_weight, head_weight, None)
-        torch.testing.assert_close(score.detach().double(), want, rtol=1e-5, atol=1e-5)
+        compare((hidden.detach(), norm_weight, head_weight, None), sizes, (score, prob, got))
         score.sum().backward()
         assert hidden.grad is not None
 

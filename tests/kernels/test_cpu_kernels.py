@@ -32,7 +32,7 @@ from fb_kernels.reference import branch_attention as branches_reference
 from fb_kernels.reference import branch_attention_qkv as attention_reference
 from fb_kernels.reference import skinny_linear as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
-from fb_kernels.testing import assert_close_to_reference, poisoned_memory
+from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
 from fb_kernels.topk_entropy import topk_entropy
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
@@ -72,15 +72,13 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
+    return attention.changed(arguments, Tensor.double)
 
 
-def magnitudes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without signs, so that nothing cancels: the scale at which a sum is rounded."""
-    return {name: value.abs() if isinstance(value, Tensor) else value for name, value in wide(arguments).items()}
+def check_linear(out: Tensor, arguments: dict[str, Any]) -> None:
+    """At the scale of the arguments without signs, of which nothing cancels."""
+    scale = linear.naive(**attention.changed(arguments, magnitude)).amax(-1, keepdim=True) if out.numel() else None
+    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments), scale=scale)
 
 
 def apart(x: Tensor, offset: int) -> Tensor:
@@ -109,8 +107,7 @@ def test_linear_matches_float64(rows: int, width: int, half: int, names: tuple[s
         out = skinny_linear(**arguments)
         assert torch.equal(out, skinny_linear(**arguments))
     assert out.is_contiguous()
-    scale = linear.naive(**magnitudes(arguments)).amax(-1, keepdim=True) if out.numel() else None
-    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments), scale=scale)
+    check_linear(out, arguments)
     for row in range(rows):
         alone = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
         assert torch.equal(skinny_linear(**(arguments | alone)), out[row : row + 1])
@@ -120,7 +117,7 @@ def test_linear_matches_float64(rows: int, width: int, half: int, names: tuple[s
 def test_linear_of_a_model(rows: int, width: int, outputs: int) -> None:
     arguments = linear.arguments(rows, width, outputs, ("norm_weight", "bias"), torch.float32)
     out = skinny_linear(**arguments)
-    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments))
+    check_linear(out, arguments)
     assert torch.equal(skinny_linear(**(arguments | {"x": arguments["x"][-1:]})), out[-1:])
 
 
@@ -134,9 +131,7 @@ def test_linear_hostile_values_stay_in_their_row(names: tuple[str, ...]) -> None
     out = skinny_linear(**arguments)
     assert torch.equal(out[[0, 3, 5]], clean[[0, 3, 5]])
     assert out[1].isnan().all()
-    with backend.override("reference"):
-        expected = skinny_linear(**arguments)
-    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
+    check_linear(out, arguments)
 
 
 def test_gating_of_every_size() -> None:
@@ -192,17 +187,19 @@ def test_attention_matches_float64(
     if relaid:
         arguments |= {name: apart(arguments[name], 1) for name in ("qkv", "k_cache")}
         arguments["v_cache"] = arguments["v_cache"].transpose(0, 1).contiguous().transpose(0, 1)
-    expected, k, v = attention.naive(wide(arguments))
-    plain = attention.naive(arguments)[0]
+    expected, k, _ = attention.naive(wide(arguments))
+    plain, plain_k, v = attention.naive(arguments)
+    out_scale, k_scale = attention.magnitudes(arguments)
     caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
     with poisoned_memory():
         out = branch_attention_qkv(**arguments)
-    assert_close_to_reference(out, expected, plain)
-    for name, new in (("k_cache", k), ("v_cache", v)):
-        for row, slot in enumerate(slots or []):
-            if slot >= 0:
-                caches[name][slot] = new[row].float()
-        torch.testing.assert_close(arguments[name], caches[name], rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert_close_to_reference(out, expected, plain, scale=out_scale)
+    kept = [row for row, slot in enumerate(slots or []) if slot >= 0]
+    at = [held + row for row in kept]
+    assert_close_to_reference(arguments["k_cache"][at], k[kept], plain_k[kept], scale=k_scale[kept])
+    caches["k_cache"][at], caches["v_cache"][at] = arguments["k_cache"][at], v[kept]
+    for name, whole in caches.items():
+        torch.testing.assert_close(arguments[name], whole, rtol=0, atol=0, equal_nan=True)
     for row in range(rows):
         names = ("qkv", "positions", "slots")
         alone = {name: None if arguments[name] is None else arguments[name][row : row + 1] for name in names}
@@ -211,8 +208,12 @@ def test_attention_matches_float64(
 
 def test_attention_over_a_long_context() -> None:
     arguments = attention.case(1, 2, 2, 64, 3000, 3001, slots=[3000], dtype=torch.float32)
-    expected = attention.naive(wide(arguments))[0]
-    assert_close_to_reference(branch_attention_qkv(**arguments), expected, attention.naive(arguments)[0])
+    check_attention(branch_attention_qkv(**arguments), arguments)
+
+
+def check_attention(out: Tensor, arguments: dict[str, Any]) -> None:
+    expected, plain = attention.naive(wide(arguments))[0], attention.naive(arguments)[0]
+    assert_close_to_reference(out, expected, plain, scale=attention.magnitudes(arguments)[0])
 
 
 def test_attention_hostile_values() -> None:
@@ -230,17 +231,14 @@ def test_attention_hostile_values() -> None:
             seen = arguments | {name: arguments[name].clone()}
             seen[name][7, 1, 3] = value
             out = branch_attention_qkv(**seen)
-            with backend.override("reference"):
-                expected = branch_attention_qkv(**seen)
-            torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+            check_attention(out, seen)
             assert torch.equal(out[:, :2], clean[:, :2])
             assert not out[:, 2:].isfinite().all()
 
 
 def test_attention_to_large_scores() -> None:
     arguments = attention.case(2, head_dim=16, held=30, size=31, dtype=torch.float32, scale=50.0)
-    out = branch_attention_qkv(**arguments)
-    torch.testing.assert_close(out.double(), attention.naive(wide(arguments))[0], rtol=2e-3, atol=2e-3)
+    check_attention(branch_attention_qkv(**arguments), arguments)
 
 
 @pytest.mark.parametrize(
@@ -274,17 +272,17 @@ def with_gradients(case: branches.Case, grad: Tensor, **options: Any) -> tuple[T
     return out.detach(), lse, *torch.autograd.grad(out, case.leaves, grad)
 
 
-def in_float64(case: branches.Case, grad: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """The same, every row by itself."""
-    leaves = [x.detach().double().requires_grad_() for x in case.leaves]
-    wide = replace(
+def row_by_row(case: branches.Case, grad: Tensor, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
+    """The same in plain PyTorch, every row by itself."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in case.leaves]
+    alike = replace(
         case,
         **dict(zip("qkv", leaves, strict=True)),
-        prefix_k=case.prefix_k.double(),
-        prefix_v=case.prefix_v.double(),
+        prefix_k=case.prefix_k.to(dtype),
+        prefix_v=case.prefix_v.to(dtype),
     )
-    out, lse = wide.naive(**options)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.double())
+    out, lse = alike.naive(**options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))
 
 
 @given_here
@@ -322,10 +320,9 @@ def test_branches_of_one_row_match_float64(
             leaf.requires_grad_()
     with poisoned_memory():
         got = with_gradients(case, grad, scale=scale)
-    for name, actual, expected in zip(
-        ("out", "lse", "dq", "dk", "dv"), got, in_float64(case, grad, scale=scale), strict=True
-    ):
-        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    truth, plain = (row_by_row(case, grad, dtype, scale=scale) for dtype in (torch.float64, torch.float32))
+    for actual, expected, native, size in zip(got, truth, plain, case.magnitudes(grad, scale=scale), strict=True):
+        assert_close_to_reference(actual, expected, native, scale=size)
     row = 0
     for taken, start, length in groups:  # the same bits alone
         part = slice(row, row + taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,12 +31,20 @@ from torch import Tensor
 from fb_kernels import backend, tuning
 from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials
 from fb_kernels.reference import linear_logprob as reference
-from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor, poison_
+from fb_kernels.testing import (
+    assert_close_to_reference,
+    count_launches,
+    count_syncs,
+    largest_tensor,
+    magnitude,
+    poison_,
+)
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["fused", "chunked"]
 SMALL = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the tensor cores' longer side
+DEFAULTS: dict[str, Any] = {"logit_scale": 1.0, "softcap": None, "temperature": 1.0}
 LARGE = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 16}  # the rows there, and the tile in two halves
 
 
@@ -69,25 +78,45 @@ def compare(values: Inputs, given: dict) -> None:
     for logprob, lse, _ in results:
         if logprob.numel():
             torch.autograd.backward((logprob, lse), tuple(grads.to(logprob.dtype)))
-    valid = given.get("valid_vocab")
-    rest = {name: given[name] for name in ("softcap", "temperature")}
-    logits = naive_logits(wide, given["logit_scale"], **rest)[..., :valid].detach()
-    magnitude = logits.abs().amax() if logits.numel() else 1.0
-    for mine, truth, native in zip(*results, strict=True):
-        assert mine.dtype == torch.float32
+    single = naive(Inputs(*(x.float() if x is not None and x.is_floating_point() else x for x in values)), **given)
+    scales = magnitudes(values, results[1][2], **given)
+    for mine, truth, native, scale in zip(results[0], results[1], single, scales, strict=True):
+        assert mine.dtype == torch.float32  # whatever the input's dtype
         assert mine.shape == values.target.shape
-        assert_close_to_reference(mine[..., None], truth[..., None], native[..., None], scale=magnitude)
-        bound = 2e-6 * (1 + float(magnitude)) * values.hidden.shape[-1] ** 0.5
-        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=max(bound, 1e-6))  # whatever the input's dtype
+        assert_close_to_reference(mine, truth, native, scale=scale)
     if not values.target.numel():
         return
-    factors = torch.cat((values.hidden.flatten(), values.weight.flatten(), values.weight.new_ones(1)))
-    # What the gradients are sums of, which may cancel: exp of a logit computed again is off by that logit's ulps.
-    scale = (grads.abs().max() * factors.abs().max()).item() * max(float(magnitude), 1.0)
+    scale = gradient_scale(values, grads.abs().max(), scales[0])
     for mine, truth, native in zip(ours, wide, plain, strict=True):
         if mine is not None and mine.is_floating_point():
             assert mine.grad.dtype == mine.dtype
             assert_close_to_reference(mine.grad, truth.grad, native.grad, scale=scale)
+
+
+def magnitudes(
+    values: Inputs,
+    entropy: Tensor,
+    *,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logprob, lse and entropy of each row, the scale of rounding.
+
+    A logit is rounded at the sum of its |terms|, the log of a sum of exponentials from 1 on at 1, and an entropy moves
+    by itself times a relative error of the probabilities.
+    """
+    sizes = Inputs(*(x if x is None or not x.is_floating_point() else magnitude(x) for x in values))
+    logits = naive_logits(sizes, abs(logit_scale), None, temperature)[..., :valid_vocab]  # a soft cap only shrinks
+    size = 1 + logits.amax(-1) + math.log(logits.shape[-1])
+    return size, size, size * (1 + magnitude(entropy))
+
+
+def gradient_scale(values: Inputs, upstream: Tensor, size: Tensor) -> Tensor:
+    """What the gradients are sums of, which may cancel: exp of a logit computed again is off by that logit's ulps."""
+    factors = torch.cat([magnitude(x).flatten() for x in (values.hidden, values.weight, torch.ones(1))])
+    return upstream * factors.max() * size.max()
 
 
 @settings(max_examples=15)
@@ -144,7 +173,7 @@ def test_defaults(form: str) -> None:
     """The launches of tuning.py; the small product of both forms is the same to a few ulps."""
     values = inputs((3,), 16, 300, torch.bfloat16)
     with mock.patch.object(tuning, "linear_logprob_form", return_value=form):
-        compare(values, {"logit_scale": 1.0, "softcap": None, "temperature": 1.0})
+        compare(values, DEFAULTS)
 
 
 def test_two_forms_agree_on_a_soft_cap_near_zero() -> None:
@@ -260,14 +289,15 @@ def test_uneven_and_empty_shards_equal_the_whole(
             native = linear_logprob(*plain, **given, return_lse=True)
             for logprob, lse in (expected, native):
                 (logprob.square().sum() + lse.sum()).backward()
-        for output, one, truth in zip(outputs, whole, expected, strict=True):
-            torch.testing.assert_close(output, one.flatten(), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(output.double(), truth.flatten(), rtol=2e-5, atol=2e-5)
+        size = magnitudes(values, torch.zeros(()), **given)[0]
+        for parts, one, truth, other in zip(outputs, whole, expected, native, strict=True):
+            for output in (parts.view(2, 3), one):
+                assert_close_to_reference(output, truth, other, scale=size)
         (outputs[0].square().sum() + outputs[1].sum()).backward()
+    scale = gradient_scale(values, 1 + 2 * expected[0].detach().abs().max(), size)
     for one, truth, other in zip(mine, wide, plain, strict=True):
         if one.is_floating_point():
-            scale = truth.grad.abs().max()
-            assert_close_to_reference(one.grad, truth.grad, other.grad, scale=scale, ulps=16.0)
+            assert_close_to_reference(one.grad, truth.grad, other.grad, scale=scale)
 
 
 def test_partials_of_one_shard(form: str) -> None:
@@ -334,11 +364,15 @@ def test_every_element_is_written(valid: int, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("form")
 def test_gradients_of_one_argument_alone() -> None:
     for name in ("hidden", "weight", "bias"):
-        values, wide = inputs(width=16, vocab=70), double(inputs(width=16, vocab=70))
-        for inner, outputs in ((values, linear_logprob), (wide, lambda *v: naive(Inputs(*v))[0])):
-            getattr(inner, name).requires_grad_()
-            outputs(*inner).square().sum().backward()
-        torch.testing.assert_close(getattr(values, name).grad.double(), getattr(wide, name).grad, rtol=1e-4, atol=1e-4)
+        grads, values = [], inputs(width=16, vocab=70)
+        for each, outputs in ((values, linear_logprob), (double(values), naive), (values, naive)):
+            inner = Inputs(*(x.clone() for x in each))
+            leaf = getattr(inner, name).requires_grad_()
+            logprob = outputs(*inner) if outputs is linear_logprob else outputs(inner)[0]
+            logprob.square().sum().backward()
+            grads.append(leaf.grad)
+        size = magnitudes(values, torch.zeros(()), **DEFAULTS)[0]
+        assert_close_to_reference(*grads, scale=gradient_scale(values, 2 * logprob.detach().abs().max(), size))
 
 
 @pytest.mark.usefixtures("form")

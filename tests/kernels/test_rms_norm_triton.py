@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.rms_norm import rms_norm
-from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
+from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, magnitude, poison_
 from fb_kernels.triton import rms_norm as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
@@ -40,9 +40,18 @@ def compare(values: list[Tensor | None]) -> None:
     for mine, exact, other in zip(outputs, truth, native, strict=True):
         assert mine.dtype == ours[0].dtype
         assert_close_to_reference(mine, exact, other)
-    for mine, exact, other in zip(ours, wide, plain, strict=True):
+    for mine, exact, other, scale in zip(ours, wide, plain, gradient_scales(truth[1], wide[1], *grads), strict=True):
         if mine is not None:
-            assert_close_to_reference(mine.grad, exact.grad, other.grad)
+            assert_close_to_reference(mine.grad, exact.grad, other.grad, scale=scale)
+
+
+def gradient_scales(total: Tensor, weight: Tensor, g: Tensor, on_total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x, weight and residual: the sums of |terms|, which may cancel."""
+    x, weight, g, on_total = (magnitude(v) for v in (total, weight, g, on_total))
+    root = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    x, pulled = x * root, weight * g
+    terms = root * (pulled + x * (pulled * x).mean(-1, keepdim=True)) + on_total
+    return terms, (g * x).sum_to_size(weight.shape), terms
 
 
 @given(

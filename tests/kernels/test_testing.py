@@ -13,6 +13,7 @@ from fb_kernels.testing import (
     count_launches,
     count_syncs,
     largest_tensor,
+    magnitude,
     poison_,
     poisoned_memory,
 )
@@ -53,6 +54,37 @@ def test_ulps_count_at_the_row_scale() -> None:
     assert_close_to_reference(native + off.flip(0), reference, native, scale=1000.0)
     with pytest.raises(AssertionError):
         assert_close_to_reference(native + off, reference, native, ulps=1.0)
+
+
+def test_a_scale_of_each_number() -> None:
+    reference = torch.zeros(2, 2, dtype=torch.float64)
+    off = torch.tensor([[3e-4, 0.0], [0.0, 0.0]])
+    scale = torch.tensor([[1000.0, 1.0], [1.0, 1.0]])
+    assert_close_to_reference(off, reference, reference.float(), scale=scale)
+    assert_close_to_reference(off.flatten(), reference.flatten(), reference.float().flatten(), scale=scale.flatten())
+    with pytest.raises(AssertionError, match=r"error 0.0003 at \[0, 1\] .* plus 4.77e-07"):
+        assert_close_to_reference(off.flip(1), reference, reference.float(), scale=scale)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_strange_scale_excuses_nothing(value: float) -> None:
+    actual, reference, native = triple()
+    scale = torch.ones(4, 1)
+    scale[2] = value
+    with pytest.raises(AssertionError, match="the scale is NaN or infinite at numbers that are finite"):
+        assert_close_to_reference(actual, reference, native, scale=scale)
+    actual[2] = reference[2] = math.nan
+    assert_close_to_reference(actual, reference, native, scale=scale)
+
+
+def test_a_sum_that_cancels_has_the_magnitude_of_its_terms() -> None:
+    terms = torch.tensor([[1.0, 1e-8, -1.0], [2.0, math.inf, math.nan]])
+    assert magnitude(terms).dtype == torch.float64
+    assert magnitude(terms).sum(-1).tolist() == [2.0 + float(terms[0, 1]), 2.0]
+    ours, truth, native = torch.tensor([2e-7]), terms[0].double().sum()[None], terms[0, 1:2]
+    assert_close_to_reference(ours, truth, native, scale=magnitude(terms[0]).sum())
+    with pytest.raises(AssertionError):
+        assert_close_to_reference(ours, truth, native)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

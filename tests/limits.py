@@ -1,0 +1,3 @@
+"""How long a test may wait: against hangs alone, whatever the load of the machine."""
+
+HANG = 1800.0  # seconds
