@@ -43,7 +43,7 @@ class CompatibilityScorer:
     packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
     and values as the prefix, no copied cache and no logits. Llama, Mistral, Qwen2 and Qwen3 run in the native decoder
     (`fb_core.decoder`), which lays weights that are multiplied together side by side in memory; nothing else about the
-    model changes.
+    model changes. Safe to share between threads.
 
     Args:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes

@@ -79,6 +79,8 @@ class ServerLLM(LLM):
     Where a server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103)
     the floor is what comes.
 
+    Safe to share between threads, which share its `in_flight`.
+
     Args:
         url: of the server, http or https, e.g. "http://localhost:8000"; a path is put before the server's own.
         flavour: the dialect that it speaks.
