@@ -364,7 +364,7 @@ class CollaborativeDecoder:
         slm: the small model, in eval mode; it is never changed.
         llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`.
         selector: takes one candidate of the pool.
-        policy: when to ask.
+        policy: when to ask; a subclass's own `asks` and `entropy` decide.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
         slm_k: candidates of the SLM, clamped to the vocabulary.
         llm_k: candidates of the LLM, clamped likewise.

@@ -54,15 +54,15 @@ class LowLatencyDecoder(CollaborativeDecoder):
             "candidate" to run on the buffers.
         llm: likewise.
         selector: likewise.
-        policy: likewise.
+        policy: likewise; one with its own `asks` or `entropy` is refused, since the device compares with a threshold.
         max_length: tokens of prompt and generation at most, which memory is set aside for; the models' positions bound
             it too.
         options: `pool`, `slm_k`, `llm_k`, `max_events`, `tokenizer` and `on_llm_error`.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.
-        ValueError: as `CollaborativeDecoder`, or max_length below 2; in calls also one from inside a
-            generation of this decoder.
+        ValueError: as `CollaborativeDecoder`, max_length below 2, or a policy that the device cannot follow; in calls
+            also one from inside a generation of this decoder.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         self._merged: MergedReranker | None = None
         if not _is_native("slm", slm):
             return
+        self._check_policy()
         slots = min(max_length, hf.max_positions(slm) or max_length)
         model = StaticModel(slm, slots)
         self._step = DecodeStep(model, self.vocabulary, policy, hf.eos_ids(slm))
@@ -144,6 +145,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         hf.check_decodable("slm", self.slm)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
+        self._check_policy()
         slots, positions = self._step.model.slots, hf.max_positions(self.slm)
         for ids in checked:
             wanted = len(ids) + max_new_tokens
@@ -154,6 +156,20 @@ class LowLatencyDecoder(CollaborativeDecoder):
                 )
         with self._alone():
             return [self._generate(index, ids, max_new_tokens, done) for index, ids in enumerate(checked)]
+
+    def _check_policy(self) -> None:
+        """Refuse a policy that the step would not follow."""
+        for method in ("asks", "entropy"):
+            if getattr(type(self.policy), method) is not getattr(RequestPolicy, method):
+                raise ValueError(
+                    f"policy: expected RequestPolicy's own {method}, as the device has it, got "
+                    f"{type(self.policy).__name__} with another; use CollaborativeDecoder"
+                )
+        if self._step is not None and min(self.policy.top_k, self.vocabulary) != self._step.top_k:
+            raise ValueError(
+                f"top_k: expected {self._step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
+                "decoder for that policy"
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

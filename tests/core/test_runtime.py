@@ -602,3 +602,49 @@ def test_a_call_from_inside_a_generation_is_refused_and_the_decoder_goes_on(tmp_
     assert plain_facts(got) == want
     assert len(refused) == 2 * len(want[0])
     assert plain_facts(decoder.generate(ids, 9)) == want
+
+
+# --- policies of another kind -----------------------------------------------------------------------------------------
+
+
+class Never(RequestPolicy):
+    def asks(self, entropy):
+        return torch.zeros_like(entropy, dtype=torch.bool)
+
+
+class Doubled(RequestPolicy):
+    def entropy(self, logits):
+        return 2 * super().entropy(logits)
+
+
+class Named(RequestPolicy):
+    """Nothing that the device would have to know."""
+
+    name = "mine"
+
+
+def test_a_policy_that_the_device_cannot_follow_is_refused():
+    slm, llm = pair("qwen3")
+    (ids,) = prompts(6)
+    plainly = CollaborativeDecoder(slm, llm, LLMPreference(), Never(0.0))
+    assert plainly.generate(ids, 8).events == []
+    for kind, method in ((Never, "asks"), (Doubled, "entropy")):
+        with pytest.raises(ValueError, match=f"policy: expected RequestPolicy's own {method}, .* got {kind.__name__}"):
+            LowLatencyDecoder(slm, llm, LLMPreference(), kind(0.0))
+    with pytest.warns(UserWarning, match="no native decoder"):
+        other = LowLatencyDecoder(tiny("phi3", 1), llm, LLMPreference(), Never(0.0))
+    assert other.generate(ids, 8).events == []
+    assert LowLatencyDecoder(slm, llm, LLMPreference(), Named(0.0)).generate(ids, 8).events
+
+
+def test_a_policy_that_is_changed_later_counts_or_is_refused():
+    slm, llm = pair("qwen3")
+    (ids,) = prompts(6)
+    decoder = LowLatencyDecoder(slm, llm, LLMPreference(), RequestPolicy(0.0))
+    assert decoder.generate(ids, 8).events
+    decoder.policy = RequestPolicy(math.inf)
+    assert decoder.generate(ids, 8).events == []
+    for policy, words in ((Never(0.0), "got Never"), (RequestPolicy(0.0, top_k=5), "top_k: expected 50 .* got 5")):
+        decoder.policy = policy
+        with pytest.raises(ValueError, match=words):
+            decoder.generate(ids, 8)
