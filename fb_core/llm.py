@@ -321,7 +321,7 @@ class LocalLLM(LLM):
         valid_vocab: ids from here on are padding of the embedding and are never proposed; None for none.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, or valid_vocab no int.
         ValueError: a model in training mode, or an argument out of range.
     """
 
@@ -329,12 +329,9 @@ class LocalLLM(LLM):
         hf.check_decodable("model", model)
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens: expected 1 or more, got {batch_tokens}; it bounds a batch's memory")
-        size = hf.vocabulary(model)
-        if valid_vocab is not None and not 1 <= valid_vocab <= size:
-            raise ValueError(f"valid_vocab: expected 1 to {size}, got {valid_vocab}; pass the tokenizer's size or None")
         self.model = model
         self.batch_tokens = batch_tokens
-        self._valid = size if valid_vocab is None else valid_vocab
+        self._valid = hf.valid_ids(valid_vocab, model)
         self._seen: _Seen | None = None
         self._turn = threading.Lock()  # of what is kept of a query
 
