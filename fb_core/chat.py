@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from fb_core import hf
 from fb_core.config import PairSettings
@@ -25,6 +25,7 @@ from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
 from fb_core.server import ServerLLM, key_in
+from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
 
@@ -79,8 +80,8 @@ class Chat:
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted."""
-        printer = Printer(self.tokenizer, console)
         prompt = torch.tensor(hf.chat_ids(self.tokenizer, messages), device=self.decoder.slm.device)
+        printer = Printer(self.tokenizer, console)
         try:
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
         finally:
@@ -88,7 +89,7 @@ class Chat:
 
 
 class Printer:
-    """Prints each token's text as soon as it is whole characters; what was printed is never changed."""
+    """Prints each token's text as soon as it is whole characters, escaped; what was printed is never changed."""
 
     def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
         self.tokenizer, self.console = tokenizer, console
@@ -111,7 +112,8 @@ class Printer:
         return str(self.tokenizer.decode(self._line, skip_special_tokens=True))
 
     def _print(self, text: str, style: str) -> None:
-        self.console.print(Text(text[self._shown :], style=style), end="", soft_wrap=True)
+        piece = Segment(escaped(text[self._shown :], IN_TEXT), self.console.get_style(style))
+        self.console.print(Segments([piece]), end="", soft_wrap=True)
         self._shown = len(text)
         if text.endswith("\n"):
             self._line, self._shown = [], 0

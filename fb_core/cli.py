@@ -293,6 +293,13 @@ def chat(
         typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
 
 
+def _complain(problem: Exception) -> None:
+    """One line on an error that a user can mend; it may repeat what a model, a server or a file says."""
+    from fb_core.terminal import IN_TEXT, escaped
+
+    typer.secho(f"futurebridge: {escaped(str(problem), IN_TEXT)}", fg="red", err=True)
+
+
 def main() -> None:
     """Entry point: errors that a user can mend come as one line."""
     from pydantic import ValidationError
@@ -305,7 +312,7 @@ def main() -> None:
         typer.secho(f"futurebridge: {names}{': ' if names else ''}{wrong}", fg="red", err=True)
         raise SystemExit(2) from None
     except (ValueError, TypeError, OSError) as problem:
-        typer.secho(f"futurebridge: {problem}", fg="red", err=True)
+        _complain(problem)
         raise SystemExit(2) from None
 
 
