@@ -79,13 +79,47 @@ class Chat:
         return overridden(FutureBridgeSelector(reranker), settings.certainty)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
-        """Generate and print as it comes, tokens of events highlighted."""
-        prompt = torch.tensor(hf.chat_ids(self.tokenizer, messages), device=self.decoder.slm.device)
+        """Generate and print as it comes, tokens of events highlighted.
+
+        Args:
+            messages: the conversation, a user's turn last; its oldest turns are dropped where prompt and answer would
+                be too long together, and a line says so.
+            console: where to print.
+
+        Raises:
+            ValueError: a last turn that is too long by itself, or logits that are NaN at a step.
+            OSError: the LLM did not answer.
+        """
+        prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
         printer = Printer(self.tokenizer, console)
         try:
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
         finally:
             printer.end()
+
+    def _prompt(self, messages: list[dict[str, str]], console: Console) -> list[int]:
+        settings, positions = self.settings, hf.max_positions(self.decoder.slm) or math.inf
+        most, wanted, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
+        ids = hf.chat_ids(self.tokenizer, messages)
+        while len(ids) + wanted > most and len(messages) > 1:
+            del messages[:2]  # what was said and its answer
+            ids = hf.chat_ids(self.tokenizer, messages)
+        if len(messages) < turns:
+            why = "--max-length" if most == settings.max_length else "the model's positions"
+            dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
+            line = f"{dropped}: with {wanted} new tokens they outgrew the {most} tokens of {why}"
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
+        if len(ids) >= positions:
+            raise ValueError(
+                f"prompt: expected at most {positions - 1} tokens for a model of {positions} positions, got "
+                f"{len(ids)}; shorten it"
+            )
+        if min(len(ids) + wanted, positions) > settings.max_length:
+            raise ValueError(
+                f"--max-length: expected room for {len(ids)} tokens of the prompt and {wanted} of --max-new-tokens, "
+                f"got {settings.max_length}; raise it, lower --max-new-tokens or shorten the prompt"
+            )
+        return ids
 
 
 class Printer:

@@ -267,7 +267,10 @@ def chat(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends."""
+    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends.
+
+    Where the conversation outgrows --max-length its oldest turns are dropped; an error ends the turn alone.
+    """
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -287,6 +290,10 @@ def chat(
             generation = talk.answer(messages, console)
         except KeyboardInterrupt:
             console.print("\n[dim]stopped[/dim]")
+            messages.pop()
+            continue
+        except (ValueError, TypeError, OSError) as problem:
+            _complain(problem)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": generation.text or ""})

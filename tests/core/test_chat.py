@@ -179,7 +179,10 @@ def test_on_token_sees_every_token_and_its_event(pair):
             {"llm": None, "server": "http://127.0.0.1:9", "api-key-variable": "NO_KEY"},
             "expected NO_KEY in the environment",
         ),
-        ({"max-length": 4}, "expected prompt and new tokens to fit buffers of 4 tokens"),
+        (
+            {"max-length": 4},
+            "--max-length: expected room for 3 tokens of the prompt and 12 of --max-new-tokens, got 4; raise it,",
+        ),
         ({"server": "http://127.0.0.1:9/\x1b]0;x"}, "url: expected http or https"),
         ({"slm": "\x1b]52;c;eA==\x07"}, "\\x1b]52;c;eA==\\x07: expected a folder or hub id"),
     ],
@@ -342,3 +345,50 @@ def test_generate_passes_nothing_to_the_terminal(dictated):
         assert printable(written)
         assert written == escaped(text, {"\n": "\n", "\t": "\t"}) + "\n"
         assert ("\x1b[" in done.stdout) == bool(environment)
+
+
+# --- a conversation outlives its turns --------------------------------------------------------------------------------
+
+
+def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
+    options, there = dictated
+    there.script = there.words.encode("yes", add_special_tokens=False)
+    there.prompt = len(there.words("hi ")["input_ids"])
+    done = run("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes") == 1  # the third turn has the first before it, and its prompt another length
+    assert done.stderr.count("tokens in") == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
+    assert "got status 400" in line
+    assert printable(done.stderr)
+
+
+def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
+    said = [f"w{number} w8 w9" for number in range(3, 11)]
+    done = run("chat", *options(pair, **{"max-length": 48}), typed="\n".join([*said, "w5 " * 60, "w7", "", ""]))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokens in") == 9
+    found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of --max-length", done.stdout)
+    assert len(found) >= 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
+    assert re.search(
+        r"--max-length: expected room for 6\d tokens of the prompt and 12 of --max-new-tokens, got 48;", line
+    )
+
+
+def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):
+    given = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
+    chat = Chat(PairSettings(**given, max_length=44))
+    turns = [
+        {"role": role, "content": " ".join(f"w{3 + turn}" for _ in range(6))}
+        for turn in range(5)
+        for role in ("user", "assistant")
+    ][:-1]
+    kept, screen = list(turns), io.StringIO()
+    generation = chat.answer(kept, Console(file=screen, width=200))
+    assert kept == turns[4:]  # 5 messages of 6 words, the template's own and 12 to come
+    assert screen.getvalue().startswith("2 oldest turn(s) dropped: ")
+    alone = chat.answer(list(turns[4:]), Console(file=io.StringIO()))
+    assert generation.token_ids.tolist() == alone.token_ids.tolist()
+    with pytest.raises(ValueError, match="prompt: expected at most 127 tokens for a model of 128 positions, got 201;"):
+        Chat(PairSettings(**given)).answer([{"role": "user", "content": "w5 " * 200}], Console(file=io.StringIO()))
