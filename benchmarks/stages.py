@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from fb_core import BranchGroup, CompatibilityScorer, hf
+from fb_core import BranchGroup, hf
 from fb_core.config import RunSettings
 from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
 from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
@@ -61,26 +61,26 @@ def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, Branch
 
 
 @torch.no_grad()
-def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGroup) -> Tensor:
+def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGroup, valid_vocab: int) -> Tensor:
     """[K, H] by a full forward of the model's own for every candidate, logits of the future alone."""
     rows = []
     for candidate in group.candidates:
         ids = torch.cat([tokens[: group.position], candidate[None], group.future[:-1]])
         logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(group.future)).logits[0]
-        rows.append(logits.float().log_softmax(-1).gather(1, group.future[:, None])[:, 0])
+        rows.append(logits[:, :valid_vocab].float().log_softmax(-1).gather(1, group.future[:, None])[:, 0])
     return torch.stack(rows)
 
 
 def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
     """Groups a second of packed trajectories and of the loop, on the same groups, after a check that they agree."""
     stage, groups = TrajectoryStage(settings, run), logged_groups(settings, run)
-    model = stage.models.slm
-    scorer = CompatibilityScorer(model)
+    model, scorer = stage.models.slm, stage.models.scorer
     packed: dict[int, tuple[Tensor, list[BranchGroup]]] = {}
     for tokens, group in groups:
         packed.setdefault(id(tokens), (tokens, []))[1].append(group)
     ours = [matrix for scores in scorer.score_trajectories(list(packed.values())) for matrix in scores]
-    theirs = [one_candidate_at_a_time(model, tokens, group) for tokens, group in groups]
+    valid = scorer.valid_vocab
+    theirs = [one_candidate_at_a_time(model, tokens, group, valid) for tokens, group in groups]
     worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     if worst > 1e-3:
         raise ValueError(f"scores: expected both ways to agree, got a difference of {worst}; do not time them")
@@ -91,7 +91,7 @@ def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
         seconds["packed"].append(time.perf_counter() - began)
         began = time.perf_counter()
         for tokens, group in groups:
-            one_candidate_at_a_time(model, tokens, group)
+            one_candidate_at_a_time(model, tokens, group, valid)
         seconds["loop"].append(time.perf_counter() - began)
     return {"groups": len(groups), "worst_difference": worst, **{name: min(found) for name, found in seconds.items()}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from fb_core import hf
 from fb_core.config import PairSettings
@@ -25,6 +25,7 @@ from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
 from fb_core.server import ServerLLM, key_in
+from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
 
@@ -78,17 +79,51 @@ class Chat:
         return overridden(FutureBridgeSelector(reranker), settings.certainty)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
-        """Generate and print as it comes, tokens of events highlighted."""
+        """Generate and print as it comes, tokens of events highlighted.
+
+        Args:
+            messages: the conversation, a user's turn last; its oldest turns are dropped where prompt and answer would
+                be too long together, and a line says so.
+            console: where to print.
+
+        Raises:
+            ValueError: a last turn that is too long by itself, or logits that are NaN at a step.
+            OSError: the LLM did not answer.
+        """
+        prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
         printer = Printer(self.tokenizer, console)
-        prompt = torch.tensor(hf.chat_ids(self.tokenizer, messages), device=self.decoder.slm.device)
         try:
             return self.decoder.generate(prompt, self.settings.max_new_tokens, on_token=printer)
         finally:
             printer.end()
 
+    def _prompt(self, messages: list[dict[str, str]], console: Console) -> list[int]:
+        settings, positions = self.settings, hf.max_positions(self.decoder.slm) or math.inf
+        most, wanted, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
+        ids = hf.chat_ids(self.tokenizer, messages)
+        while len(ids) + wanted > most and len(messages) > 1:
+            del messages[:2]  # what was said and its answer
+            ids = hf.chat_ids(self.tokenizer, messages)
+        if len(messages) < turns:
+            why = "--max-length" if most == settings.max_length else "the model's positions"
+            dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
+            line = f"{dropped}: with {wanted} new tokens they outgrew the {most} tokens of {why}"
+            console.print(line, style="dim", highlight=False, soft_wrap=True)
+        if len(ids) >= positions:
+            raise ValueError(
+                f"prompt: expected at most {positions - 1} tokens for a model of {positions} positions, got "
+                f"{len(ids)}; shorten it"
+            )
+        if min(len(ids) + wanted, positions) > settings.max_length:
+            raise ValueError(
+                f"--max-length: expected room for {len(ids)} tokens of the prompt and {wanted} of --max-new-tokens, "
+                f"got {settings.max_length}; raise it, lower --max-new-tokens or shorten the prompt"
+            )
+        return ids
+
 
 class Printer:
-    """Prints each token's text as soon as it is whole characters; what was printed is never changed."""
+    """Prints each token's text as soon as it is whole characters, escaped; what was printed is never changed."""
 
     def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
         self.tokenizer, self.console = tokenizer, console
@@ -111,7 +146,8 @@ class Printer:
         return str(self.tokenizer.decode(self._line, skip_special_tokens=True))
 
     def _print(self, text: str, style: str) -> None:
-        self.console.print(Text(text[self._shown :], style=style), end="", soft_wrap=True)
+        piece = Segment(escaped(text[self._shown :], IN_TEXT), self.console.get_style(style))
+        self.console.print(Segments([piece]), end="", soft_wrap=True)
         self._shown = len(text)
         if text.endswith("\n"):
             self._line, self._shown = [], 0

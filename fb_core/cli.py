@@ -267,7 +267,10 @@ def chat(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends."""
+    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends.
+
+    Where the conversation outgrows --max-length its oldest turns are dropped; an error ends the turn alone.
+    """
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -289,8 +292,19 @@ def chat(
             console.print("\n[dim]stopped[/dim]")
             messages.pop()
             continue
+        except (ValueError, TypeError, OSError) as problem:
+            _complain(problem)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": generation.text or ""})
         typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
+
+
+def _complain(problem: Exception) -> None:
+    """One line on an error that a user can mend; it may repeat what a model, a server or a file says."""
+    from fb_core.terminal import IN_TEXT, escaped
+
+    typer.secho(f"futurebridge: {escaped(str(problem), IN_TEXT)}", fg="red", err=True)
 
 
 def main() -> None:
@@ -305,7 +319,7 @@ def main() -> None:
         typer.secho(f"futurebridge: {names}{': ' if names else ''}{wrong}", fg="red", err=True)
         raise SystemExit(2) from None
     except (ValueError, TypeError, OSError) as problem:
-        typer.secho(f"futurebridge: {problem}", fg="red", err=True)
+        _complain(problem)
         raise SystemExit(2) from None
 
 

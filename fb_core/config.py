@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _server_url(url: str) -> str:
+    from fb_core.server import url_parts
+
+    url_parts(url)  # settings are stored and shown: no secret may be in them
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 
 class WorldSettings(BaseModel):
@@ -86,11 +96,11 @@ class PairSettings(BaseModel):
         max_length: tokens of prompt and answer at most, which memory is set aside for.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     slm: str
     llm: str | None = None
-    server: str | None = None
+    server: ServerUrl | None = None
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
     api_key_variable: str | None = None
     adapter: str | None = None
@@ -122,9 +132,9 @@ class ServerSettings(BaseModel):
         api_key_variable: environment variable that holds the key, where the server wants one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    url: str
+    url: ServerUrl
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
     model: str | None = None
     in_flight: int = Field(default=64, ge=1)
@@ -449,7 +459,7 @@ class VerifierSettings(BaseModel):
 class RunSettings(BaseModel):
     """A whole run, as a YAML file says it; what is left out has the published value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     models: ModelSettings
     problems: ProblemSettings = ProblemSettings()

@@ -356,11 +356,15 @@ class CollaborativeDecoder:
     At an event the LLM is asked for its candidates and for the log-probabilities of the SLM's; log p_S and log p_T are
     known for every candidate of the pool. Tokens of an event count like any other: EOS there ends the generation.
 
+    Safe to share between threads where `llm` and `selector` are, as this library's own are: it keeps nothing between
+    calls. A transformers model runs in many threads, but must not be scored by its own modules meanwhile (a
+    `CompatibilityScorer` of a family without a native decoder switches its attention).
+
     Args:
         slm: the small model, in eval mode; it is never changed.
         llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`.
         selector: takes one candidate of the pool.
-        policy: when to ask.
+        policy: when to ask; a subclass's own `asks` and `entropy` decide.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
         slm_k: candidates of the SLM, clamped to the vocabulary.
         llm_k: candidates of the LLM, clamped likewise.

@@ -20,6 +20,7 @@ from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
 from fb_core.pipeline.artefacts import MANIFEST, Artefact, write_file
 from fb_core.pipeline.inputs import models_of
+from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
 STAGE = "evaluation"
 LISTED = 10  # ids in an error
@@ -27,8 +28,6 @@ COLUMNS = ("", "token", "id", "source", "log p_S", "log p_T", "score")
 SOURCES = {1: "S", 2: "L", 3: "SL"}
 CHOSEN = "→"
 HALF = "\N{REPLACEMENT CHARACTER}"
-IN_TOKEN = {" ": "␣", "\n": "↵", "\t": "⇥"}
-IN_TEXT = {"\n": "\n", "\t": "\t"}
 RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 
@@ -152,13 +151,6 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def _listed(ids: Sequence[str]) -> str:
     more = f" and {len(ids) - LISTED} more" if len(ids) > LISTED else ""
     return ", ".join(map(repr, ids[:LISTED])) + more
-
-
-def escaped(text: str, shown: Mapping[str, str] = {}) -> str:
-    """Text that can neither steer a terminal nor hide: `shown` for a character, an escape for an unprintable one."""
-    return "".join(
-        shown.get(char) or (char if char.isprintable() else char.encode("unicode_escape").decode()) for char in text
-    )
 
 
 def token_text(token: int, tokenizer: hf.Tokenizer) -> str:

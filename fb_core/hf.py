@@ -541,6 +541,23 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def valid_ids(valid_vocab: Any, model: PreTrainedModel) -> int:
+    """The number of ids that count: `valid_vocab`, or all that the model takes for None.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: none, or more than the model takes.
+    """
+    size = vocabulary(model)
+    if valid_vocab is None:
+        return size
+    if not isinstance(valid_vocab, int) or isinstance(valid_vocab, bool):
+        raise TypeError(f"valid_vocab: expected an int, got {type(valid_vocab).__name__}; pass the tokenizer's size")
+    if not 1 <= valid_vocab <= size:
+        raise ValueError(f"valid_vocab: expected 1 to {size}, got {valid_vocab}; pass the tokenizer's size or None")
+    return valid_vocab
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device."""
     if device.type == "cuda":
@@ -549,6 +566,11 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on every system
         return 4 << 30
+
+
+def checkpoint_vocabulary(path: str) -> int:
+    """The number of ids that a checkpoint takes which is not loaded."""
+    return int(AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).vocab_size)
 
 
 def checkpoint_ends(path: str) -> frozenset[int]:

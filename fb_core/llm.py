@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,10 @@ class Candidates(NamedTuple):
 
 
 class LLM(ABC):
-    """A source of candidates and continuations; everything passes by token id, never by text."""
+    """A source of candidates and continuations; everything passes by token id, never by text.
+
+    One that decoders of several threads share must answer calls from each of them at once.
+    """
 
     @property
     def vocabulary(self) -> int | None:
@@ -309,13 +313,15 @@ class LocalLLM(LLM):
     same query again costs none, any other starts fresh. The `*_many` forms run left-padded batches of similar lengths,
     and those that write compute equal prompts of a batch once.
 
+    Safe to share between threads: `candidates` takes turns, nothing else is kept between calls.
+
     Args:
         model: in eval mode; it is never changed.
         batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
         valid_vocab: ids from here on are padding of the embedding and are never proposed; None for none.
 
     Raises:
-        TypeError: not a transformers model.
+        TypeError: not a transformers model, or valid_vocab no int.
         ValueError: a model in training mode, or an argument out of range.
     """
 
@@ -323,13 +329,11 @@ class LocalLLM(LLM):
         hf.check_decodable("model", model)
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens: expected 1 or more, got {batch_tokens}; it bounds a batch's memory")
-        size = hf.vocabulary(model)
-        if valid_vocab is not None and not 1 <= valid_vocab <= size:
-            raise ValueError(f"valid_vocab: expected 1 to {size}, got {valid_vocab}; pass the tokenizer's size or None")
         self.model = model
         self.batch_tokens = batch_tokens
-        self._valid = size if valid_vocab is None else valid_vocab
+        self._valid = hf.valid_ids(valid_vocab, model)
         self._seen: _Seen | None = None
+        self._turn = threading.Lock()  # of what is kept of a query
 
     @property
     def vocabulary(self) -> int:
@@ -355,7 +359,9 @@ class LocalLLM(LLM):
                 below 1, a model in training mode, or NaN logits. The object stays usable.
         """
         prompt, scored = self._checked([ids], k, None if score_ids is None else [score_ids])
-        return self._candidates(self._in_step(prompt[0]), k, scored)[0]
+        with self._turn:
+            logits = self._in_step(prompt[0])
+        return self._candidates(logits, k, scored)[0]
 
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None

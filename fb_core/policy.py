@@ -17,6 +17,8 @@ from fb_kernels import topk_entropy
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
 
+    A subclass may have its own `entropy` and `asks`: `CollaborativeDecoder` follows them, `LowLatencyDecoder` refuses.
+
     Attributes:
         threshold: nats; inf never asks, -inf always does.
         top_k: number of largest logits that count, clamped to the vocabulary.

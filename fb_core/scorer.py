@@ -43,20 +43,24 @@ class CompatibilityScorer:
     packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
     and values as the prefix, no copied cache and no logits. Llama, Mistral, Qwen2 and Qwen3 run in the native decoder
     (`fb_core.decoder`), which lays weights that are multiplied together side by side in memory; nothing else about the
-    model changes.
+    model changes. Safe to share between threads.
 
     Args:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes
             through `AttentionInterface`).
+        valid_vocab: ids from here on are padding of the embedding: they are no candidate and no target, and take no
+            probability; None for none.
 
     Raises:
-        TypeError: not a transformers model.
-        ValueError: a model that packing would get wrong (refused by name), or one whose logits are NaN.
+        TypeError: not a transformers model, or valid_vocab no int.
+        ValueError: a model that packing would get wrong (refused by name), one whose logits are NaN, or valid_vocab out
+            of range.
     """
 
-    def __init__(self, model: hf.CausalLM) -> None:
+    def __init__(self, model: hf.CausalLM, *, valid_vocab: int | None = None) -> None:
         hf.check_supported(model)
         self.model = model
+        self.valid_vocab = hf.valid_ids(valid_vocab, model)
         hf.check_packed_forward(model)
 
     def score(
@@ -79,8 +83,9 @@ class CompatibilityScorer:
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, more
-                positions than the model has, a cache of another length, model or batch, or active dropout.
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary or in its padding,
+                another device, more positions than the model has, a cache of another length, model or batch, or active
+                dropout.
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
         group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
@@ -153,7 +158,14 @@ class CompatibilityScorer:
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
         position = hf.check_position(group.position, length)
-        return BranchGroup(position, hf.check_group(self.model, position, group.candidates, len(future)), future)
+        checked = BranchGroup(position, hf.check_group(self.model, position, group.candidates, len(future)), future)
+        for name, ids in (("candidates", checked.candidates), ("future", checked.future)):
+            if self.valid_vocab < hf.vocabulary(self.model) and int(ids.max()) >= self.valid_vocab:
+                raise ValueError(
+                    f"{name}: expected ids from 0 below {self.valid_vocab}, got {int(ids.max())}; use the tokenizer's "
+                    "own, or make the scorer with another valid_vocab"
+                )
+        return checked
 
     def _forward_in_halves(
         self, pack: Sequence[tuple[Tensor, Sequence[BranchGroup]]], local: bool
@@ -227,6 +239,7 @@ class CompatibilityScorer:
             head.bias,
             logit_scale=head.logit_scale,
             softcap=head.softcap,
+            valid_vocab=self.valid_vocab,
         ).float()
         flat = iter(logprob.split([len(rows) for rows in scored]))
         return [

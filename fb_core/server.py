@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import random
+import re
 import reprlib
 import socket
 import threading
@@ -30,7 +31,10 @@ from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens, check_sampli
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 MAX_BODY = 64 << 20  # bytes of one answer
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
+PART = 8  # characters of a key that tell something of it
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
+TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading another answer raises
 TEXTS = (
     "The answer is \\boxed{42}.\n\nSo 3.14159 * 2 = 6.28318, and 1000000 > 999999!",
     "def f(x):\n\treturn [x ** 2 for _ in range(10)]  # tabs,   spaces\r\n",
@@ -79,6 +83,8 @@ class ServerLLM(LLM):
     Where a server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103)
     the floor is what comes.
 
+    Safe to share between threads, which share its `in_flight`.
+
     Args:
         url: of the server, http or https, e.g. "http://localhost:8000"; a path is put before the server's own.
         flavour: the dialect that it speaks.
@@ -108,7 +114,7 @@ class ServerLLM(LLM):
         in_flight: int = 8,
         api_key: str | None = None,
     ) -> None:
-        self._secure, self._host, self._port, self._path = _parts(url)
+        self._secure, self._host, self._port, self._path = url_parts(url)
         if flavour not in _DIALECTS:
             raise ValueError(f"flavour: expected 'vllm', 'sglang' or 'llama.cpp', got {flavour!r}; name the server's")
         for name, count, least, remedy in (
@@ -169,7 +175,8 @@ class ServerLLM(LLM):
             TypeError: ids that are not integers.
             ValueError: no ids, one outside the vocabulary, or k below 1.
             ServerError: the server did not answer, or not with k candidates and all of `score_ids` in log-probabilities
-                that are numbers up to 0 of ids inside the vocabulary. The object stays usable.
+                that are numbers up to 0 of ids inside the vocabulary, each once, the most likely with a chance worth
+                the name (half of one in so many ids). The object stays usable.
         """
         if k < 1:
             raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
@@ -230,9 +237,10 @@ class ServerLLM(LLM):
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
-        """Refuse a server whose tokenizer, by its `/tokenize`, disagrees with this one.
+        """Refuse a server of another flavour, or whose tokenizer, by its `/tokenize`, disagrees with this one.
 
-        All three flavours document that endpoint; an SGLang from before it was added answers 404, a ServerError.
+        All three flavours document that endpoint; an SGLang from before it was added answers 404, a ServerError. A
+        server is of another flavour where it answers a request for one candidate in that one's way and not in its own.
 
         Args:
             tokenizer: the one whose ids this object will be asked with.
@@ -240,7 +248,7 @@ class ServerLLM(LLM):
                 scripts and the tokenizer's own special tokens.
 
         Raises:
-            ValueError: ids beyond the vocabulary, or other ids for a text.
+            ValueError: another flavour, ids beyond the vocabulary, or other ids for a text.
             ServerError: the server did not answer, or not with ids.
         """
         most = max(tokenizer.get_vocab().values()) + 1
@@ -248,6 +256,12 @@ class ServerLLM(LLM):
             raise ValueError(
                 f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
                 "served model's own tokenizer and vocabulary"
+            )
+        prompt = list(tokenizer.encode(TEXTS[0], add_special_tokens=False))
+        speaks = self._pool.submit(self._recognised, prompt).result()
+        if speaks != self.flavour:
+            raise ValueError(
+                f"flavour: expected {speaks!r}, as {self.url} answers, got {self.flavour!r}; name the server's"
             )
         for text in [*TEXTS, "".join(tokenizer.all_special_tokens)] if texts is None else texts:
             ours = list(tokenizer.encode(text, add_special_tokens=False))
@@ -282,6 +296,12 @@ class ServerLLM(LLM):
                 f"is a {self.flavour} server and does not limit its log-probabilities"
             )
         ranked = sorted(top, key=lambda token: (-top[token], token))[:k]
+        least = -math.log(2 * self._vocabulary)  # one of so many ids has twice that, or rows of padding take a share
+        if not top[ranked[0]] > least:
+            raise ServerError(
+                f"{self.url}: expected {asked}, the most likely of {self._vocabulary} ids above {least:.1f} nats, got "
+                f"{top[ranked[0]]}; check the served model for NaN or infinite logits"
+            )
         return Candidates(
             torch.tensor(ranked),
             torch.tensor([top[token] for token in ranked], dtype=torch.float32),
@@ -303,15 +323,37 @@ class ServerLLM(LLM):
         """`read`'s result; an answer that it cannot read is a ServerError."""
         try:
             return read(*arguments)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        except UNREADABLE as problem:
             raise ServerError(
                 f"{self.url}: expected {asked} as {self.flavour} answers it, got an answer that does not fit "
-                f"({type(problem).__name__}: {problem}); check the flavour and the server's version"
-            ) from problem
+                f"({type(problem).__name__}: {self._keyless(str(problem))}); check the flavour and the server's version"
+            ) from None
+
+    def _recognised(self, prompt: list[int]) -> str:
+        """The flavour that the server speaks; its own too where it speaks none that is known, or not at all now."""
+        for flavour in (self.flavour, *_DIALECTS):
+            try:
+                _DIALECTS[flavour](self._post_once, self._vocabulary, []).candidates(prompt, 1, [])
+            except (ServerError, *UNREADABLE):
+                continue
+            except (OSError, HTTPException):
+                break
+            return flavour
+        return self.flavour
+
+    def _post_once(self, path: str, fields: dict[str, Any]) -> Any:
+        """The JSON that comes for a JSON; another status than 200 is a LookupError."""
+        status, answer = self._exchange(self._path + path, self._body(fields))
+        if status != 200:
+            raise LookupError(f"status {status}")
+        return self._parsed(path, answer)
+
+    def _body(self, fields: dict[str, Any]) -> bytes:
+        return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
 
     def _post(self, path: str, fields: dict[str, Any]) -> Any:
         """The JSON that comes for a JSON, with retries."""
-        body = json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
+        body = self._body(fields)
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5))
@@ -346,7 +388,13 @@ class ServerLLM(LLM):
 
     def _quoted(self, text: str) -> str:
         """The beginning of what a server said, without the key should it repeat that."""
-        return repr((text.replace(self._api_key, "***") if self._api_key else text)[:300])
+        return repr(self._keyless(text)[:300])
+
+    def _keyless(self, text: str) -> str:
+        """Text without the key; none at all where it still holds a part of it."""
+        key = self._api_key or ""
+        text = text.replace(key, "***") if key else text
+        return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
 
     def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of one POST on this thread's connection."""
@@ -458,13 +506,15 @@ class _Dialect(ABC):
 
     def logprobs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
         """Token ids and log-probabilities of an answer."""
-        known = {}
+        known: dict[int, float] = {}
         for token, value in pairs:
             if type(value) not in (float, int) or not value <= ROUNDING:
                 raise ValueError(
                     f"log-probability {reprlib.repr(value)} of id {reprlib.repr(token)} is not a number up to 0"
                 )
-            known[self.token(token)] = min(float(value), 0.0)
+            if self.token(token) in known:
+                raise ValueError(f"token id {token} comes twice")
+            known[token] = min(float(value), 0.0)
         return known
 
 
@@ -507,10 +557,10 @@ class _VLLM(_Dialect):
         return self.post("/v1/completions", _PLAIN | fields)["choices"]
 
     def _id(self, name: str) -> int:
-        kind, _, digits = name.partition(":")
-        if kind != "token_id":
+        found = TOKEN_ID.fullmatch(name)
+        if found is None:
             raise ValueError(f"token {reprlib.repr(name)} is not of the form token_id:...")
-        return int(digits)
+        return int(found[1])
 
 
 class _SGLang(_Dialect):
@@ -572,12 +622,12 @@ def _close(pool: ThreadPoolExecutor, connections: list[HTTPConnection]) -> None:
         connection.close()
 
 
-def _parts(url: str) -> tuple[bool, str, int, str]:
+def url_parts(url: str) -> tuple[bool, str, int, str]:
     """(https or not, host, port, path) of a server's URL.
 
     Raises:
         TypeError: not a str.
-        ValueError: another scheme, no host, a bad port, or user, query or fragment.
+        ValueError: another scheme, no host, a bad port, or user, query or fragment, which are not repeated.
     """
     if not isinstance(url, str):
         raise TypeError(f"url: expected a str, got {type(url).__name__}; pass one such as 'http://localhost:8000'")
@@ -588,9 +638,11 @@ def _parts(url: str) -> tuple[bool, str, int, str]:
         parts, port = urlsplit(""), 0
     extra = parts.query or parts.fragment or "@" in parts.netloc
     if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isprintable() or " " in url:
+        secret = any(mark in url for mark in "@?#%")
+        got = "one with a user, a query, a fragment or an escape, which may hold a secret" if secret else repr(url)
         raise ValueError(
-            f"url: expected http or https, a host, perhaps a port and a path, got {url!r}; pass one such as "
-            "'http://localhost:8000'"
+            f"url: expected http or https, a host, perhaps a port and a path, got {got}; pass one such as "
+            "'http://localhost:8000', a key by api_key"
         )
     return parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/")
 

@@ -77,7 +77,7 @@ class WorldRun:
 
     def __post_init__(self) -> None:
         self.slm, self.llm = LocalLLM(self.pair.slm), LocalLLM(self.pair.llm)
-        self.scorer = CompatibilityScorer(self.pair.slm)
+        self.scorer = CompatibilityScorer(self.pair.slm, valid_vocab=len(self.pair.world.vocabulary))
         self.tokenizer = self.pair.world.tokenizer
         self.length = self.pair.world.max_new_tokens
 

@@ -18,8 +18,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fb_core.explain import IN_TOKEN, escaped
 from fb_core.pipeline.page import Picture
+from fb_core.terminal import IN_TOKEN, escaped
 
 Findings = dict[str, Any]
 

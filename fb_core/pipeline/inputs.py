@@ -13,6 +13,7 @@ from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, Verif
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import digest
 from fb_core.pipeline.problems import Problem, load_problems, split, without_overlap
+from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
 from fb_core.verify import Verifier
 
@@ -24,7 +25,7 @@ class Models:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self._known: dict[str, str] = {}  # hashes
+        self._known: dict[str, str | int | None] = {}  # hashes
 
     @cached_property
     def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
@@ -51,6 +52,11 @@ class Models:
     def local_slm(self) -> LocalLLM:
         """The SLM where whole continuations are wanted from it."""
         return LocalLLM(self.slm, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(self.slm))
+
+    @cached_property
+    def scorer(self) -> CompatibilityScorer:
+        """Over the SLM, by the ids that count."""
+        return CompatibilityScorer(self.slm, valid_vocab=self._valid(self.slm))
 
     @cached_property
     def slm_writer(self) -> LLM:
@@ -85,15 +91,24 @@ class Models:
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
 
     def identity(self, *roles: str) -> dict[str, Any]:
-        """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype."""
+        """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype.
+
+        "valid_vocab" is the number of ids that count, where the SLM's embedding has rows of padding behind them.
+        """
         found: dict[str, Any] = {"dtype": self.settings.dtype}
         for role in roles:
             if role not in self._known:
-                self._known[role] = self._hash(role)
-            found[role] = self._known[role]
+                self._known[role] = self._unpadded() if role == "valid_vocab" else self._hash(role)
+            if self._known[role] is not None:
+                found[role] = self._known[role]
         if self.settings.slm_server is not None:
             found["slm_server"] = self.settings.slm_server.model or self.settings.slm
         return found
+
+    def _unpadded(self) -> int | None:
+        path = self.settings.slm
+        rows = hf.vocabulary(self.slm) if path.startswith(DEMO) else hf.checkpoint_vocabulary(path)
+        return self.vocabulary if self.vocabulary < rows else None
 
     def _hash(self, role: str) -> str:
         if role == "tokenizer":

@@ -11,7 +11,7 @@ from html import escape
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from fb_core.explain import IN_TEXT, escaped
+from fb_core.terminal import IN_TEXT, escaped
 
 
 @dataclass(frozen=True)

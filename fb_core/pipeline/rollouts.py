@@ -18,7 +18,7 @@ from fb_core.pipeline.futures import FutureStage, verdicts_of
 from fb_core.pipeline.inputs import verifier_of
 from fb_core.pipeline.pools import logged_pool
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.scorer import BranchGroup, CompatibilityScorer
+from fb_core.scorer import BranchGroup
 from fb_core.verify import Verifier
 
 
@@ -86,6 +86,7 @@ class RolloutStage(Stage):
     name = "rollouts"
     command = "rollouts"
     reads = (TrajectoryStage, StateStage, FutureStage)
+    uses = ("slm", "tokenizer", "valid_vocab")
     unit = "states"
 
     def relevant(self) -> dict[str, Any]:
@@ -124,12 +125,12 @@ class RolloutStage(Stage):
             verifier_of(self.settings.verify),
             self.settings.collect.max_new_tokens,
         )
-        scorer = CompatibilityScorer(self.models.slm)
         groups: dict[int, list[BranchGroup]] = {}
         for row, owner, pool in zip(drawn, owners, ids, strict=True):
             groups.setdefault(owner, []).append(BranchGroup(states[row]["position"], pool, pool[:1]))
         packed = [(trajectories[owner].tokens, members) for owner, members in groups.items()]
-        known = [local for found in scorer.score_trajectories(packed, return_local=True) for _, local in found]
+        scored = self.models.scorer.score_trajectories(packed, return_local=True)
+        known = [local for found in scored for _, local in found]
         decode = self.models.tokenizer.decode
         columns = {
             "state": pa.array(drawn, pa.int32()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,6 +76,7 @@ class ScoreStage(Stage):
 
     name = "scores"
     command = "score"
+    uses = ("slm", "tokenizer", "valid_vocab")
     unit = "states"
 
     def inputs(self) -> Sequence[type[Stage]]:
@@ -117,7 +117,7 @@ class ScoreStage(Stage):
             group = BranchGroup(states[row]["position"], ids, future)
             groups.setdefault(states[row]["trajectory"], []).append(group)
         packed = [(trajectories[index].tokens, members) for index, members in groups.items()]
-        scored = self._scorer.score_trajectories(packed, budget, return_local=True)
+        scored = self.models.scorer.score_trajectories(packed, budget, return_local=True)
         flat = [pair for trajectory in scored for pair in trajectory]
         sizes = [len(local) for _, local in flat]
         empty = torch.zeros(0, settings.horizon)
@@ -150,10 +150,6 @@ class ScoreStage(Stage):
         sampled = self.source(SampleStage.name).table(shard)
         owners = [state["trajectory"] for state in states]
         return futures_of_quality(kind, futures, used, sampled, owners, horizon, shard), rows
-
-    @cached_property
-    def _scorer(self) -> CompatibilityScorer:
-        return CompatibilityScorer(self.models.slm)
 
     def report(self, manifest: dict[str, Any]) -> str:
         return filter_table(manifest["counts"])

@@ -48,7 +48,7 @@ class Stage(ABC):
         name: of the stage and its folder.
         command: that works through it.
         reads: the stages whose files it reads.
-        uses: roles whose identity its files depend on, among "slm", "llm" and "tokenizer".
+        uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
         unit: what its shards count.
         parallel: whether shards can be worked on in any order, anywhere.
         leads: False in a process that only helps another one, and writes nothing.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fb_core.explain import IN_TOKEN, escaped
 from fb_core.pipeline.figures import Findings
 from fb_core.pipeline.page import Span, Table, Text
+from fb_core.terminal import IN_TOKEN, escaped
 
 Row = dict[str, Any]
 Interval = Sequence[float]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ class LowLatencyDecoder(CollaborativeDecoder):
     scores the pool with merged weights over the very same keys and values, and a large model in this process has been
     kept in step. Tokens and events are those of `CollaborativeDecoder`, to rounding.
 
+    There is one sequence: of threads that share the decoder one generates at a time and the others wait, `on_token` and
+    streamers being part of that turn. SLM, LLM, reranker and policy may be shared with other decoders at work.
+
     SLM and LLM of other families than Llama, Mistral, Qwen2 and Qwen3 run as in `CollaborativeDecoder`; a warning says
     so when the decoder is made.
 
@@ -49,14 +54,15 @@ class LowLatencyDecoder(CollaborativeDecoder):
             "candidate" to run on the buffers.
         llm: likewise.
         selector: likewise.
-        policy: likewise.
+        policy: likewise; one with its own `asks` or `entropy` is refused, since the device compares with a threshold.
         max_length: tokens of prompt and generation at most, which memory is set aside for; the models' positions bound
             it too.
         options: `pool`, `slm_k`, `llm_k`, `max_events`, `tokenizer` and `on_llm_error`.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.
-        ValueError: as `CollaborativeDecoder`, or max_length below 2.
+        ValueError: as `CollaborativeDecoder`, max_length below 2, or a policy that the device cannot follow; in calls
+            also one from inside a generation of this decoder.
     """
 
     def __init__(
@@ -72,10 +78,13 @@ class LowLatencyDecoder(CollaborativeDecoder):
         super().__init__(slm, llm, selector, policy, **options)
         if max_length < 2:
             raise ValueError(f"max_length: expected 2 tokens or more, got {max_length}; leave it out for {MAX_LENGTH}")
+        self._turn = threading.Lock()
+        self._at_work: int | None = None  # the thread whose turn it is
         self._step: DecodeStep | None = None
         self._merged: MergedReranker | None = None
         if not _is_native("slm", slm):
             return
+        self._check_policy()
         slots = min(max_length, hf.max_positions(slm) or max_length)
         model = StaticModel(slm, slots)
         self._step = DecodeStep(model, self.vocabulary, policy, hf.eos_ids(slm))
@@ -100,7 +109,8 @@ class LowLatencyDecoder(CollaborativeDecoder):
 
         Raises:
             OSError: no adapter there.
-            ValueError: no reranker runs on the buffers, or the adapter is of scope "sequence" or for another model.
+            ValueError: no reranker runs on the buffers, the adapter is of scope "sequence" or for another model, or a
+                call from inside a generation.
         """
         if self._merged is None:
             raise ValueError(
@@ -108,10 +118,11 @@ class LowLatencyDecoder(CollaborativeDecoder):
                 "make it with a FutureBridgeSelector"
             )
         reranker = TokenReranker.from_pretrained(directory, self.slm).eval()
-        self._merged.load(reranker)
-        selector = self.selector.selector if isinstance(self.selector, CertainLLM) else self.selector
-        assert isinstance(selector, MergedSelector)
-        selector.reranker = reranker
+        with self._alone():
+            self._merged.load(reranker)
+            selector = self.selector.selector if isinstance(self.selector, CertainLLM) else self.selector
+            assert isinstance(selector, MergedSelector)
+            selector.reranker = reranker
 
     def _on_buffers(self, selector: Selector, model: StaticModel) -> Selector:
         """The selector with its reranker merged, where it has one of scope "candidate"."""
@@ -134,6 +145,7 @@ class LowLatencyDecoder(CollaborativeDecoder):
         hf.check_decodable("slm", self.slm)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
+        self._check_policy()
         slots, positions = self._step.model.slots, hf.max_positions(self.slm)
         for ids in checked:
             wanted = len(ids) + max_new_tokens
@@ -142,7 +154,38 @@ class LowLatencyDecoder(CollaborativeDecoder):
                     f"input_ids: expected prompt and new tokens to fit buffers of {slots} tokens, got {len(ids)} "
                     f"and {max_new_tokens}; make the decoder with a larger max_length or ask for fewer tokens"
                 )
-        return [self._generate(index, ids, max_new_tokens, done) for index, ids in enumerate(checked)]
+        with self._alone():
+            return [self._generate(index, ids, max_new_tokens, done) for index, ids in enumerate(checked)]
+
+    def _check_policy(self) -> None:
+        """Refuse a policy that the step would not follow."""
+        for method in ("asks", "entropy"):
+            if getattr(type(self.policy), method) is not getattr(RequestPolicy, method):
+                raise ValueError(
+                    f"policy: expected RequestPolicy's own {method}, as the device has it, got "
+                    f"{type(self.policy).__name__} with another; use CollaborativeDecoder"
+                )
+        if self._step is not None and min(self.policy.top_k, self.vocabulary) != self._step.top_k:
+            raise ValueError(
+                f"top_k: expected {self._step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
+                "decoder for that policy"
+            )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """This thread's turn at the one sequence."""
+        me = threading.get_ident()
+        if self._at_work == me:  # it would wait for itself
+            raise ValueError(
+                "generate: expected a decoder at rest, got a call from inside its own generation (on_token, streamer, "
+                "selector or LLM); make a second decoder for that"
+            )
+        with self._turn:
+            self._at_work = me
+            try:
+                yield
+            finally:
+                self._at_work = None
 
     def _generate(
         self, index: int, prompt: Tensor, max_new_tokens: int, done: Callable[[Row, list[Event]], bool]

@@ -16,7 +16,8 @@ class InStepLLM(LocalLLM):
     """A `LocalLLM` whose `candidates` run over buffers of a fixed size.
 
     What a query shares with the one before it, from the first token on, is not computed again; the rest is one forward
-    of 32, 64, 128 or 256 rows, or several of 256.
+    of 32, 64, 128 or 256 rows, or several of 256. Safe to share between threads as a `LocalLLM` is; decoders that share
+    it compute more, since each drives the other's sequence out.
 
     Args:
         model: a causal LM of the Llama family in eval mode.
@@ -36,10 +37,11 @@ class InStepLLM(LocalLLM):
     @torch.no_grad()
     def begin(self, tokens: Sequence[int]) -> None:
         """Take a prompt, so that the first query has only its last token and what followed to add."""
-        self.static.refresh()
-        self._held = []
-        if len(tokens) > 1:
-            self._extend(tokens[:-1])
+        with self._turn:
+            self.static.refresh()
+            self._held = []
+            if len(tokens) > 1:
+                self._extend(tokens[:-1])
 
     @torch.no_grad()
     def _in_step(self, ids: Tensor) -> Tensor:

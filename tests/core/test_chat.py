@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from dialects import FAMILY, SEED, byte_tokenizer
 from rich.console import Console
 from test_runtime import random_reranker
+from test_server import Handler, probs, says, scripted
 from tiny import EOS, V, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -19,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings
+from fb_core.terminal import escaped
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
@@ -46,12 +51,14 @@ def pair(tmp_path_factory):
     return folder
 
 
-def run(*arguments, typed=None):
+def run(*arguments, typed=None, **environment):
     return subprocess.run(
         [sys.executable, "-c", "from fb_core.cli import main; main()", *map(str, arguments)],
         input=typed,
         capture_output=True,
         text=True,
+        encoding="utf-8",
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | environment,
     )
 
 
@@ -172,7 +179,12 @@ def test_on_token_sees_every_token_and_its_event(pair):
             {"llm": None, "server": "http://127.0.0.1:9", "api-key-variable": "NO_KEY"},
             "expected NO_KEY in the environment",
         ),
-        ({"max-length": 4}, "expected prompt and new tokens to fit buffers of 4 tokens"),
+        (
+            {"max-length": 4},
+            "--max-length: expected room for 3 tokens of the prompt and 12 of --max-new-tokens, got 4; raise it,",
+        ),
+        ({"server": "http://127.0.0.1:9/\x1b]0;x"}, "url: expected http or https"),
+        ({"slm": "\x1b]52;c;eA==\x07"}, "\\x1b]52;c;eA==\\x07: expected a folder or hub id"),
     ],
 )
 def test_errors_are_one_message(pair, change, words):
@@ -185,6 +197,7 @@ def test_errors_are_one_message(pair, change, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 def test_models_of_two_families_are_refused(pair, tmp_path):
@@ -220,3 +233,162 @@ def test_the_llm_may_be_behind_a_server(tmp_path):
     assert want.events
     assert f"{len(want.token_ids)} tokens in" in done.stderr
     assert f"{len(want.events)} event(s)" in done.stderr
+
+
+# --- what models and servers write never steers the terminal ----------------------------------------------------------
+
+HOSTILE = {
+    "CSI": "\x1b[2J\x1b[31mred",
+    "title": "\x1b]0;owned\x07",
+    "clipboard": "\x1b]52;c;ZXZpbA==\x1b\\",
+    "DECRQSS": "\x1bP$q\x22p\x1b\\",
+    "link": "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x1b\\",
+    "C1": "\x9b2J\x9d0;x\x9c\x90q\x85",
+    "bidi": "\u202egnorw\u202c \u2066a\u2069 \u200f\u061c",
+    "DEL": "ab\x7f\x08\x08cd",
+    "return": "good\rbad\x0b\x0c",
+    "bell": "\x07\x00\x1a\x18",
+    "invisible": "a\u200bb\ufeffc\u2028d\u2029",
+    "tags": "\U000e0041\U000e0001\ue000",
+    "charset": "\x1b(0\x0elqqk\x0f\x1bc",
+    "markup": "[red]x[/red] [link=http://evil]y[/link] :boom:",
+}
+KEPT = "so\tit is:\n\u00fcber \u4e2d\u6587 \U0001f642 e\u0301 caf\u00e9\n\tend"
+
+
+def words_of(text):
+    """Byte-level BPE whose merges put an escape and its first letter, and parts of characters, into one token."""
+    alphabet = byte_tokenizer()
+    letters = [
+        alphabet.convert_ids_to_tokens(alphabet.encode(part))[:2] for part in ("\x1b[", "\x1b]", "\u202e", "\u4e2d")
+    ]
+    return byte_tokenizer(merges=[tuple(pair) for pair in letters])
+
+
+def printable(text):
+    return all(char.isprintable() or char in "\n\t" for char in text)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_escapes_of_a_model_are_shown_and_do_nothing_however_they_are_split(name):
+    text = KEPT + HOSTILE[name] + KEPT
+    words = words_of(text)
+    merged = words.encode(text, add_special_tokens=False)
+    single = byte_tokenizer().encode(text, add_special_tokens=False)
+    assert words.decode(merged) == byte_tokenizer().decode(single) == text
+    for made, ids in ((words, merged), (byte_tokenizer(), single)):
+        for options in ({}, {"force_terminal": True, "color_system": "standard"}):
+            screen = io.StringIO()
+            show = Printer(made, Console(file=screen, width=80, **options))
+            for number, token in enumerate(ids):
+                show(token, object() if options and number % 3 == 0 else None)
+            show.end()
+            written = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()) if options else screen.getvalue()
+            assert printable(written)
+            assert written == escaped(text, {"\n": "\n", "\t": "\t"}) + "\n"
+            assert KEPT in written
+            assert text not in written or name == "markup"
+
+
+def test_half_characters_at_the_end_are_no_escape_either():
+    words = byte_tokenizer()
+    screen = io.StringIO()
+    show = Printer(words, Console(file=screen))
+    for token in [*words.encode("a\x9b")[:2], *words.encode("\x1b")]:
+        show(token, None)
+    show.end()
+    assert screen.getvalue() == "a\N{REPLACEMENT CHARACTER}\\x1b\n"
+
+
+class Dictating(Handler):
+    """llama.cpp's server holding a model that is certain of the next token of `script`, or refuses what has a "!"."""
+
+    script = ()
+
+    def do_POST(self):
+        fields = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        words = self.server.words
+        if self.path == "/tokenize":
+            says({"tokens": words.encode(fields["content"], add_special_tokens=False)})(self)
+        elif words.convert_tokens_to_ids("!") in fields["prompt"]:
+            says({"error": "no \x1b]0;exclamation\x07 marks"}, 400)(self)
+        else:
+            script, place = self.server.script, len(fields["prompt"]) - self.server.prompt
+            wanted = script[place] if 0 <= place < len(script) else words.eos_token_id
+            says(probs(*((token, -0.1 if token == wanted else -9.0) for token in range(len(words)))))(self)
+
+
+@pytest.fixture
+def dictated(tmp_path):
+    """(options, server): the SLM is asked about at every token, and the server says which it is."""
+    words = byte_tokenizer()
+    words.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    slm = tiny("qwen3", 1, vocab_size=len(words), max_position_embeddings=2048)
+    slm.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    with scripted() as there:
+        there.RequestHandlerClass, there.words, there.script, there.prompt = Dictating, words, [], 0
+        given = {"--slm": tmp_path, "--server": there.url, "--flavour": "llama.cpp", "--max-length": 1024}
+        yield [word for pair in given.items() for word in pair] + ["--threshold=-inf", "--max-events", "600"], there
+
+
+def test_generate_passes_nothing_to_the_terminal(dictated):
+    options, there = dictated
+    text = "".join(HOSTILE.values()) + KEPT
+    there.script = there.words.encode(text, add_special_tokens=False)
+    there.prompt = len(there.words("hi ")["input_ids"])
+    for environment in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}):
+        done = run("generate", "hi", *options, "--max-new-tokens", "600", **environment)
+        assert done.returncode == 0, done.stderr
+        assert f"{len(there.script) + 1} tokens in" in done.stderr
+        written = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
+        assert printable(written)
+        assert written == escaped(text, {"\n": "\n", "\t": "\t"}) + "\n"
+        assert ("\x1b[" in done.stdout) == bool(environment)
+
+
+# --- a conversation outlives its turns --------------------------------------------------------------------------------
+
+
+def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
+    options, there = dictated
+    there.script = there.words.encode("yes", add_special_tokens=False)
+    there.prompt = len(there.words("hi ")["input_ids"])
+    done = run("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("yes") == 1  # the third turn has the first before it, and its prompt another length
+    assert done.stderr.count("tokens in") == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
+    assert "got status 400" in line
+    assert printable(done.stderr)
+
+
+def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
+    said = [f"w{number} w8 w9" for number in range(3, 11)]
+    done = run("chat", *options(pair, **{"max-length": 48}), typed="\n".join([*said, "w5 " * 60, "w7", "", ""]))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokens in") == 9
+    found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of --max-length", done.stdout)
+    assert len(found) >= 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
+    assert re.search(
+        r"--max-length: expected room for 6\d tokens of the prompt and 12 of --max-new-tokens, got 48;", line
+    )
+
+
+def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):
+    given = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
+    chat = Chat(PairSettings(**given, max_length=44))
+    turns = [
+        {"role": role, "content": " ".join(f"w{3 + turn}" for _ in range(6))}
+        for turn in range(5)
+        for role in ("user", "assistant")
+    ][:-1]
+    kept, screen = list(turns), io.StringIO()
+    generation = chat.answer(kept, Console(file=screen, width=200))
+    assert kept == turns[4:]  # 5 messages of 6 words, the template's own and 12 to come
+    assert screen.getvalue().startswith("2 oldest turn(s) dropped: ")
+    alone = chat.answer(list(turns[4:]), Console(file=io.StringIO()))
+    assert generation.token_ids.tolist() == alone.token_ids.tolist()
+    with pytest.raises(ValueError, match="prompt: expected at most 127 tokens for a model of 128 positions, got 201;"):
+        Chat(PairSettings(**given)).answer([{"role": "user", "content": "w5 " * 200}], Console(file=io.StringIO()))

@@ -15,8 +15,9 @@ from dialects import byte_tokenizer
 from rich.console import Console
 from runs import settings
 
-from fb_core.explain import COLUMNS, escaped, explain, find_rows, html_page, print_rows, token_text
+from fb_core.explain import COLUMNS, explain, find_rows, html_page, print_rows, token_text
 from fb_core.pipeline.inputs import models_of
+from fb_core.terminal import escaped
 
 HOSTILE = [
     "<script>alert(1)</script>",

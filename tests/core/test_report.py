@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
-from fb_core.explain import escaped
 from fb_core.pipeline import figures
 from fb_core.pipeline.comparisons import orderings
 from fb_core.pipeline.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
 from fb_core.pipeline.report import PARTS, TABLES, render, write_report
+from fb_core.terminal import escaped
 
 HOSTILE = [
     "<script>alert(1)</script>",

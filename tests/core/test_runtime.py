@@ -1,4 +1,5 @@
 import math
+import threading
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import StoppingCriteriaList
 from fb_core import (
     CertainLLM,
     CollaborativeDecoder,
+    CompatibilityScorer,
     FutureBridgeSelector,
     LLMPreference,
     LocalLLM,
@@ -504,3 +506,145 @@ def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
         LowLatencyDecoder(slm, llm, SLMPreference(), RequestPolicy(1.0)).load_adapter(tmp_path / "other")
     with pytest.raises(ValueError, match="prefix: expected 1 to 8 tokens"):
         MergedReranker(random_reranker(slm), StaticModel(slm, 8)).scores(list(range(9)), [1, 2])
+
+
+# --- who may share what -----------------------------------------------------------------------------------------------
+
+
+def in_threads(count, work):
+    """What work(number) gives in so many threads that start together; an error of any of them is raised."""
+    together, found, wrong = threading.Barrier(count), [None] * count, []
+
+    def run(number):
+        try:
+            together.wait(600)
+            found[number] = work(number)
+        except BaseException as problem:
+            wrong.append(problem)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    assert not any(thread.is_alive() for thread in threads)
+    if wrong:
+        raise wrong[0]
+    return found
+
+
+def plain_facts(generation):
+    return generation.token_ids.tolist(), [(event.step, event.pool, event.choice) for event in generation.events]
+
+
+def shared_decoder(kind):
+    slm, llm = pair("phi3" if kind == "modules" else "qwen3", 7)
+    selector = FutureBridgeSelector(random_reranker(slm))
+    options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
+    if kind in ("plain", "modules"):
+        return CollaborativeDecoder(slm, LocalLLM(llm), selector, RequestPolicy(1.0), **options)
+    if kind == "sequence":
+        selector = FutureBridgeSelector(random_reranker(slm, scope="sequence"))
+    return LowLatencyDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "modules", "fast", "sequence"])
+def test_threads_that_share_a_decoder_get_the_serial_answers(kind):
+    decoder, asked = shared_decoder(kind), prompts(*range(3, 19), seed=5)
+    want = [plain_facts(decoder.generate(ids, 12)) for ids in asked]
+    got = in_threads(4, lambda number: [plain_facts(decoder.generate(ids, 12)) for ids in asked[number::4]])
+    assert [got[index % 4][index // 4] for index in range(16)] == want
+    assert sum(len(events) for _, events in want) > 16
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_threads_that_share_a_large_model_get_its_serial_answers(native):
+    _, model = pair("qwen3")
+    llm = InStepLLM(model, 64) if native else LocalLLM(model)
+    asked = [prompts(n, seed=n % 3)[0] for n in range(5, 29)]  # some extend others
+    fresh = LocalLLM(model)
+    want = [fresh.candidates_many([ids], 5)[0] for ids in asked]
+    for _ in range(3):
+        got = in_threads(4, lambda number: [llm.candidates(ids, 5) for ids in asked[number::4]])
+        for index, expected in enumerate(want):
+            found = got[index % 4][index // 4]
+            assert found.ids.tolist() == expected.ids.tolist()
+            torch.testing.assert_close(found.logprob, expected.logprob, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_that_share_scorer_and_reranker_get_their_serial_answers():
+    slm, _ = pair("qwen3")
+    scorer, reranker = CompatibilityScorer(slm), random_reranker(slm)
+    asked = prompts(*range(3, 19), seed=5)
+
+    def both(ids):
+        return scorer.score(ids, [5, 6, 7], [8, 9, 10]), reranker.scores(ids, [5, 6, 7]).detach()
+
+    want = [both(ids) for ids in asked]
+    got = in_threads(4, lambda number: [both(ids) for ids in asked[number::4]])
+    for index, expected in enumerate(want):
+        for mine, theirs in zip(got[index % 4][index // 4], expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_a_call_from_inside_a_generation_is_refused_and_the_decoder_goes_on(tmp_path):
+    decoder, (ids,) = shared_decoder("fast"), prompts(6)
+    decoder.selector.reranker.save_pretrained(tmp_path)
+    want, refused = plain_facts(decoder.generate(ids, 9)), []
+
+    def on_token(token, event):
+        for call in (lambda: decoder.generate(ids, 2), lambda: decoder.load_adapter(tmp_path)):
+            with pytest.raises(ValueError, match="expected a decoder at rest, got a call from inside") as no:
+                call()
+            refused.append(no)
+
+    got = in_threads(1, lambda _: decoder.generate(ids, 9, on_token=on_token))[0]  # a deadlock would end in an error
+    assert plain_facts(got) == want
+    assert len(refused) == 2 * len(want[0])
+    assert plain_facts(decoder.generate(ids, 9)) == want
+
+
+# --- policies of another kind -----------------------------------------------------------------------------------------
+
+
+class Never(RequestPolicy):
+    def asks(self, entropy):
+        return torch.zeros_like(entropy, dtype=torch.bool)
+
+
+class Doubled(RequestPolicy):
+    def entropy(self, logits):
+        return 2 * super().entropy(logits)
+
+
+class Named(RequestPolicy):
+    """Nothing that the device would have to know."""
+
+    name = "mine"
+
+
+def test_a_policy_that_the_device_cannot_follow_is_refused():
+    slm, llm = pair("qwen3")
+    (ids,) = prompts(6)
+    plainly = CollaborativeDecoder(slm, llm, LLMPreference(), Never(0.0))
+    assert plainly.generate(ids, 8).events == []
+    for kind, method in ((Never, "asks"), (Doubled, "entropy")):
+        with pytest.raises(ValueError, match=f"policy: expected RequestPolicy's own {method}, .* got {kind.__name__}"):
+            LowLatencyDecoder(slm, llm, LLMPreference(), kind(0.0))
+    with pytest.warns(UserWarning, match="no native decoder"):
+        other = LowLatencyDecoder(tiny("phi3", 1), llm, LLMPreference(), Never(0.0))
+    assert other.generate(ids, 8).events == []
+    assert LowLatencyDecoder(slm, llm, LLMPreference(), Named(0.0)).generate(ids, 8).events
+
+
+def test_a_policy_that_is_changed_later_counts_or_is_refused():
+    slm, llm = pair("qwen3")
+    (ids,) = prompts(6)
+    decoder = LowLatencyDecoder(slm, llm, LLMPreference(), RequestPolicy(0.0))
+    assert decoder.generate(ids, 8).events
+    decoder.policy = RequestPolicy(math.inf)
+    assert decoder.generate(ids, 8).events == []
+    for policy, words in ((Never(0.0), "got Never"), (RequestPolicy(0.0, top_k=5), "top_k: expected 50 .* got 5")):
+        decoder.policy = policy
+        with pytest.raises(ValueError, match=words):
+            decoder.generate(ids, 8)

@@ -21,7 +21,7 @@ from transformers import (
     StaticCache,
 )
 
-from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, hf
+from fb_core import BranchGroup, CompatibilityScorer, LocalLLM, TokenReranker, hf
 from fb_kernels.testing import largest_tensor
 
 
@@ -425,3 +425,52 @@ def test_autocast_leaves_packed_forwards_possible():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         close = scorer.score(*GROUP)
     assert torch.allclose(close, scorer.score(*GROUP), atol=0.3)
+
+
+@pytest.mark.parametrize(("family", "bias"), [("qwen3", False), ("gemma2", False), ("phi3", False), ("llama", True)])
+def test_padded_rows_of_the_vocabulary_never_count(family, bias):
+    """The padding would take most of the probability, even all that is finite."""
+    model, valid = tiny(family, vocab_size=64, tie_word_embeddings=False), 40
+    head = model.get_output_embeddings()
+    if bias:
+        head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 64))
+    with torch.no_grad():
+        head.weight[valid:] = 3 * head.weight[:24]
+    prefix, candidates, future = torch.arange(3, 12), torch.tensor([4, 39, 0]), torch.tensor([7, 39, 8, 8])
+    scorer = CompatibilityScorer(model, valid_vocab=valid)
+    ((matrix, local),) = scorer.score_trajectories([(prefix, [BranchGroup(9, candidates, future)])], return_local=True)[
+        0
+    ]
+    with torch.no_grad():
+        logits = model(input_ids=prefix[None], use_cache=False).logits[0, -1, :valid].float()
+        rows = torch.cat([prefix.expand(3, -1), candidates[:, None], future.expand(3, -1)], 1)
+        behind = model(input_ids=rows, use_cache=False).logits[:, 9:-1, :valid].float().log_softmax(-1)
+    want = behind.gather(2, future.expand(3, -1)[..., None])[..., 0]
+    torch.testing.assert_close(local, logits.log_softmax(-1)[candidates], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(matrix, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scorer.score(prefix, candidates, future), want, rtol=1e-5, atol=1e-5)
+    everything = CompatibilityScorer(model).score(prefix, candidates, future)
+    assert torch.equal(CompatibilityScorer(model, valid_vocab=64).score(prefix, candidates, future), everything)
+    assert float((want - everything).min()) > 0.1
+    for bad in ({"candidates": torch.tensor([valid])}, {"future": torch.tensor([3, 63])}):
+        ids = {"candidates": candidates, "future": future} | bad
+        (name,) = bad
+        with pytest.raises(ValueError, match=rf"{name}: expected ids from 0 below 40, got (40|63); .*valid_vocab"):
+            scorer.score(prefix, **ids)
+
+
+@pytest.mark.parametrize(
+    ("valid", "kind", "words"),
+    [
+        (0, ValueError, "valid_vocab: expected 1 to 50, got 0"),
+        (V + 1, ValueError, "valid_vocab: expected 1 to 50, got 51"),
+        (-1, ValueError, "valid_vocab: expected 1 to 50, got -1"),
+        (4.0, TypeError, "valid_vocab: expected an int, got float"),
+        ("40", TypeError, "valid_vocab: expected an int, got str"),
+        (True, TypeError, "valid_vocab: expected an int, got bool"),
+    ],
+)
+def test_a_number_of_ids_that_no_vocabulary_has_is_refused(valid, kind, words):
+    for make in (CompatibilityScorer, LocalLLM):
+        with pytest.raises(kind, match=words):
+            make(tiny("qwen3"), valid_vocab=valid)

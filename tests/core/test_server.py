@@ -1,6 +1,7 @@
 import gc
 import json
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from dialects import FAMILY, OLD, SEED, byte_tokenizer
 from limits import HANG
 from tiny import EOS, V, tiny
 
-from fb_core import ServerError, ServerLLM, server
+from fb_core import ServerError, ServerLLM, cli, server
+from fb_core.config import PairSettings, RunSettings, ServerSettings
 from fb_core.decoding import CollaborativeDecoder, LLMPreference, SLMPreference
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
@@ -183,6 +185,73 @@ def test_tokenizers_are_compared(url, flavour):
         llm.check_tokenizer(byte_tokenizer(swapped=True), ["a b", "a!b"])
     with pytest.raises(ValueError, match="tokenizer: expected at most the 50 ids of the served model, got 259; use"):
         ServerLLM(url, flavour, vocabulary=V).check_tokenizer(byte_tokenizer())
+
+
+def one_of(flavour):
+    """A server that speaks one dialect alone, with the other endpoints that its software has."""
+    tokens = {"count": 1, "max_model_len": 128, "tokens": [7, 8]}
+    plain = {"choices": [{"index": 0, "text": "x", "logprobs": {"top_logprobs": [{"x": -0.5}]}, "token_ids": None}]}
+    knows = {
+        "vllm": {
+            "/v1/completions": {"choices": [FITS["vllm"]["choices"][0] | {"token_ids": [7]}]},
+            "/tokenize": tokens,
+        },
+        "sglang": {"/generate": FITS["sglang"] | {"output_ids": [7]}, "/v1/completions": plain, "/tokenize": tokens},
+        "llama.cpp": {"/completion": FITS["llama.cpp"] | {"tokens": [7]}, "/v1/completions": plain},
+        None: {"/tokenize": tokens, "/v1/completions": plain},
+    }[flavour]
+
+    def answer(handler):
+        if handler.path == "/tokenize" and flavour == "llama.cpp":
+            says({"tokens": [7, 8] if "content" in handler.server.asked[-1] else []})(handler)
+        elif handler.path in knows and (handler.path != "/tokenize" or "prompt" in handler.server.asked[-1]):
+            says(knows[handler.path])(handler)
+        else:
+            says({"detail": "Not Found"}, 404)(handler)
+
+    return answer
+
+
+class Words:
+    """A tokenizer to which every text is the ids 7 and 8."""
+
+    all_special_tokens = ()
+
+    def get_vocab(self):
+        return {str(token): token for token in range(V)}
+
+    def encode(self, text, add_special_tokens):
+        return [7, 8]
+
+
+@pytest.mark.parametrize("given", ["vllm", "sglang", "llama.cpp"])
+@pytest.mark.parametrize("real", ["vllm", "sglang", "llama.cpp"])
+def test_a_server_of_another_flavour_is_recognised(real, given):
+    with scripted(one_of(real)) as there:
+        llm = ServerLLM(there.url, given, vocabulary=V, timeout=30.0, retries=0)
+        if given == real:
+            llm.check_tokenizer(Words())
+            assert len(there.asked) <= 7
+        else:
+            words = f"flavour: expected '{real}', as {there.url} answers, got '{given}'; name the server's"
+            with pytest.raises(ValueError, match=words):
+                llm.check_tokenizer(Words())
+
+
+def test_a_server_of_no_known_flavour_keeps_the_error_of_its_own():
+    with scripted(one_of(None)) as there:
+        llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, timeout=30.0, retries=0)
+        with pytest.raises(ServerError, match="expected an answer from /tokenize, got status 404"):
+            llm.check_tokenizer(Words())
+    with (
+        scripted(says({"error": "no such key"}, 401)) as there,
+        pytest.raises(ServerError, match=r"got status 401: .*; check the flavour, the api_key"),
+    ):
+        ServerLLM(there.url, "sglang", vocabulary=V, timeout=30.0).check_tokenizer(Words())
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ServerError, match="ConnectionRefusedError"):
+        ServerLLM(f"http://127.0.0.1:{port}", retries=0, vocabulary=V).check_tokenizer(Words())
 
 
 def test_a_server_of_another_flavour_or_limit_is_named(url):
@@ -392,7 +461,7 @@ def test_answers_are_bounded(monkeypatch, chunked):
         ({"completion_probabilities": [None]}, "an answer that does not fit .TypeError"),
         ({"completion_probabilities": [{"top_logprobs": [[1, 2]]}]}, "an answer that does not fit"),
         (probs((4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores behind 2 tokens, got 2 and no score"),
-        (probs((4, -1.5), (4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores behind 2 tokens, got 2"),
+        (probs((4, -1.5), (4, -1.5), (3, -0.5)), "token id 4 comes twice"),
         (probs((4, math.nan)), "log-probability nan of id 4 is not a number up to 0"),
         (probs((4, 0.01)), "log-probability 0.01 of id 4 is not a number up to 0"),
         (probs((4, math.inf)), "log-probability inf of id 4"),
@@ -419,7 +488,11 @@ def test_answers_that_do_not_fit_are_named_and_final(body, sentence):
     ("flavour", "body", "sentence"),
     [
         ("vllm", {"choices": [{"logprobs": {"top_logprobs": [{"7": -1.0}]}}]}, "token '7' is not of the form token_id"),
-        ("vllm", {"choices": [{"logprobs": {"top_logprobs": [{"token_id:x": -1.0}]}}]}, "invalid literal"),
+        (
+            "vllm",
+            {"choices": [{"logprobs": {"top_logprobs": [{"token_id:x": -1.0}]}}]},
+            "'token_id:x' is not of the form",
+        ),
         ("vllm", {"choices": [{"logprobs": None}]}, "TypeError"),
         ("vllm", {"choices": []}, "not enough values"),
         ("sglang", {"meta_info": {}}, "KeyError: 'output_top_logprobs'"),
@@ -433,6 +506,155 @@ def test_answers_that_do_not_fit_their_flavour(flavour, body, sentence):
         pytest.raises(ServerError, match=f"as {flavour} answers it, got an answer that does not fit .*{sentence}"),
     ):
         ask(there.url, flavour=flavour)
+
+
+# --- hostile answers --------------------------------------------------------------------------------------------------
+
+FITS = {  # 3 candidates and a score of id 7
+    "vllm": {
+        "choices": [
+            {
+                "index": 0,
+                "logprobs": {
+                    "top_logprobs": [
+                        {"token_id:3": -0.5, "token_id:4": -1.5, "token_id:9": -1.5, "token_id:7": -3.0},
+                    ]
+                },
+            }
+        ]
+    },
+    "sglang": {
+        "meta_info": {
+            "output_top_logprobs": [[[-0.5, 3, None], [-1.5, 4, None], [-1.5, 9, None]]],
+            "output_token_ids_logprobs": [[[-3.0, 7, None]]],
+        }
+    },
+    "llama.cpp": probs((3, -0.5), (4, -1.5), (9, -1.5), (7, -3.0)),
+}
+WRITTEN = {
+    "vllm": {"choices": [{"token_ids": [5, 6, 7]}]},
+    "sglang": {"output_ids": [5, 6]},
+    "llama.cpp": {"tokens": [5]},
+}
+NAMES = [
+    *("token_id:1_0", "token_id:03", "token_id:+3", "token_id: 3", "token_id:3 ", "token_id:-0", "token_id:"),
+    *("token_id:\u0663", "token_id:\uff13", "token_id:\U0001d7db", "token_id:\u00b3", "token_id:\u0969"),
+    *("token_id:3:4", "TOKEN_ID:3", "token_id:0x3", "token_id:3.0", "token_id:1e1", "token_id:3\n", "token_id:\x1b[2J"),
+    *("token_id:" + "9" * 5000, "token_id:50", "token_id:-1", "token_id", "3", "", " token_id:3", "token_id:\u202e3"),
+]
+VALUES = [
+    *(None, True, False, 0, 1, -1, 3, 49, 50, 1 << 31, 1 << 63, -(10**400), 10**400, 0.5, -0.0, 1e308, -1e308, -3.4e38),
+    *(-9999.0, math.nan, math.inf, -math.inf, "", "3", "-0.5", "\x1b]0;x\x07", "\u202e", "x" * 10**5, [], {}, [[]]),
+    *([None], [3], [-0.5, 3], [[-0.5, 3, None]], {"id": 3}, {"token_id:3": -0.5}, [3] * 1000, {"logprob": -1.0}),
+]
+
+
+def places(value, path=()):
+    """The path of everything inside a JSON."""
+    yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def changed(value, path, change):
+    """A copy with change(container, key) done at a path."""
+    made = json.loads(json.dumps({"": value}))
+    inside = made
+    for key in ("", *path)[:-1]:
+        inside = inside[key]
+    change(inside, ("", *path)[-1])
+    return made.get("")
+
+
+def hostile(answer):
+    """Every part of an answer replaced, dropped, doubled or renamed."""
+    for path in places(answer):
+        for value in VALUES:
+            yield changed(
+                answer,
+                path,
+                lambda inside, key, value=value: (
+                    inside.update({key: value}) if isinstance(inside, dict) else inside.__setitem__(key, value)
+                ),
+            )
+        if path:
+            yield changed(answer, path, lambda inside, key: inside.pop(key))
+            if isinstance(path[-1], int):
+                yield changed(answer, path, lambda inside, key: inside.append(inside[key]))
+            else:
+                for name in NAMES:
+                    yield changed(answer, path, lambda inside, key, name=name: inside.update({name: inside.pop(key)}))
+
+
+def what_comes(ask):
+    """(answer, None) or (None, the error's text)."""
+    try:
+        return ask(), None
+    except ServerError as problem:
+        return None, str(problem)
+
+
+@pytest.mark.parametrize("asked", ["candidates", "completion"])
+@flavours
+def test_hostile_answers_end_in_an_error_of_one_line_or_in_what_was_asked_for(flavour, asked, record_property):
+    answers = list(hostile((FITS if asked == "candidates" else WRITTEN)[flavour]))
+    refused = 0
+
+    def ask_for(llm):
+        return llm.candidates([5, 6], 3, [7]) if asked == "candidates" else llm.complete([5, 6], 4)
+
+    with scripted(says({})) as there:
+        llm = ServerLLM(there.url, flavour, vocabulary=V, timeout=30.0, retries=0)
+        for answer in answers:
+            there.answers = (says(answer),)
+            there.asked.clear()
+            found, error = what_comes(lambda: ask_for(llm))
+            if error:
+                refused += 1
+                assert error.startswith(there.url)
+                assert error.isprintable()
+                assert len(error) < 1000
+                continue
+            if asked == "completion":
+                assert 1 <= len(found) <= 4
+                assert all(0 <= token < V for token in found.tolist())
+                continue
+            assert len(set(found.ids.tolist())) == 3
+            assert all(0 <= token < V for token in found.ids.tolist())
+            assert bool((found.logprob <= 0).all() and (found.score_logprob <= 0).all())
+            assert found.logprob.tolist() == sorted(found.logprob.tolist(), reverse=True)
+            assert float(found.logprob[0]) > -math.log(2 * V)
+    record_property("hostile answers", len(answers))
+    record_property("refused", refused)
+    assert refused > 0.6 * len(answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_of_vllm_are_written_as_it_writes_them(name):
+    body = changed(
+        FITS["vllm"],
+        ("choices", 0, "logprobs", "top_logprobs", 0),
+        lambda inside, key: inside[key].update({name: -2.0}),
+    )
+    with (
+        scripted(says(body)) as there,
+        pytest.raises(ServerError, match=r"not of the form token_id|token id 50 is not"),
+    ):
+        ask(there.url, score_ids=[7], flavour="vllm")
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e308, -3.4e38, -9999.0, -4.7])
+@flavours
+def test_a_most_likely_token_that_nothing_speaks_for_is_no_answer(flavour, value):
+    """Of 50 ids one has a fiftieth or more, which is -3.9 nats."""
+    text = re.sub(r"-[0-9.]+", json.dumps(value), json.dumps(FITS[flavour]))
+    body = json.loads(text)
+    with (
+        scripted(says(body)) as there,
+        pytest.raises(ServerError, match=r"expected .* the most likely of 50 ids above -4.6 nats, got -"),
+    ):
+        ask(there.url, score_ids=[7], flavour=flavour)
 
 
 @pytest.mark.parametrize(
@@ -652,6 +874,52 @@ def test_connections_close_with_the_object_or_when_told():
         assert gone.wait(HANG)
 
 
+SECRET = (
+    *(
+        "http://me:s3cret@host",
+        "http://s3cret@host:8000/v1",
+        "me:s3cret@host",
+        "ftp://me:s3cret@host",
+        "http://me:s3cret@",
+    ),
+    *("http://host/v1?api_key=s3cret", "http://host?s3cret", "http://host/#s3cret", "http://me:s3cret%40host"),
+    *("http://me:s3/cret@host", "http://[me:s3cret@host", "http://me:s3cret@host:x", "http://me:s3cret@host\r\nX: y"),
+)
+
+
+@pytest.mark.parametrize("url", SECRET)
+def test_what_a_url_may_hide_is_shown_nowhere(url, tmp_path, capsys, caplog, monkeypatch):
+    caplog.set_level(0)
+    config = tmp_path / "run.yaml"
+    server_of = {"url": url, "api_key_variable": "KEY"}
+    config.write_text(json.dumps({"models": {"slm": "demo:plans", "llm": "demo:plans", "llm_server": server_of}}))
+    shown = []
+    for make in (
+        lambda: ServerLLM(url, vocabulary=V),
+        lambda: PairSettings(slm="demo:plans", server=url),
+        lambda: ServerSettings(url=url),
+        lambda: RunSettings.load(str(config)),
+    ):
+        with pytest.raises(ValueError, match=r"url: expected http or https, a host, .*, got one with") as raised:
+            make()
+        shown.append("".join(traceback.format_exception(raised.value)))
+    for command in (
+        ["generate", "hello", "--slm", str(tmp_path), "--server", url],
+        ["chat", "--slm", str(tmp_path), "--server", url],
+        ["score", "--config", str(config), "--run-dir", str(tmp_path / "run")],
+        ["futures", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--dry-run"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["futurebridge", *command])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+    captured = capsys.readouterr()
+    shown += [captured.out, captured.err, caplog.text]
+    shown += [path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path != config]
+    assert "url: expected" in captured.err
+    assert not any("s3cret" in text or "s3/cret" in text for text in shown)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "sentence"),
     [
@@ -660,7 +928,7 @@ def test_connections_close_with_the_object_or_when_told():
         ({"url": "http://"}, ValueError, "url: expected http or https, a host"),
         ({"url": "http://host:99999"}, ValueError, "url: expected http or https, a host"),
         ({"url": "http://host:x"}, ValueError, "url: expected http or https, a host"),
-        ({"url": "http://me:secret@host"}, ValueError, "url: expected http or https, a host"),
+        *(({"url": url}, ValueError, "url: expected http or https, a host.*, got one with") for url in SECRET),
         ({"url": "http://host/?a=b"}, ValueError, "url: expected http or https, a host"),
         ({"url": "http://host/a\r\nX: y"}, ValueError, "url: expected http or https, a host"),
         ({"url": "http://[::1"}, ValueError, "url: expected http or https, a host"),
@@ -728,16 +996,23 @@ def test_a_key_is_sent_and_never_shown(caplog):
             self.server.keys.append(self.headers["Authorization"])
             super().do_POST()
 
-    key = "sk-0123456789"
+    key = "sk-" + "0123456789" * 5
     caplog.set_level(0)
     echo = f"who is {'x' * 290}{key}? {key}".encode()
+    inside = says({"completion_probabilities": [{"top_logprobs": [{"id": key, "logprob": -1.0}]}]})
     with scripted(says(FINE)) as there:
         there.RequestHandlerClass, there.keys = Guarded, []
         llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, timeout=HANG, retries=1, api_key=key)
         llm.candidates([5, 6], 3)
         assert there.keys == [f"Bearer {key}"]
         shown = [repr(llm), str(llm)]
-        for answer in (says(echo, 401), says(echo, 500), says(echo), lambda handler: handler.wfile.write(echo + b"\n")):
+        for answer in (
+            says(echo, 401),
+            says(echo, 500),
+            says(echo),
+            inside,
+            lambda handler: handler.wfile.write(echo + b"\n"),
+        ):
             there.answers = (answer,)
             with pytest.raises(ServerError) as raised:
                 llm.candidates([5, 6], 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -29,6 +30,7 @@ from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.pipeline.deploy import frozen_policy
 from fb_core.pipeline.futures import FutureStage, read_futures
 from fb_core.pipeline.pools import logged_pool
+from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.stage import plan, run_stage
 from fb_core.pipeline.train import TrainStage
@@ -419,6 +421,41 @@ def test_where_memory_runs_out_the_pack_is_halved():
     assert forwards[0] == 16
     assert len(forwards) > 1
     assert min(forwards) < 16
+
+
+def test_a_padded_embedding_changes_no_result(tmp_path, pair):
+    """The same pair with rows of the vocabulary that no token has: the same files, and a manifest that tells."""
+    drawn = pair.world.problems(8, 3, "train")
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"problem": p.prompt, "answer": p.answer}) + "\n" for p in drawn))
+    size, tables, identities = hf.vocabulary(pair.slm), [], []
+    for rows in (size, size + 13):
+        places = {}
+        for role, given in (("slm", pair.slm), ("llm", pair.llm)):
+            model = copy.deepcopy(given)
+            model.resize_token_embeddings(rows, mean_resizing=False)
+            with torch.no_grad():
+                for table in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+                    table[size:] = 1.5 * table[: rows - size]
+            places[role] = str(tmp_path / f"{role}-{rows}")
+            model.save_pretrained(places[role])
+            pair.world.tokenizer.save_pretrained(places[role])
+        values = {**SMALL, "models": places, "problems": {**SMALL["problems"], "train": str(problems), "validation": 3}}
+        values["rollouts"] = {**SMALL["rollouts"], "train": 1.0}
+        run, chosen = tmp_path / f"run-{rows}", RunSettings.model_validate(values)
+        for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage, RolloutStage):
+            manifest = run_stage(stage(chosen, run))
+            identities.append(manifest["identity"]["models"].get("valid_vocab"))
+        scores, rolled = Artefact(run, "scores").tensors("train-00000"), Artefact(run, "rollouts").table("train-00000")
+        tables.append((scores, [row["slm_logprob"] for row in rolled]))
+    (plain, plain_local), (padded, padded_local) = tables
+    assert len(plain["logprob"]) > 10
+    assert any(plain_local)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(padded[name], tensor, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(padded_local, plain_local, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert identities == [None] * 10 + [size] * 2
 
 
 def test_local_log_probabilities_come_with_the_matrices():
