@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import ModelSettings, RunSettings
+from fb_core.config import CERTAINTY, DemoSettings, ModelSettings, RunSettings
+from fb_core.decoding import CertainLLM, LLMPreference
 from fb_core.pipeline import experiment
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.deploy import frozen_policy
@@ -34,6 +35,7 @@ from fb_core.pipeline.experiment import (
 from fb_core.pipeline.findings import findings, is_published
 from fb_core.pipeline.variants import Variant, changed
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
 METHODS = ["greedy", "majority", "one-token-takeover", "direct", "futurebridge"]
 
@@ -386,6 +388,16 @@ def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, publish
 def test_shipped_settings_are_published_where_they_say_so():
     names = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
     assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False, False]
+
+
+def test_one_certainty_in_code_demo_settings_and_docs():
+    shipped = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
+    found = {name: RunSettings.load(name).experiment.certainty for name in shipped}
+    found |= {"code": CertainLLM(LLMPreference()).certainty, "demo": DemoSettings().certainty}
+    assert set(found.values()) == {CERTAINTY} == {0.6}, found
+    docs = (ROOT / "docs" / "experiments.md").read_text().replace("\n", " ")
+    assert f"probability is {CERTAINTY} in code, demo and settings alike" in docs
+    assert "chosen after test results at 0.9 had been seen" in docs
 
 
 @pytest.mark.parametrize(
