@@ -246,9 +246,9 @@ class ScoreSettings(BaseModel):
             the SLM's as both together may propose.
         future: what stands behind them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
             sample from the bare state ("own"); or, on the states that have all of these, that same continuation
-            ("verified"), the LLM's first sample whatever its answer ("unverified"), its first wrong one ("incorrect"),
-            the continuation of another problem's state ("cross-state"), the verified one's tokens in a random order
-            ("shuffled").
+            ("verified"), the LLM's first sample whose answer is right ("sampled"), its first one whatever its answer
+            ("unverified"), its first wrong one ("incorrect"), the continuation of another problem's state
+            ("cross-state"), the verified one's tokens in a random order ("shuffled").
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -256,7 +256,7 @@ class ScoreSettings(BaseModel):
     horizon: int = Field(default=128, ge=1)
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
-    future: Literal["llm", "own", "verified", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
+    future: Literal["llm", "own", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
 
 
 class RolloutSettings(BaseModel):

@@ -98,8 +98,10 @@ def orderings(rows: Sequence[Row], horizon: int | None) -> Iterator[Ordering]:
     yield from (Ordering(f"joint pool > {name} pool", None) for name in ("SLM", "LLM") if not pools)
     for name in ("cross-state", "shuffled", "incorrect"):
         row = next((row for row in others("futures") if row["key"] == f"future-{name}"), {})
-        against = row.get("minus_verified") or row.get("minus_futurebridge")
-        yield Ordering(f"verified future > {row.get('label', name)}", flipped(against))
+        sampled = row.get("minus_sampled")  # both are samples: only the answer differs
+        against = sampled or row.get("minus_verified") or row.get("minus_futurebridge")
+        better = "first correct sample" if sampled else "verified future"
+        yield Ordering(f"{better} > {row.get('label', name)}", flipped(against))
     lengths = [row for row in others("horizons") if row.get("x") not in (None, horizon) and horizon is not None]
     for row in lengths:
         longer, shorter = sorted((row["x"], horizon), reverse=True)
@@ -215,6 +217,8 @@ def _rows_table(findings: Findings, rows: Sequence[Row], caption: str) -> Table:
     columns.append(number_column("tokens", "tokens a problem", 1))
     columns += (
         [number_column("problems", "problems")]
+    if any(row.get("minus_sampled") for row in rows):
+        columns.append(interval_column("minus_sampled", "minus first correct sample, pp [95%]", signed=True))
         if len({row["problems"] for row in rows if row.get("problems")}) > 1
         else []
     )

@@ -207,6 +207,8 @@ def _rows(settings: RunSettings, run: Path, rows: Rows, tried: Mapping[Path, Tri
             yield from _repaired(settings, run, rows, tried, references)
             for name, note in UNSEEN.items():
                 if name not in settings.compare.external:
+                if variant.key in ("future-unverified", "future-incorrect"):
+                    compared["sampled"] = members[1]
                     for benchmark in settings.evaluate.benchmarks:
                         yield {"table": table, "benchmark": benchmark, "key": name, "label": name, "note": note}
 
@@ -359,7 +361,7 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
                 one = rolled.get(group.state)
                 if group.logprob is None or one is None or group.candidates.tolist() != one.ids.tolist():
                     continue
-                states += kind == QUALITIES[0]
+                states += kind == next(iter(QUALITIES))
                 for column, horizon in enumerate(horizons):
                     score = group.logprob[:, :horizon].double().mean(1)
                     won, pairs = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
@@ -368,7 +370,7 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
     return {
         "states": states,
         "horizons": list(horizons),
-        "qualities": list(QUALITIES),
+        "qualities": list(QUALITIES.values()),
         "pairwise": [[won / pairs if pairs else None for won, pairs in tallies[kind]] for kind in QUALITIES],
     }
 

@@ -560,7 +560,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert len(found["costs"]["deployment"]) == 10
     assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found["costs"]["offline"]}
     assert found["advice"]
-    for kind in ("verified", "unverified", "incorrect", "cross-state", "shuffled"):
+    for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
     assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
 
@@ -577,6 +577,7 @@ def pair_checkpoint(tmp_path):
 
 def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_path, monkeypatch):
     run, shown = linked(trained, tmp_path / "run", *TRAINED), []
+        assert ("minus_sampled" in row) == (row["key"] in ("future-unverified", "future-incorrect"))
     chosen = settings(compare={"methods": ["greedy", "r2r"], "router": {"problems": 5, "width": 8, "epochs": 1}})
     monkeypatch.setattr(Rows, "_distilled", lambda self: [])
     run_experiment(["methods", "costs"], chosen, run, 1, shown.append)

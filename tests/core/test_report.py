@@ -602,6 +602,17 @@ def test_no_text_gets_at_the_reader(text, monkeypatch):
         assert shown in {row[0] for cells in seen.tables for row in cells}
         assert all(len(row) == len(cells[0]) for cells in seen.tables for row in cells)
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", seen.text)
+def test_a_wrong_sample_is_held_against_a_right_one():
+    """A greedy future against a wrong sample would differ in how it was decoded too."""
+    row = {"table": "futures", "key": "future-incorrect", "label": "first incorrect sample", "accuracy": [0.5] * 3}
+    row |= {"minus_verified": [0.1, 0.05, 0.2], "minus_sampled": [-0.1, -0.2, -0.05]}
+    found = {ordering.words: ordering for ordering in orderings([row], 16)}
+    assert found["first correct sample > first incorrect sample"].difference == (0.1, 0.05, 0.2)
+    assert "verified future > first incorrect sample" not in found
+    findings = {"name": "n", "rows": [{**row, "benchmark": "b"}]}
+    assert "minus first correct sample, pp [95%]" in table(render([findings]), "Futures on b").head
+
+
     assert stripped(markdown.tables) == stripped(made.tables)
 
 
