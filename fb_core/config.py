@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # Of the override: best of 0.6, 0.75 and 0.9 on validation problems of the demo's worlds, after test results at 0.9 had
 # been seen.
 CERTAINTY = 0.6
+AVERAGE = "average"  # in the place of a benchmark's name: all of a run's, each counting alike
 
 
 class WorldSettings(BaseModel):
@@ -221,7 +222,7 @@ class SampleSettings(BaseModel):
     """Sampled continuations, where a run wants other futures than the LLM's greedy ones.
 
     Attributes:
-        llm: the LLM's samples of a state at most, drawn until one is wrong.
+        llm: the LLM's samples of a state at most, drawn until one is right and one is wrong.
         llm_temperature: of these, over its whole distribution.
         slm: the SLM's own samples of a state.
         slm_temperature: of these.

@@ -153,8 +153,9 @@ def render(findings: Sequence[Findings]) -> Document:
     how = Paragraph(
         "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
         "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
-        "called beyond chance where its interval leaves out 0. Columns headed “published” stay empty unless models, "
-        "data and settings are the paper's."
+        "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
+        "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
+        "within each. A column headed “published” is there only beside the paper's models, data and settings."
     )
     if len(findings) == 1:
         return Document(f"FutureBridge report: {names[0]}", [how], _run(findings[0], ""))
