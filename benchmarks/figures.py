@@ -13,7 +13,7 @@ from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.demo import report
 from fb_core.pipeline import comparisons
-from fb_core.pipeline.tables import above, below, percent
+from fb_core.pipeline.tables import percent
 
 ROOT = Path(__file__).parent.parent
 GPU = "h200"  # folder of its results, and of their plots in docs
@@ -52,16 +52,13 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
     """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
     columns, found = comparisons.recipes(findings)
-    head = ["", "not below greedy", "not worse than direct", "better than FutureBridge"]
+    head = ["", *comparisons.COUNTED]
     head += [f"least minus {other}, pp [95%]" for other in ("greedy", "direct")]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(columns)]  # tried everywhere
     for recipe in found:
-        greedy, direct, ours = (recipe.minus(other) for other in ("greedy", "direct", "futurebridge"))
-        if len(greedy) < len(columns):  # not tried everywhere
-            continue
-        counts = [f"{sum(not below(value) for value in known.values())} of {len(known)}" for known in (greedy, direct)]
-        counts.append(f"{sum(above(value) for value in ours.values())} of {len(ours)}")
-        cells = [text if known else "" for text, known in zip(counts, (greedy, direct, ours), strict=True)]
+        greedy, direct = recipe.minus("greedy"), recipe.minus("direct")
+        cells = comparisons.counted(recipe)
         for known in (greedy, direct):
             cell = min(known, key=lambda cell: known[cell][0], default=None)
             cells.append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
@@ -69,7 +66,8 @@ def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
     problems = {row["problems"] for one in findings for row in one["rows"] if row.get("problems")}
     seeds = {len(one["seeds"]) for one in findings}
     note = f"*{', '.join(map(str, sorted(problems)))} problems a cell, {', '.join(map(str, sorted(seeds)))} reranker "
-    return [*lines, "", f"{note}seeds, 95% paired bootstrap over problems; cells: {'; '.join(columns)}.*"]
+    about = comparisons.caveats(findings, found)
+    return [*lines, "", f"{note}seeds, 95% paired bootstrap over problems. {about} Cells: {'; '.join(columns)}.*"]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
+from fb_core.config import CERTAINTY
 from fb_core.llm import (
     LLM,
     Candidates,
@@ -262,15 +263,16 @@ class CertainLLM(Selector):
 
     Args:
         selector: asked where the LLM is not certain, or its token is not in the pool.
-        certainty: the probability that the LLM's token must exceed.
+        certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
+            docs/experiments.md.
 
     Raises:
         ValueError: a certainty outside [0, 1].
     """
 
-    def __init__(self, selector: Selector, certainty: float = 0.9) -> None:
+    def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
         if not 0.0 <= certainty <= 1.0:
-            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; 0.9 is usual")
+            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
         self.selector = selector
         self.certainty = certainty
 

@@ -1,8 +1,9 @@
-"""What results are reported with: bootstrap intervals, and how well scores order candidates by their outcomes."""
+"""What results are reported with: intervals over problems, and how well scores order candidates by their outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ def interval(a: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed
         ValueError: `a` is empty, not one-dimensional or not finite, or an option is out of its range.
     """
     values = _vector("interval", "a", a)
-    return _bootstrap(lambda drawn: values[drawn].mean(axis=1), len(values), resamples, level, seed)
+    return _bootstrap(lambda drawn: values[drawn].mean(axis=1), [len(values)], resamples, level, seed)
 
 
 def paired_interval(
@@ -67,7 +68,52 @@ def paired_interval(
     first, second = _vector("paired_interval", "a", a), _vector("paired_interval", "b", b)
     _same_length("paired_interval", "a", first, "b", second)
     difference = first - second
-    return _bootstrap(lambda drawn: difference[drawn].mean(axis=1), len(difference), resamples, level, seed)
+    return _bootstrap(lambda drawn: difference[drawn].mean(axis=1), [len(difference)], resamples, level, seed)
+
+
+def average_interval(
+    a: Sequence[ArrayLike],
+    b: Sequence[ArrayLike] | None = None,
+    *,
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Percentile bootstrap interval of the mean over benchmarks of a benchmark's mean, every benchmark counting alike.
+
+    Problems are drawn again within each benchmark: the benchmarks are the ones asked about, not a sample of others.
+
+    Args:
+        a: a vector of outcomes a benchmark, one outcome for each of its problems: bools or finite numbers.
+        b: the other method's outcomes of the same benchmarks and problems in the same order; the interval is then of
+            the difference a - b, a problem being drawn with both its outcomes.
+        resamples: how often the problems are drawn again, with replacement.
+        level: share of the resampled averages between the ends, in (0, 1).
+        seed: of the draws; the same arguments give the same interval.
+
+    Returns:
+        `Interval(mean, low, high)`; of one benchmark the same as `interval` and `paired_interval` give.
+
+    Raises:
+        TypeError: outcomes that are no bools or real numbers.
+        ValueError: no benchmark, numbers of benchmarks or lengths that differ, outcomes that are empty, not
+            one-dimensional or not finite, or an option out of its range.
+    """
+    if not len(a) or (b is not None and len(a) != len(b)):
+        expected = "one benchmark or more" if b is None else "as many benchmarks in a as in b, one or more"
+        counts = len(a) if b is None else f"{len(a)} and {len(b)}"
+        raise ValueError(f"average_interval: expected {expected}, got {counts}; pass a vector a benchmark.")
+    values = [_vector("average_interval", f"a[{place}]", one) for place, one in enumerate(a)]
+    for place, other in enumerate(b or ()):
+        second = _vector("average_interval", f"b[{place}]", other)
+        _same_length("average_interval", f"a[{place}]", values[place], f"b[{place}]", second)
+        values[place] = values[place] - second
+
+    def average(*drawn: NDArray[np.integer]) -> NDArray[np.float64]:
+        means = [one[rows].mean(axis=1) for one, rows in zip(values, drawn, strict=True)]
+        return np.mean(means, axis=0)
+
+    return _bootstrap(average, [len(one) for one in values], resamples, level, seed)
 
 
 def ratio_interval(
@@ -75,8 +121,8 @@ def ratio_interval(
 ) -> Interval:
     """Percentile bootstrap interval of sum(part) / sum(whole), drawn by problem.
 
-    For shares whose denominator is counted, such as pairwise accuracy with the agreeing and the comparable pairs of
-    each problem: the states of a problem are not independent, so a problem is drawn with all it has.
+    A problem is drawn with all it has, as its two times where they are compared; of shares `share_interval` is wide
+    enough where there are few.
 
     Args:
         part: what counts of each problem, finite and not negative.
@@ -94,41 +140,65 @@ def ratio_interval(
             one-dimensional, or an option is out of its range.
     """
     ratio = _ratio("ratio_interval", "part", part, "whole", whole)
-    return _bootstrap(lambda drawn: _divided(ratio, drawn), len(ratio), resamples, level, seed)
+    return _bootstrap(lambda drawn: _divided(ratio, drawn), [len(ratio)], resamples, level, seed)
 
 
-def paired_ratio_interval(
-    a: tuple[ArrayLike, ArrayLike],
-    b: tuple[ArrayLike, ArrayLike],
-    *,
-    resamples: int = 10_000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """Percentile bootstrap interval of the difference of two ratios over the same problems, as of two scores' accuracy.
+def share_interval(part: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
+    """Wilson's score interval of the share sum(part) / sum(whole), a problem being one trial at most.
+
+    For shares of counted states or pairs, such as pairwise accuracy. The states of a problem are not independent, so
+    the number of trials is that of the problems, Kish's effective one where they weigh differently, sum(whole)^2 /
+    sum(whole^2). Unlike a bootstrap it stays wide where there is little to draw from: 2 of 2 give 34% to 100%.
 
     Args:
-        a: (part, whole) as of `ratio_interval`.
-        b: the other's, of the same problems in the same order; the wholes may differ.
-        resamples: how often the problems are drawn again, with replacement, for both alike; draws in which a whole is 0
-            are left out.
-        level: share of the resampled differences between the ends, in (0, 1).
-        seed: of the draws; the same arguments give the same interval.
+        part: what counts of each problem, finite, from 0 to its whole.
+        whole: out of how much, of the same problems in the same order, finite and not negative, not 0 everywhere.
+        level: of confidence, in (0, 1).
 
     Returns:
-        `Interval(mean, low, high)` of the ratio of a less that of b.
+        `Interval(mean, low, high)` inside [0, 1], mean being the share as it is.
 
     Raises:
         TypeError: an argument that is no bools or real numbers.
-        ValueError: lengths differ, a value is negative or not finite, a whole is 0, an argument is empty or not
-            one-dimensional, or an option is out of its range.
+        ValueError: lengths differ, a value is negative or not finite, a part is above its whole, the whole is 0, an
+            argument is empty or not one-dimensional, or the level is out of its range.
     """
-    first = _ratio("paired_ratio_interval", "part of a", a[0], "whole of a", a[1])
-    second = _ratio("paired_ratio_interval", "part of b", b[0], "whole of b", b[1])
-    _same_length("paired_ratio_interval", "a", first, "b", second)
-    return _bootstrap(
-        lambda drawn: _divided(first, drawn) - _divided(second, drawn), len(first), resamples, level, seed
-    )
+    counts, z = _shares("share_interval", part, whole), _normal(level)
+    trials, mean = _trials(counts[:, 1]), float(counts[:, 0].sum() / counts[:, 1].sum())
+    centre = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
+    reach = z / (1 + z * z / trials) * np.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
+    return Interval(mean, float(min(mean, max(0.0, centre - reach))), float(max(mean, min(1.0, centre + reach))))
+
+
+def paired_share_interval(a: ArrayLike, b: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
+    """Agresti and Min's interval of the difference of two shares of the same states, a problem one trial at most.
+
+    Trials as `share_interval` has them, of each problem's own difference, and two more: half a problem that is all a's
+    and half a one that is all b's, and one without a difference. So a few problems that all agree decide nothing.
+
+    Args:
+        a: what counts of each problem for the one, finite, from 0 to its whole.
+        b: for the other, of the same problems in the same order.
+        whole: out of how much, finite and not negative, not 0 everywhere.
+        level: of confidence, in (0, 1).
+
+    Returns:
+        `Interval(mean, low, high)` inside [-1, 1] of (sum(a) - sum(b)) / sum(whole).
+
+    Raises:
+        TypeError: an argument that is no bools or real numbers.
+        ValueError: as `share_interval`.
+    """
+    first, second = _shares("paired_share_interval", a, whole), _shares("paired_share_interval", b, whole)
+    z, trials, weight = _normal(level), _trials(first[:, 1]), first[:, 1] / first[:, 1].sum()
+    difference = np.divide(
+        first[:, 0] - second[:, 0], first[:, 1], out=np.zeros(len(first)), where=first[:, 1] > 0
+    )  # [n]
+    mean = float(weight @ difference)
+    centre = trials * mean / (trials + 2)
+    square = (trials * float(weight @ difference**2) + 1) / (trials + 2)
+    reach = z * np.sqrt((square - centre * centre) / (trials + 2))
+    return Interval(mean, float(min(mean, max(-1.0, centre - reach))), float(max(mean, min(1.0, centre + reach))))
 
 
 def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int]:
@@ -211,28 +281,54 @@ def outcomes_differ(outcome: ArrayLike) -> bool:
 
 
 def _bootstrap(
-    statistic: Callable[[NDArray[np.integer]], NDArray[np.float64]],
-    problems: int,
+    statistic: Callable[..., NDArray[np.float64]],
+    problems: Sequence[int],
     resamples: int,
     level: float,
     seed: int,
 ) -> Interval:
-    """Of a statistic of drawn problems [R, n] -> [R], NaN where a draw has none."""
+    """Of a statistic of drawn problems, [R, n] of each set -> [R], NaN where a draw has none."""
     if not resamples >= 1:
         raise ValueError(f"bootstrap: resamples must be at least 1, got {resamples}; 10000 is usual.")
-    if not 0 < level < 1:
-        raise ValueError(f"bootstrap: level must lie between 0 and 1, got {level}; 0.95 is usual.")
+    _check_level("bootstrap", level)
     generator = np.random.default_rng(seed)
-    rows = max(1, DRAWS_AT_ONCE // problems)
+    rows = max(1, DRAWS_AT_ONCE // sum(problems))
     values = np.empty(resamples)
     for start in range(0, resamples, rows):
         part = values[start : start + rows]
-        part[:] = statistic(generator.integers(problems, size=(len(part), problems), dtype=np.int32))
+        part[:] = statistic(*(generator.integers(n, size=(len(part), n), dtype=np.int32) for n in problems))
     values = values[~np.isnan(values)]
     if not len(values):
         raise ValueError(f"bootstrap: the whole must not be 0 in all draws, got {resamples} such; draw more often.")
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(statistic(np.arange(problems)[None])[0]), float(low), float(high))
+    return Interval(float(statistic(*(np.arange(n)[None] for n in problems))[0]), float(low), float(high))
+
+
+def _check_level(where: str, level: float) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"{where}: level must lie between 0 and 1, got {level}; 0.95 is usual.")
+
+
+def _normal(level: float) -> float:
+    """How many deviations of a normal variable on either side hold the level."""
+    _check_level("share", level)
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def _trials(weight: NDArray[np.float64]) -> float:
+    """Kish's effective number of problems of these weights."""
+    return float(weight.sum() ** 2 / np.square(weight).sum())
+
+
+def _shares(where: str, part: ArrayLike, whole: ArrayLike) -> NDArray[np.float64]:
+    """[n, 2] of parts and wholes, no part above its whole."""
+    counts = _ratio(where, "part", part, "whole", whole)
+    if (above := counts[:, 0] > counts[:, 1] * (1 + 1e-9)).any():
+        at = int(above.argmax())
+        raise ValueError(
+            f"{where}: part must be at most its whole, got {counts[at, 0]} of {counts[at, 1]} at {at}; pass counts."
+        )
+    return counts
 
 
 def _ratio(where: str, part_name: str, part: ArrayLike, whole_name: str, whole: ArrayLike) -> NDArray[np.float64]:

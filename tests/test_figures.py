@@ -149,14 +149,21 @@ def test_recipes_are_counted_over_worlds_and_quantiles() -> None:
     ]
     lines = figures.recipes(worlds)
     assert lines[2:5] == [
-        "| the direct | 2 of 2 |  | 0 of 2 | +20.0 [+18.0, +22.0] (one, q 0.9) |  |",
-        "| the futurebridge | 1 of 2 | 1 of 2 |  | -30.0 [-32.0, -28.0] (other, q 0.9) | "
+        "| the direct | 2 of 2 |  |  | 0 of 2 | +20.0 [+18.0, +22.0] (one, q 0.9) |  |",
+        "| the futurebridge | 1 of 2 | 1 of 2 | 1 of 2 |  | -30.0 [-32.0, -28.0] (other, q 0.9) | "
         "-10.0 [-12.0, -8.0] (other, q 0.9) |",
-        "| the repair | 2 of 2 | 2 of 2 | 2 of 2 | +30.0 [+28.0, +32.0] (one, q 0.9) | "
+        "| the repair | 2 of 2 | 2 of 2 | 0 of 2 | 2 of 2 | +30.0 [+28.0, +32.0] (one, q 0.9) | "
         "-1.0 [-3.0, +1.0] (one, q 0.9) |",
     ]
+    assert lines[0].startswith(
+        "|  | not significantly worse than greedy | not significantly worse than direct | lower "
+    )
     assert lines[5] == ""
-    assert lines[6].startswith("*400 problems a cell, 2 reranker seeds, 95% paired bootstrap over problems; cells: ")
+    assert lines[6] == (
+        "*400 problems a cell, 2 reranker seeds, 95% paired bootstrap over problems. The 2 cells are not independent: "
+        "some share their problems and their SLM, one training set and 2 reranker seeds a run. 14 comparisons, not "
+        "corrected for their number. Cells: one, q 0.9; other, q 0.9.*"
+    )
 
 
 def test_a_target_is_held_against_the_worst_case_of_its_shapes() -> None:

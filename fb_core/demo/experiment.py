@@ -319,12 +319,12 @@ def diagnostics(
     kinds = [run.pair.world.event_kind(int(state.pool.ids[0])) for state in data.states]
     everywhere = range(len(data.states))
     return {
-        "agreement": [_agreement(name, found, outcomes, everywhere) for name, found in scores.items()],
+        "agreement": [_agreement(name, found, outcomes, data.states, everywhere) for name, found in scores.items()],
         "agreement_by_kind": {
             kind: {
                 "events": kinds.count(kind),
                 "rows": [
-                    _agreement(name, found, outcomes, [i for i in everywhere if kinds[i] == kind])
+                    _agreement(name, found, outcomes, data.states, [i for i in everywhere if kinds[i] == kind])
                     for name, found in scores.items()
                 ],
             }
@@ -336,25 +336,32 @@ def diagnostics(
 
 
 def _agreement(
-    name: str, scores: dict[int, Tensor], outcomes: Sequence[Tensor], members: Sequence[int]
+    name: str,
+    scores: dict[int, Tensor],
+    outcomes: Sequence[Tensor],
+    states: Sequence[LoggedState],
+    members: Sequence[int],
 ) -> dict[str, Any]:
     members = [i for i in members if i in scores]
-    agreeing = comparable = succeeded = succeeded_mixed = mixed = 0.0
+    succeeded = succeeded_mixed = mixed = 0.0
+    tallies: dict[int, list[float]] = {}  # agreeing and comparable pairs by problem
     for i in members:
         score, outcome = scores[i].numpy(), outcomes[i].numpy()
         won, pairs = statistics.pairwise_agreement(score, outcome)
-        agreeing, comparable = agreeing + won, comparable + pairs
+        tally = tallies.setdefault(states[i].trajectory, [0.0, 0.0])
+        tally[:] = tally[0] + won, tally[1] + pairs
         success = statistics.top1_success(score, outcome)
         succeeded += success
         if outcome.any() and not outcome.all():
             mixed += 1
             succeeded_mixed += success
+    agreeing, comparable = np.array(list(tallies.values())).reshape(-1, 2).T
     return {
         "score": name,
         "states": len(members),
         "mixed_states": int(mixed),
-        "pairs": int(comparable),
-        "pairwise_percent": _percent(agreeing, comparable),
+        "pairs": int(comparable.sum()),
+        "pairwise_percent": _interval(statistics.share_interval(agreeing, comparable)) if comparable.any() else None,
         "top1_percent": _percent(succeeded, len(members)),
         "top1_mixed_percent": _percent(succeeded_mixed, mixed),
     }

@@ -84,8 +84,9 @@ def _world(world: dict[str, Any]) -> list[str]:
     lines += _agreement(world["agreement"])
     lines += [
         "",
-        "A pair of candidates counts where their rollouts differ, score ties count one half. Direct-B needs a verified "
-        "future, so it is seen on fewer states. Mixed: states whose candidates differ in outcome.",
+        "A pair of candidates counts where their rollouts differ, score ties count one half; 95% score intervals, a "
+        "problem one trial at most. Direct-B needs a verified future, so it is seen on fewer states. Mixed: states "
+        "whose candidates differ in outcome.",
         "",
         "### By kind of event",
         "",
@@ -170,11 +171,11 @@ def _event(event: dict[str, Any] | None) -> list[str]:
 
 def _agreement(rows: Sequence[dict[str, Any]]) -> list[str]:
     return _table(
-        ["score", "pairwise %", "pairs", "top-1 % (all)", "states", "top-1 % (mixed)", "mixed"],
+        ["score", "pairwise % [95%]", "pairs", "top-1 % (all)", "states", "top-1 % (mixed)", "mixed"],
         [
             [
                 row["score"],
-                _number(row["pairwise_percent"]),
+                "-" if row["pairwise_percent"] is None else _span(row["pairwise_percent"]),
                 str(row["pairs"]),
                 _number(row["top1_percent"]),
                 str(row["states"]),
@@ -215,29 +216,29 @@ def plots(results: dict[str, Any], folder: Path) -> list[Path]:
     worlds = results["worlds"]
     written = []
 
-    figure, axes = plt.subplots(1, len(worlds), figsize=(5.2 * len(worlds), 5.2), squeeze=False, layout="constrained")
+    methods = list(dict.fromkeys(row["method"] for world in worlds for row in world["accuracy"]))
+    size = (4.2 * len(worlds) + 2.0, 0.3 * len(methods) + 1.4)
+    figure, axes = plt.subplots(1, len(worlds), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis, world in zip(axes[0], worlds, strict=True):
-        rows = sorted(world["accuracy"], key=lambda row: row["accuracy"][0])
-        means = [row["accuracy"][0] for row in rows]
-        errors = [
-            [row["accuracy"][0] - row["accuracy"][1] for row in rows],
-            [row["accuracy"][2] - row["accuracy"][0] for row in rows],
-        ]
-        colours = ["#c8553d" if row["method"] == OURS else "#6b7f99" for row in rows]
-        axis.barh([row["method"] for row in rows], means, xerr=errors, color=colours, ecolor="#333333", capsize=2)
+        rows = world["accuracy"]
+        _bars(axis, [methods.index(row["method"]) for row in rows], rows, "method", "accuracy")
         axis.set(title=f"{world['world']} world, n = {rows[0]['n']}", xlabel="accuracy, %", xlim=(0, 104))
+        axis.set_yticks(range(len(methods)), methods)
+        axis.set_ylim(len(methods) - 0.4, -0.6)  # the first on top
     figure.suptitle("Accuracy by method, 95% bootstrap intervals")
     written.append(_save(figure, folder / "accuracy.png"))
 
-    figure, axes = plt.subplots(1, len(worlds), figsize=(4.2 * len(worlds), 3.6), squeeze=False, layout="constrained")
-    for axis, world in zip(axes[0], worlds, strict=True):
-        rows = [row for row in world["agreement"] if row["pairwise_percent"] is not None]
-        colours = ["#c8553d" if row["score"] == OURS else "#6b7f99" for row in rows]
-        axis.bar([row["score"] for row in rows], [row["pairwise_percent"] for row in rows], color=colours)
-        axis.axhline(50, color="#333333", linestyle=":", linewidth=1)
-        axis.set(title=f"{world['world']} world", ylabel="pairwise agreement, %", ylim=(0, 104))
-        axis.tick_params(axis="x", rotation=30)
-    figure.suptitle("Which score ranks candidates as the SLM's own rollouts do (50 = chance)")
+    known = [[row for row in world["agreement"] if row["pairwise_percent"] is not None] for world in worlds]
+    most = max(map(len, known))
+    size = (4.2 * len(worlds), 0.36 * most + 1.5)
+    figure, axes = plt.subplots(1, len(worlds), figsize=size, squeeze=False, layout="constrained")
+    for axis, world, rows in zip(axes[0], worlds, known, strict=True):
+        _bars(axis, range(len(rows)), rows, "score", "pairwise_percent")
+        axis.axvline(50, color="#333333", linestyle=":", linewidth=1)
+        axis.set(title=f"{world['world']} world", xlabel="pairs in order, %", xlim=(0, 104))
+        axis.set_yticks(range(len(rows)), [row["score"] for row in rows])
+        axis.set_ylim(most - 0.4, -0.6)
+    figure.suptitle("Which score ranks candidates as the SLM's own rollouts do (50 = chance), 95% score intervals")
     written.append(_save(figure, folder / "agreement.png"))
 
     swept = [world for world in worlds if len(world["sweep"]) > 1]
@@ -245,15 +246,25 @@ def plots(results: dict[str, Any], folder: Path) -> list[Path]:
         figure, axes = plt.subplots(1, len(swept), figsize=(4.6 * len(swept), 3.8), squeeze=False, layout="constrained")
         for axis, world in zip(axes[0], swept, strict=True):
             quantiles = [row["quantile"] for row in world["sweep"]]
-            for method in world["sweep"][0]["accuracy"]:
+            for method, marker in zip(world["sweep"][0]["accuracy"], "so^", strict=True):
                 spans = [row["accuracy"][method] for row in world["sweep"]]
-                axis.plot(quantiles, [span[0] for span in spans], marker="o", label=method)
+                axis.plot(quantiles, [span[0] for span in spans], marker=marker, label=method)
                 axis.fill_between(quantiles, [span[1] for span in spans], [span[2] for span in spans], alpha=0.15)
+            axis.set_xticks(quantiles, [f"{quantile:g}" for quantile in quantiles])
+            axis.margins(x=0.08)
             axis.set(title=f"{world['world']} world", xlabel="request quantile", ylabel="accuracy, %", ylim=(0, 104))
-            axis.legend(fontsize=8)
-        figure.suptitle("How often the SLM asks decides whether the plain recipe works")
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        figure.suptitle("How often the SLM asks decides whether the plain recipe works, 95% bootstrap bands")
         written.append(_save(figure, folder / "sweep.png"))
     return written
+
+
+def _bars(axis: Any, places: Sequence[int], rows: Sequence[dict[str, Any]], name: str, value: str) -> None:
+    """A bar a row with its interval, ours in a colour of its own."""
+    means, lows, highs = zip(*(row[value] for row in rows), strict=True)
+    reach = [[m - low for m, low in zip(means, lows, strict=True)], [h - m for m, h in zip(means, highs, strict=True)]]
+    colours = ["#c8553d" if row[name] == OURS else "#6b7f99" for row in rows]
+    axis.barh(places, means, xerr=reach, color=colours, ecolor="#333333", capsize=2)
 
 
 def _save(figure: Any, path: Path) -> Path:

@@ -204,8 +204,8 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
         "pairwise": _ratio(won, pairs),
         "top1": _ratio(hits, count),
         "top1_mixed": _ratio(mixed_hits, mixed_count),
-        "top1_minus_slm": None if name == "SLM" else statistics.paired_ratio_interval((hits, count), (slm, count)),
-        "top1_minus_llm": None if name == "LLM" else statistics.paired_ratio_interval((hits, count), (llm, count)),
+        "top1_minus_slm": None if name == "SLM" else statistics.paired_share_interval(hits, slm, count),
+        "top1_minus_llm": None if name == "LLM" else statistics.paired_share_interval(hits, llm, count),
     }
 
 
@@ -240,7 +240,7 @@ def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def _ratio(part: Tally, whole: Tally) -> Interval | None:
-    return statistics.ratio_interval(part, whole) if whole.any() else None
+    return statistics.share_interval(part, whole) if whole.any() else None
 
 
 def _percent(value: Interval | None) -> str:

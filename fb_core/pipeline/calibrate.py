@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fb_core.calibration import Weights, calibrate, calibration_terms
+from fb_core.config import RunSettings
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.rollouts import RolloutStage, read_rollouts
 from fb_core.pipeline.score import ScoredGroup, ScoreStage, read_groups
@@ -41,18 +42,7 @@ class CalibrationStage(Stage):
 
     def work(self, shard: str) -> Output:
         horizon = int(shard.removeprefix("h"))
-        terms: list[Tensor] = []
-        outcomes: list[Tensor] = []
-        for name in RolloutStage(self.settings, self.run).shards():
-            if not name.startswith("train"):
-                continue
-            groups = {group.state: group for group in read_groups(self.source("scores"), name)}
-            for rolled in read_rollouts(self.source("rollouts"), name):
-                known = dict(zip(rolled.ids.tolist(), rolled.correct.tolist(), strict=True))
-                group = groups.get(rolled.state)
-                if group is not None and known.keys() >= set(group.candidates.tolist()):
-                    terms.append(terms_of(group, horizon))
-                    outcomes.append(torch.tensor([known[token] for token in group.candidates.tolist()]))
+        terms, outcomes = rolled_out_terms(self.settings, self.run, horizon)
         found = calibrate(terms, outcomes, minimum_mixed=self.settings.rollouts.minimum_mixed)
         line = json.dumps(found._asdict() | {"theta": found.theta._asdict()}) + "\n"
         return Output({f"{shard}.jsonl": line.encode()}, {"states": found.states, "mixed": found.mixed})
@@ -72,6 +62,24 @@ class CalibrationStage(Stage):
 
     def cost(self) -> Cost:
         return Cost("fitted on the CPU")
+
+
+def rolled_out_terms(settings: RunSettings, run: Path, horizon: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(terms [K, 6], outcomes bool [K]) of every rolled-out training state whose scored candidates all were."""
+    terms: list[Tensor] = []
+    outcomes: list[Tensor] = []
+    scores, rollouts = Artefact(run, ScoreStage.name), Artefact(run, RolloutStage.name)
+    for name in RolloutStage(settings, run).shards():
+        if not name.startswith("train"):
+            continue
+        groups = {group.state: group for group in read_groups(scores, name)}
+        for rolled in read_rollouts(rollouts, name):
+            known = dict(zip(rolled.ids.tolist(), rolled.correct.tolist(), strict=True))
+            group = groups.get(rolled.state)
+            if group is not None and known.keys() >= set(group.candidates.tolist()):
+                terms.append(terms_of(group, horizon))
+                outcomes.append(torch.tensor([known[token] for token in group.candidates.tolist()]))
+    return terms, outcomes
 
 
 def terms_of(group: ScoredGroup, horizon: int) -> Tensor:

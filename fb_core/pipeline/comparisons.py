@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from fb_core.config import AVERAGE
 from fb_core.pipeline.figures import OURS, Findings, benchmarks, cells, identity
 from fb_core.pipeline.page import Block, Items, Paragraph, Section, Span, Table, Text
 from fb_core.pipeline.tables import (
@@ -12,6 +13,7 @@ from fb_core.pipeline.tables import (
     BELOW_GREEDY,
     BEYOND_CHANCE,
     LEGEND,
+    MARGIN,
     Column,
     Interval,
     Row,
@@ -27,6 +29,7 @@ from fb_core.pipeline.tables import (
     said,
     share,
     text_column,
+    within_margin,
 )
 
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
@@ -34,7 +37,7 @@ REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "Futur
 
 def headlines(findings: Findings) -> list[Block]:
     """Where FutureBridge stands, above or below, in one sentence a reference and benchmark."""
-    rows = rows_of(findings, "methods")
+    rows = sorted(rows_of(findings, "methods"), key=lambda row: row["benchmark"] != AVERAGE)  # the primary one first
     names = benchmarks(rows)
     found: list[Text] = []
     for row in (row for row in rows if row["key"] == OURS):
@@ -98,8 +101,10 @@ def orderings(rows: Sequence[Row], horizon: int | None) -> Iterator[Ordering]:
     yield from (Ordering(f"joint pool > {name} pool", None) for name in ("SLM", "LLM") if not pools)
     for name in ("cross-state", "shuffled", "incorrect"):
         row = next((row for row in others("futures") if row["key"] == f"future-{name}"), {})
-        against = row.get("minus_verified") or row.get("minus_futurebridge")
-        yield Ordering(f"verified future > {row.get('label', name)}", flipped(against))
+        sampled = row.get("minus_sampled")  # both are samples: only the answer differs
+        against = sampled or row.get("minus_verified") or row.get("minus_futurebridge")
+        better = "first correct sample" if sampled else "verified future"
+        yield Ordering(f"{better} > {row.get('label', name)}", flipped(against))
     lengths = [row for row in others("horizons") if row.get("x") not in (None, horizon) and horizon is not None]
     for row in lengths:
         longer, shorter = sorted((row["x"], horizon), reverse=True)
@@ -136,7 +141,8 @@ def orderings_here(findings: Findings) -> list[Block]:
     note = (
         "Left side minus right side. “>” holds where the interval lies above 0, “≥” where it does not reach below 0; "
         "reversed where it lies below 0; not decided otherwise. Pools, horizons and futures are compared with the "
-        "run's own reranker, futures with the verified one on the same states if that is known. "
+        "run's own reranker, futures with the verified one on the same states if that is known, and a wrong sample "
+        "with a correct one. "
         f"{made_with(findings, rows_of(findings, 'methods'))}"
     )
     return [
@@ -211,6 +217,8 @@ def _rows_table(findings: Findings, rows: Sequence[Row], caption: str) -> Table:
     ]
     if any(row.get("minus_verified") for row in rows):
         columns.append(interval_column("minus_verified", "minus verified, pp [95%]", signed=True))
+    if any(row.get("minus_sampled") for row in rows):
+        columns.append(interval_column("minus_sampled", "minus first correct sample, pp [95%]", signed=True))
     columns += [number_column("events", "events a problem", 2), number_column("calls", "LLM calls a problem", 2)]
     columns.append(number_column("tokens", "tokens a problem", 1))
     columns += (
@@ -218,22 +226,21 @@ def _rows_table(findings: Findings, rows: Sequence[Row], caption: str) -> Table:
         if len({row["problems"] for row in rows if row.get("problems")}) > 1
         else []
     )
-    columns.append(number_column("published", "published, %", 1))
     return column_table(caption, rows, columns, made_with(findings, rows))
 
 
 def _by_benchmark(findings: Findings, rows: Sequence[Row], title: str) -> Table:
-    """Methods by benchmarks, the average last."""
+    """Methods by benchmarks, the average last and with its interval."""
     names = benchmarks(rows)
     body: list[list[Text]] = []
     for label in dict.fromkeys(name for row in rows for name in _names([row])):
         own = {row["benchmark"]: row for row in rows if _names([row]) == [label] and row.get("accuracy")}
-        means = [own[name]["accuracy"][0] for name in names if name in own]
-        average = sum(means) / len(means) if len(means) == len(names) else None
-        cells = [share(own[name]["accuracy"][0]) + _marks(own[name]) if name in own else "" for name in names]
-        body.append([label, *cells, share(average)])
-    note = f"The average counts every benchmark alike and has no interval. {LEGEND} {made_with(findings, rows)}"
-    return Table(f"{title}: accuracy, %", ["", *names, "average"], body, note)
+        body.append([label, *(_marked(own.get(name), short=name != AVERAGE) for name in names)])
+    note = (
+        "The average counts every benchmark alike; its interval is of the problems within them. "
+        f"{LEGEND} {made_with(findings, rows)}"
+    )
+    return Table(f"{title}: accuracy, %", ["", *names], body, note)
 
 
 def _marks(row: Row) -> str:
@@ -246,8 +253,11 @@ def _marks(row: Row) -> str:
     return f" {''.join(marks)}" if marks else ""
 
 
-def _marked(row: Row | None) -> str:
-    return "" if row is None else percent(row.get("accuracy")) + _marks(row)
+def _marked(row: Row | None, short: bool = False) -> str:
+    """An accuracy with its interval, if not wanted short, and its marks."""
+    if row is None:
+        return ""
+    return (share(row["accuracy"][0]) if short else percent(row.get("accuracy"))) + _marks(row)
 
 
 def across(findings: Sequence[Findings]) -> Section:
@@ -290,12 +300,56 @@ def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
     found: dict[str, Recipe] = {}
     several = any(len(benchmarks(list(cells(one).values()))) > 1 for one in findings)
     for one in findings:
-        for (key, benchmark, quantile), row in sorted(cells(one).items(), key=lambda cell: cell[0][1:]):
+        known = {cell: row for cell, row in cells(one).items() if cell[1] != AVERAGE}  # which is no cell of its own
+        for (key, benchmark, quantile), row in sorted(known.items(), key=lambda cell: cell[0][1:]):
             where = [one["name"]] * (len(findings) > 1) + [benchmark] * several
             cell = ", ".join([*where, f"q {quantile:g}"])
             columns += [cell] if cell not in columns else []
             found.setdefault(key, Recipe(key, row["label"], {})).rows[cell] = row
     return columns, list(found.values())
+
+
+WITHIN = f"lower bound against direct ≥ -{100 * MARGIN:.1f} pp"
+COUNTED = (
+    "not significantly worse than greedy",
+    "not significantly worse than direct",
+    WITHIN,
+    "significantly better than FutureBridge",
+)
+
+
+def counted(recipe: Recipe) -> list[str]:
+    """In how many of its cells a recipe is what the heads of `COUNTED` say; nothing where none is known."""
+    greedy, direct, ours = (list(recipe.minus(other).values()) for other in ("greedy", "direct", OURS))
+    counts = (
+        (sum(not below(difference) for difference in greedy), greedy),
+        (sum(not below(difference) for difference in direct), direct),
+        (sum(map(within_margin, direct)), direct),
+        (sum(map(above, ours)), ours),
+    )
+    return [f"{good} of {len(known)}" if known else "" for good, known in counts]
+
+
+def caveats(findings: Sequence[Findings], found: Sequence[Recipe]) -> str:
+    """What the cells have in common and how many comparisons of them are made, in a sentence or two."""
+    tried = {cell for recipe in found for cell in recipe.rows}
+    comparisons = sum(len(recipe.minus(other)) for recipe in found for other in ("direct", "greedy", OURS))
+    seeds = sorted({len(one["seeds"]) for one in findings if one.get("seeds")})
+    known = all(one.get("test_sets") and (one.get("pair") or {}).get("slm_hash") for one in findings)
+    shared = "some share their problems and their SLM"
+    if known:
+        sets = {digest for one in findings for digest in one["test_sets"].values()}
+        slms = {one["pair"]["slm_hash"] for one in findings}
+        shared = f"they are of {_count(len(sets), 'test set')} and {_count(len(slms), 'SLM')}"
+    trained = f"one training set and {' or '.join(map(str, seeds))} reranker seeds a run" if seeds else ""
+    return (
+        f"The {_count(len(tried), 'cell')} are not independent: {shared}{', ' * bool(trained)}{trained}. "
+        f"{_count(comparisons, 'comparison')}, not corrected for their number."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _recipes(findings: Sequence[Findings]) -> list[Block]:
@@ -307,25 +361,23 @@ def _recipes(findings: Sequence[Findings]) -> list[Block]:
     tried = max((len(recipe.minus("direct")) for recipe in found if recipe.key not in methods), default=0)
     safe, harmful, body = [], [], []
     for recipe in found:
-        direct, greedy, ours = (recipe.minus(other) for other in ("direct", "greedy", OURS))
+        direct, greedy = recipe.minus("direct"), recipe.minus("greedy")
         under_direct, under_greedy = sum(map(below, direct.values())), sum(map(below, greedy.values()))
-        counts = [(len(direct) - under_direct, direct), (len(greedy) - under_greedy, greedy)]
-        counts.append((sum(map(above, ours.values())), ours))
         new = recipe.key not in methods
         if new and greedy and len(direct) == tried and not under_direct and not under_greedy:
             safe.append(recipe.label)
         if under_greedy and (recipe.key == OURS or new):
             harmful.append(f"{recipe.label} ({under_greedy} of {len(greedy)})")
-        told = [f"{good} of {len(known)}" if known else "" for good, known in counts]
-        body.append([recipe.label, *told, *(_marked(recipe.rows.get(column)) for column in columns)])
+        body.append([recipe.label, *counted(recipe), *(_marked(recipe.rows.get(column)) for column in columns)])
     verdicts = [
         "Tried in all cells and nowhere below greedy or the direct LLM score beyond chance: "
         f"{'; '.join(safe) or 'no recipe'}.",
         f"Below greedy beyond chance in some cells: {'; '.join(harmful) or 'no recipe'}.",
     ]
-    head = ["", "not worse than direct", "not below greedy", "better than FutureBridge", *columns]
+    head = ["", *COUNTED, *columns]
     note = (
-        "Counts are of cells with a paired difference, to the method in the same cell: not worse and not below where "
-        f"the interval does not lie below 0, better where it lies above 0. {LEGEND} {BEYOND_CHANCE}."
+        "Counts are of cells with a paired difference, to the method in the same cell: not significantly worse where "
+        "the interval does not lie wholly below 0, which says little where it is wide; significantly better where it "
+        f"lies wholly above 0. {caveats(findings, found)} {LEGEND} {BEYOND_CHANCE}."
     )
     return [Items(verdicts), Table("Recipes in every cell: accuracy, % [95%]", head, body, note)]

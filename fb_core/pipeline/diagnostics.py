@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fb_core.pipeline.figures import Findings
 from fb_core.pipeline.page import Block, Items, Paragraph, Span, Table, Text, Verbatim
@@ -10,6 +10,7 @@ from fb_core.pipeline.tables import (
     BELOW_DIRECT,
     BELOW_GREEDY,
     LEGEND,
+    SHARES,
     Column,
     Row,
     above,
@@ -34,7 +35,7 @@ def _filters(findings: Findings) -> list[Block]:
     counts = findings["filters"]
     names = [*(name for name in FILTERS if name in counts), *(name for name in counts if name not in FILTERS)]
     rows = [{"filter": name.replace("_", " "), "count": counts[name]} for name in names]
-    note = made_with(findings, decoded=False, intervals=False)
+    note = made_with(findings, decoded=False, intervals="")
     return [
         column_table(
             "States left after each filter", rows, [text_column("filter"), number_column("count", "count")], note
@@ -60,7 +61,7 @@ def _selection(findings: Findings) -> list[Block]:
     ]
     problems = f"{number(selection['problems'])} validation problems; " if selection.get("problems") else ""
     note = f"{problems}the highest accuracy averaged over seeds is chosen; no intervals. "
-    made = made_with(findings, intervals=False)
+    made = made_with(findings, intervals="")
     return [column_table("Rerankers on validation problems", selection["table"], columns, note + made)]
 
 
@@ -82,7 +83,7 @@ def _agreement(findings: Findings) -> list[Block]:
         interval_column("top1_mixed", "best one right, mixed states, % [95%]"),
         number_column("mixed_states", "mixed states"),
     ]
-    note = made_with(findings, decoded=False)
+    note = made_with(findings, decoded=False, intervals=SHARES)
     for kind in dict.fromkeys(row["kind"] for row in findings["agreement"]):
         rows = [row for row in findings["agreement"] if row["kind"] == kind]
         known = {row["score"]: row["pairwise"] for row in rows if row.get("pairwise")}
@@ -122,7 +123,7 @@ def _choices(findings: Findings) -> list[Block]:
                 sides[side] += [f"{label} at quantile {', '.join(f'{q:g}' for q in at)}"] if at else []
         blocks += [Paragraph(said(sides))] if any(sides.values()) else []
         head = ["", *(f"q {quantile:g}, % [95%]" for quantile in quantiles)]
-        note = f"Of {states} states. {LEGEND} {made_with(findings, rows, decoded=False)}"
+        note = f"Of {states} states. {LEGEND} {made_with(findings, rows, decoded=False, intervals=SHARES)}"
         blocks.append(Table(f"Choices that lead to success, {kind} events", head, body, note))
     return blocks
 
@@ -143,7 +144,7 @@ def _coverage(findings: Findings) -> list[Block]:
         interval_column("coverage_mixed", "covered, mixed states, % [95%]"),
         number_column("mixed_states", "mixed states"),
     ]
-    note = made_with(findings, decoded=False)
+    note = made_with(findings, decoded=False, intervals=SHARES)
     return [
         Paragraph("A state is covered where the SLM's rollout behind some candidate of the pool is right."),
         column_table("Coverage of held-out states", findings["coverage"], columns, note),
@@ -155,7 +156,7 @@ def _future_quality(findings: Findings) -> list[Block]:
     body = [[name, *map(share, shares)] for name, shares in zip(found["qualities"], found["pairwise"], strict=True)]
     head = ["", *(f"H = {horizon}, %" for horizon in found["horizons"])]
     note = f"{number(found['states'])} states that have every kind of future; no intervals. "
-    made = made_with(findings, decoded=False, intervals=False)
+    made = made_with(findings, decoded=False, intervals="")
     return [
         Paragraph("How many pairs the target puts in the order of the rollouts, by what stands as the future."),
         Table("Pairs in order by future and horizon", head, body, note + made),
@@ -193,7 +194,7 @@ def _worked_event(findings: Findings) -> list[Block]:
         Verbatim("Prompt", found["prompt"]),
         *([Verbatim("Written so far", found["prefix"])] if found["prefix"] else []),
         Verbatim("Shared future", found["future"]),
-        column_table("Its candidates, best score first", candidates, columns, made_with(findings, intervals=False)),
+        column_table("Its candidates, best score first", candidates, columns, made_with(findings, intervals="")),
     ]
 
 
@@ -210,7 +211,7 @@ def _calibration(findings: Findings) -> list[Block]:
         number_column("weight", "weight", 3),
         number_column("certain", "weight × the LLM's certainty", 3),
     ]
-    note = made_with(findings, decoded=False, intervals=False)
+    note = made_with(findings, decoded=False, intervals="")
     enough = f"the {wanted} wanted at least" if mixed >= wanted else f"fewer than the {wanted} wanted, so doubtful"
     return [
         Paragraph(
@@ -246,7 +247,7 @@ def _costs(findings: Findings) -> list[Block]:
         number_column("seconds", "seconds a problem", 4),
         Column("× greedy [95%]", relative),
         Column("peak memory, MiB", memory),
-        number_column("published_relative", "published, × greedy", 2),
+        *_published(deployment, "published, × greedy", 2),
     ]
     of_stages = [
         text_column("stage"),
@@ -255,7 +256,7 @@ def _costs(findings: Findings) -> list[Block]:
         number_column("seconds", "seconds", 1),
         number_column("gpu_hours", "GPU hours", 4),
         Column("devices", lambda row: ", ".join(row["devices"]), "l"),
-        number_column("published_gpu_hours", "published, GPU hours", 1),
+        *_published(offline, "published, GPU hours", 1),
     ]
     blocks: list[Block] = []
     if not deployment:
@@ -266,9 +267,14 @@ def _costs(findings: Findings) -> list[Block]:
         note = f"One problem at a time, {where} {made_with(findings)}"
         blocks.append(column_table("Deployment", deployment, of_methods, note))
     if offline:
-        note = f"Work of all processes together, {where} {made_with(findings, intervals=False)}"
+        note = f"Work of all processes together, {where} {made_with(findings, intervals='')}"
         blocks.append(column_table("Offline stages", offline, of_stages, note))
     return blocks
+
+
+def _published(rows: Sequence[Row], head: str, decimals: int) -> list[Column]:
+    """A column of the paper's figures, where there are any to stand beside these rows."""
+    return [number_column("published", head, decimals)] if any(row.get("published") for row in rows) else []
 
 
 DIAGNOSTICS: dict[str, Callable[[Findings], list[Block]]] = {

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.config import EvaluateSettings, RunSettings, VerifierSettings
+from fb_core.config import AVERAGE, EvaluateSettings, RunSettings, VerifierSettings
 from fb_core.pipeline.collect import PolicyStage
 from fb_core.pipeline.deploy import fast_decoder, pool_options
 from fb_core.pipeline.inputs import problems_hash, read_problems, verifier_of
@@ -165,32 +165,40 @@ class EvaluateStage(Stage):
     _kept: tuple[tuple[str, int | None], LowLatencyDecoder] | None = None
 
     def summary(self) -> dict[str, Any]:
-        """Of every benchmark and method accuracy with its interval, the difference to greedy, and what it cost."""
+        """Accuracy with its interval, the difference to greedy, and what it cost, by benchmark and on their average."""
         rows: dict[tuple[str, bool], dict[str, list[dict[str, Any]]]] = {}
         for shard, (benchmark, seed, _) in self._trials().items():
             for line in self.folder.read(shard, "jsonl").splitlines():
                 row = json.loads(line)
                 rows.setdefault((benchmark, seed is None), {}).setdefault(row["problem"], []).append(row)
+        right = {
+            cell: [float(np.mean([row["verdict"] == "correct" for row in runs])) for runs in by_problem.values()]
+            for cell, by_problem in rows.items()
+        }
         table = []
-        for (benchmark, greedy), by_problem in rows.items():
-            right = {
-                kind: [float(np.mean([row["verdict"] == "correct" for row in runs])) for runs in members.values()]
-                for kind, members in ((True, rows[benchmark, True]), (greedy, by_problem))
-            }
-            flat = [row for runs in by_problem.values() for row in runs]
-            table.append(
-                {
-                    "benchmark": benchmark,
-                    "method": "greedy" if greedy else "FutureBridge",
-                    "problems": len(by_problem),
-                    "runs": len(next(iter(by_problem.values()))),
-                    "accuracy": list(statistics.interval(right[greedy])),
-                    "minus greedy": None if greedy else list(statistics.paired_interval(right[False], right[True])),
-                    "events": float(np.mean([len(row["events"]) for row in flat])),
-                    "tokens": float(np.mean([len(row["tokens"]) for row in flat])),
-                }
-            )
+        for name, members in self._shown().items():
+            for greedy in (True, False):
+                own, plain = ([right[member, kind] for member in members] for kind in (greedy, True))
+                decoded = [rows[member, greedy] for member in members]
+                flat = [[row for runs in by_problem.values() for row in runs] for by_problem in decoded]
+                table.append(
+                    {
+                        "benchmark": name,
+                        "method": "greedy" if greedy else "FutureBridge",
+                        "problems": sum(map(len, decoded)),
+                        "runs": len(next(iter(decoded[0].values()))),
+                        "accuracy": list(statistics.average_interval(own)),
+                        "minus greedy": None if greedy else list(statistics.average_interval(own, plain)),
+                        "events": float(np.mean([np.mean([len(row["events"]) for row in one]) for one in flat])),
+                        "tokens": float(np.mean([np.mean([len(row["tokens"]) for row in one]) for one in flat])),
+                    }
+                )
         return {"table": table}
+
+    def _shown(self) -> dict[str, list[str]]:
+        """The benchmarks of every row: each by itself, and all together where there are several."""
+        names = list(benchmark_problems(self.settings))
+        return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
         seconds: dict[tuple[str, bool], list[float]] = {}
@@ -204,7 +212,8 @@ class EvaluateStage(Stage):
         ]
         for row in manifest["summary"]["table"]:
             greedy, own = (
-                float(np.mean(seconds[row["benchmark"], kind])) for kind in (True, row["method"] == "greedy")
+                float(np.mean([np.mean(seconds[name, kind]) for name in self._shown()[row["benchmark"]]]))
+                for kind in (True, row["method"] == "greedy")
             )
             spread = [
                 "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))

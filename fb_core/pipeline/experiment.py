@@ -38,7 +38,14 @@ Table = Literal[
 ]
 TABLES: tuple[Table, ...] = get_args(Table)
 REFERENCES: tuple[Method, ...] = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
-QUALITIES = ("verified", "unverified", "incorrect", "cross-state", "shuffled")
+QUALITIES = {  # labels
+    "verified": "verified greedy future",
+    "sampled": "first correct sample",
+    "unverified": "first sample, unverified",
+    "incorrect": "first incorrect sample",
+    "cross-state": "cross-state, verified greedy",
+    "shuffled": "shuffled, verified greedy",
+}
 SWEPT = (  # repairs tried at every quantile
     "features",
     "override",
@@ -83,7 +90,9 @@ class Rows:
                 others = [h for h in self.settings.train.horizons if h != self.horizon]
                 return [self._recipe(f"horizon-{h}", f"H = {h}", float(h), train={"horizons": (h,)}) for h in others]
             case "futures":
-                return [self._recipe(f"future-{kind}", kind, score={"future": kind}) for kind in QUALITIES]
+                return [
+                    self._recipe(f"future-{kind}", label, score={"future": kind}) for kind, label in QUALITIES.items()
+                ]
             case "alpha":
                 distilled = [row for row in self._distilled() if row.key == "distilled"]
                 hybrids = [

@@ -6,14 +6,16 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from fb_core import statistics
-from fb_core.config import ModelSettings, RunSettings
+from fb_core.config import AVERAGE, ModelSettings, RunSettings
 from fb_core.pipeline.advice import advice
 from fb_core.pipeline.agreement import (
     AgreementStage,
@@ -22,12 +24,13 @@ from fb_core.pipeline.agreement import (
     judged_states,
     validation_shards,
 )
-from fb_core.pipeline.artefacts import Artefact
+from fb_core.pipeline.artefacts import Artefact, digest
 from fb_core.pipeline.calibrate import CalibrationStage
 from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, read_trajectories
 from fb_core.pipeline.compare import CompareStage
 from fb_core.pipeline.costs import DeploymentStage, deployment_rows, offline_rows
 from fb_core.pipeline.deploy import frozen_policy
+from fb_core.pipeline.evaluate import benchmark_problems
 from fb_core.pipeline.experiment import (
     PROBLEM,
     QUALITIES,
@@ -66,9 +69,6 @@ OFFLINE = (
     RouterLabelStage,
     RouterStage,
 )
-# The paper's own costs, on H200: hours a stage (those of "states" include the trajectories), times of greedy decoding.
-PUBLISHED_HOURS = {"states": 5.8, "futures": 29.4, "scores": 8.6, "training": 7.2}
-PUBLISHED_LATENCY = {"futurebridge": 3.30, "s2t": 3.18}
 OWN_ROW = {
     "pools": ("joint pool", None),
     "futures": ("all states with a verified future", None),
@@ -121,6 +121,11 @@ def findings(settings: RunSettings, run: Path) -> dict[str, Any]:
             "llm": settings.models.llm,
             "slm_parameters": models.parameters("slm"),
             "llm_parameters": models.parameters("llm"),
+            "slm_hash": models.identity("slm")["slm"],
+        },
+        "test_sets": {
+            name: digest([[problem.text, problem.answer] for problem in problems])
+            for name, problems in benchmark_problems(settings).items()
         },
         "policy": {**vars(policy), "quantile": settings.collect.quantile},
         "selection": {**selection, "problems": len(splits_of(settings.problems)["validation"])},
@@ -200,8 +205,10 @@ def _rows(settings: RunSettings, run: Path, rows: Rows, tried: Mapping[Path, Tri
                 name: reference if at is None or name == "greedy" else _beside(reference, at)
                 for name, reference in references.items()
             }
-            if table == "futures":
+            if table == "futures":  # greedy ones with the greedy one, samples with the right sample
                 compared["verified"] = members[0]
+                if variant.key in ("future-unverified", "future-incorrect"):
+                    compared["sampled"] = members[1]
             yield from _row(settings, run, table, variant, tried, compared)
         if table == "methods":
             yield from _repaired(settings, run, rows, tried, references)
@@ -250,7 +257,7 @@ def _row(
     tried: Mapping[Path, Tried | None],
     compared: Mapping[str, Variant],
 ) -> Iterator[dict[str, Any]]:
-    """A variant's row for every benchmark."""
+    """A variant's row for every benchmark, and for their average where there are several."""
     found, seeds = tried.get(variant.path), list(settings.train.seeds)
     quantile = settings.collect.quantile if variant.x is None else variant.x
     place = run if variant.place is None else run / variant.place.path
@@ -259,33 +266,36 @@ def _row(
         known = _finished(place, PolicyStage.name) is not None
         at = {"quantile": quantile, "threshold": frozen_policy(place).threshold if known else None}
     about = {"table": table, "key": variant.key, "label": variant.label, "x": variant.x, **at}
-    for benchmark in settings.evaluate.benchmarks:
+    names = settings.evaluate.benchmarks
+    for benchmark in (*names, AVERAGE) if len(names) > 1 else names:
         row = {**about, "benchmark": benchmark}
         if found is None:
             yield {**row, "note": _problem(run, variant) or "not run"}
             continue
-        own = found.outcomes[benchmark]
+        members = names if benchmark == AVERAGE else (benchmark,)
+        own = [found.outcomes[name] for name in members]
         differences = {}
-        for name, other in compared.items():
+        for key, other in compared.items():
             theirs = tried.get(other.path)
             if theirs is not None and other.path != variant.path:
-                differences[f"minus_{name}"] = _difference(own, theirs.outcomes[benchmark])
+                differences[f"minus_{key}"] = _difference(own, [theirs.outcomes[name] for name in members])
         repeated = len({seed for _, _, seed in found.written} - {None})
         yield {
             **row,
             "seeds": seeds if repeated else [],
-            "problems": len(own),
-            "accuracy": statistics.interval(list(own.values())),
+            "problems": sum(map(len, own)),
+            "accuracy": statistics.average_interval([list(one.values()) for one in own]),
             **differences,
-            "events": found.events[benchmark],
-            "calls": found.calls[benchmark],
-            "tokens": found.tokens.get(benchmark),
+            "events": float(np.mean([found.events[name] for name in members])),
+            "calls": float(np.mean([found.calls[name] for name in members])),
+            "tokens": float(np.mean([found.tokens[name] for name in members])) if found.tokens else None,
         }
 
 
-def _difference(own: Mapping[str, float], theirs: Mapping[str, float]) -> Interval:
-    assert own.keys() == theirs.keys()
-    return statistics.paired_interval(list(own.values()), [theirs[problem] for problem in own])
+def _difference(own: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> Interval:
+    assert [one.keys() for one in own] == [other.keys() for other in theirs]
+    paired = [[other[problem] for problem in one] for one, other in zip(own, theirs, strict=True)]
+    return statistics.average_interval([list(one.values()) for one in own], paired)
 
 
 def _problem(run: Path, variant: Variant) -> str | None:
@@ -359,7 +369,7 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
                 one = rolled.get(group.state)
                 if group.logprob is None or one is None or group.candidates.tolist() != one.ids.tolist():
                     continue
-                states += kind == QUALITIES[0]
+                states += kind == next(iter(QUALITIES))
                 for column, horizon in enumerate(horizons):
                     score = group.logprob[:, :horizon].double().mean(1)
                     won, pairs = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
@@ -368,7 +378,7 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
     return {
         "states": states,
         "horizons": list(horizons),
-        "qualities": list(QUALITIES),
+        "qualities": list(QUALITIES.values()),
         "pairwise": [[won / pairs if pairs else None for won, pairs in tallies[kind]] for kind in QUALITIES],
     }
 
@@ -466,16 +476,25 @@ def _calibration(settings: RunSettings, run: Path, rows: Rows) -> dict[str, Any]
 
 
 def _costs(settings: RunSettings, run: Path, rows: Rows) -> dict[str, Any]:
-    published = is_published(settings)
-    offline = offline_rows([kind(settings, run) for kind in OFFLINE])
-    for row in offline:
-        row["published_gpu_hours"] = PUBLISHED_HOURS.get(row["stage"]) if published else None
-    deployment = None
+    offline, deployment = offline_rows([kind(settings, run) for kind in OFFLINE]), None
     if _finished(run, DeploymentStage.name) is not None:
         deployment = deployment_rows(DeploymentStage(settings, run))
-        for row in deployment:
-            row["published_relative"] = PUBLISHED_LATENCY.get(row["key"]) if published else None
+    beside = published(settings)
+    for name, key, rows_here in (("offline", "stage", offline), ("deployment", "key", deployment or [])):
+        for row in rows_here:
+            row["published"] = beside.get(name, {}).get(row[key])
     return {"offline": offline, "deployment": deployment}
+
+
+def published(settings: RunSettings) -> dict[str, dict[str, float]]:
+    """The paper's figures by table and row that may stand beside a run's, where its settings and benchmark agree."""
+    text = (resources.files("fb_core.pipeline") / "published.yaml").read_text(encoding="utf-8")
+    timed = settings.evaluate.benchmarks[0]
+    return {
+        name: table["rows"]
+        for name, table in yaml.safe_load(text).items()
+        if is_published(settings) and table.get("benchmark", timed) == timed
+    }
 
 
 def is_published(settings: RunSettings) -> bool:

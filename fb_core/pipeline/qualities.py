@@ -17,7 +17,7 @@ from fb_core.pipeline.inputs import verifier_of
 from fb_core.pipeline.pools import logged_pool
 from fb_core.pipeline.stage import Cost, Output, Stage
 
-UNVERIFIED, INCORRECT = "unverified", "incorrect"  # columns
+SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns
 
 
 class OwnFutureStage(Stage):
@@ -69,7 +69,7 @@ class OwnFutureStage(Stage):
 
 
 class SampleStage(Stage):
-    """The LLM's samples behind the states with a usable future: its first one, and its first wrong one."""
+    """The LLM's samples behind the states with a usable future: its first one, its first right and first wrong one."""
 
     name = "samples"
     command = "score"
@@ -95,6 +95,7 @@ class SampleStage(Stage):
             "horizon": self.settings.score.horizon,
             "max_new_tokens": self.settings.futures.max_new_tokens,
             "verify": self.settings.verify.model_dump(exclude={"workers"}),
+            "kept": [SAMPLED, UNVERIFIED, INCORRECT],
         }
 
     def shards(self) -> dict[str, int]:
@@ -107,7 +108,7 @@ class SampleStage(Stage):
         llm, settings = self.models.llm, self.settings.samples
         pools = [logged_pool(row, self.settings.collect.slm_k).ids.tolist() for row in rows]
         left, _ = usable(pools, futures, self.settings.score.horizon)
-        found: dict[str, dict[int, torch.Tensor]] = {UNVERIFIED: {}, INCORRECT: {}}
+        found: dict[str, dict[int, torch.Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
         for draw in range(settings.llm):
             if not left:
                 break
@@ -131,17 +132,19 @@ class SampleStage(Stage):
             verdicts = verdicts_of(outputs, golds, self.models.tokenizer, verifier_of(self.settings.verify))
             if draw == 0:
                 found[UNVERIFIED] = dict(zip(left, written, strict=True))
-            wrong = {row: new for row, new, v in zip(left, written, verdicts, strict=True) if v == "wrong"}
-            found[INCORRECT] |= wrong
-            left = [row for row in left if row not in wrong]
-            self.on_progress(len(found[INCORRECT]))
+            for row, new, verdict in zip(left, written, verdicts, strict=True):
+                if verdict in ("correct", "wrong"):
+                    found[SAMPLED if verdict == "correct" else INCORRECT].setdefault(row, new)
+            left = [row for row in left if row not in found[SAMPLED] or row not in found[INCORRECT]]
+            self.on_progress(len(found[UNVERIFIED]) - len(left))
         columns = {
             name: pa.array(
                 [by_row[row].tolist() if row in by_row else None for row in range(len(states))], pa.list_(pa.int32())
             )
             for name, by_row in found.items()
         }
-        counts = {"states": len(states), "sampled": len(found[UNVERIFIED]), "with a wrong one": len(found[INCORRECT])}
+        counts = {"states": len(states), "sampled": len(found[UNVERIFIED])}
+        counts |= {"with a right one": len(found[SAMPLED]), "with a wrong one": len(found[INCORRECT])}
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
@@ -160,7 +163,7 @@ def futures_of_quality(
     """The futures of one quality on the states that have futures of all of them; the others' are empty.
 
     Args:
-        quality: "verified", "unverified", "incorrect", "cross-state" or "shuffled".
+        quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
         futures: the LLM's greedy ones, a state each.
         used: states whose greedy future is usable.
         sampled: rows of `SampleStage`, a state each.
@@ -173,7 +176,7 @@ def futures_of_quality(
     """
     behind = {
         name: {row: torch.tensor(sampled[row][name][1:]) for row in used if sampled[row][name] is not None}
-        for name in (UNVERIFIED, INCORRECT)
+        for name in (SAMPLED, UNVERIFIED, INCORRECT)
     }
     common = [row for row in used if all(len(tokens.get(row, ())) >= horizon for tokens in behind.values())]
     donors = _donors(common, owners, shard)

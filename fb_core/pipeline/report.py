@@ -4,8 +4,8 @@ The findings of a run are plain values. Shares and differences of shares come as
 part in a verdict: "greedy", "direct", "s2t", "takeover" and "futurebridge" among the rows of the table "methods"; in
 the other tables a row of key "futurebridge" is the run's own; among those of "futures" "future-cross-state",
 "future-shuffled" and "future-incorrect". The differences of a row at another request quantile are to the methods at
-that same quantile; those of a row of "futures" may also be to the verified one, as "minus_verified". A section that is
-absent or None was not run.
+that same quantile; those of a row of "futures" may also be to the verified one, as "minus_verified", and those of a
+sample to the first correct one, as "minus_sampled". A section that is absent or None was not run.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ TABLES = {  # of rows, and what each of them varies
     "methods": "The reranker beside its rivals, on the same problems.",
     "pools": "Whose candidates the reranker is trained on and chooses from.",
     "horizons": "How many tokens of the future make the target.",
-    "futures": "What stands as the future behind every candidate when the target is made.",
+    "futures": "What stands as the future behind every candidate when the target is made, on one set of states. "
+    "Verified and first correct sample differ in how they were decoded alone, the samples among each other in their "
+    "answers alone, cross-state and shuffled from verified in the state and in the order alone.",
     "alpha": "How much of the target is the future's score, the rest being the LLM's preference.",
     "temperature": "How soft the target is.",
     "scope": "Whether the adapter acts on the candidate alone or on its prefix too.",
@@ -151,8 +153,9 @@ def render(findings: Sequence[Findings]) -> Document:
     how = Paragraph(
         "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
         "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
-        "called beyond chance where its interval leaves out 0. Columns headed “published” stay empty unless models, "
-        "data and settings are the paper's."
+        "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
+        "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
+        "within each. A column headed “published” is there only beside the paper's models, data and settings."
     )
     if len(findings) == 1:
         return Document(f"FutureBridge report: {names[0]}", [how], _run(findings[0], ""))

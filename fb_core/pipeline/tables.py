@@ -16,6 +16,8 @@ SHOWN_END = 200  # characters at either end of a long text
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
 LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both beyond chance."
 BEYOND_CHANCE = "95% bootstrap over problems, differences paired"
+SHARES = "95% score intervals, a problem one trial at most, differences paired"
+MARGIN = 0.02  # of a difference that does not count
 
 
 class Column(NamedTuple):
@@ -90,6 +92,11 @@ def below(interval: Interval | None) -> bool:
     return interval is not None and interval[2] < 0
 
 
+def within_margin(interval: Interval) -> bool:
+    """Whether a difference lies above minus the margin beyond chance, or ends there."""
+    return interval[1] >= -MARGIN - 1e-9  # a mean of outcomes is rounded
+
+
 def said(sides: dict[str, list[str]]) -> str:
     """What stands on each side, one sentence a side that is not empty."""
     return " ".join(f"{words}: {'; '.join(names)}." for words, names in sides.items() if names)
@@ -100,8 +107,10 @@ def rows_of(findings: Findings, table: str) -> list[Row]:
     return [row for row in findings.get("rows") or () if row["table"] == table]
 
 
-def made_with(findings: Findings, rows: Sequence[Row] = (), *, decoded: bool = True, intervals: bool = True) -> str:
-    """The settings of a table: pair, problems, seeds, decoding, policy, intervals."""
+def made_with(
+    findings: Findings, rows: Sequence[Row] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
+) -> str:
+    """The settings of a table: pair, problems, seeds, decoding, policy, and what its intervals are, if it has any."""
     pair, policy = findings.get("pair") or {}, findings.get("policy") or {}
     problems = sorted({row["problems"] for row in rows if row.get("problems")})
     seeds = sorted({seed for row in rows for seed in row.get("seeds") or ()})
@@ -114,5 +123,5 @@ def made_with(findings: Findings, rows: Sequence[Row] = (), *, decoded: bool = T
     if policy:
         elsewhere = " unless the row says another" if any(row.get("quantile") is not None for row in rows) else ""
         parts.append(f"request quantile {policy['quantile']:g}, {policy['threshold']:.3f} nats{elsewhere}")
-    parts += [BEYOND_CHANCE] if intervals else []
+    parts += [intervals] if intervals else []
     return f"{'; '.join(parts)}." if parts else ""

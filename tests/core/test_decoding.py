@@ -301,7 +301,7 @@ def test_random_choice_depends_on_seed_and_tokens_alone():
 
 def test_certain_llm_overrides_only_above_its_certainty():
     sure = pool_of([7, 8], [-0.1, -3.0], [-4.0, math.log(0.95)])
-    unsure = pool_of([7, 8], [-0.1, -3.0], [-0.3, math.log(0.6)])
+    unsure = pool_of([7, 8], [-0.1, -3.0], [-0.6, math.log(0.55)])
     asked = []
 
     class Counting(SLMPreference):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib import resources
 
@@ -12,7 +13,7 @@ import torch
 from fb_core import FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
 from fb_core.config import DemoSettings, WorldSettings
 from fb_core.demo import pairs, report
-from fb_core.demo.experiment import WorldRun, cross_state, run_world
+from fb_core.demo.experiment import WorldRun, _agreement, cross_state, run_world
 from fb_core.demo.run import run_demo
 from fb_core.verify import Verifier
 
@@ -157,3 +158,89 @@ def test_settings_are_checked():
         small(quantile=1.5)
     with pytest.raises(ValueError, match="Extra inputs"):
         small(nonsense=1)
+
+
+SWEPT = ["direct LLM score", "FutureBridge", "FutureBridge + certain LLM"]
+
+
+def made_up(*names):
+    """Results of worlds that share some methods, and come in other orders of accuracy."""
+
+    def world(place, name):
+        methods = ["SLM greedy", *SWEPT, *(["FutureBridge, own future"] if place else [])]
+        means = {method: 90.0 - 20 * ((row + place) % 3) for row, method in enumerate(methods)}
+        spans = {method: [mean, mean - 4, mean + 5] for method, mean in means.items()}
+        return {
+            "world": name,
+            "accuracy": [{"method": method, "n": 400, "accuracy": span} for method, span in spans.items()],
+            "agreement": [
+                {"score": "SLM", "pairwise_percent": [52.0, 40.0, 65.0]},
+                {"score": "Direct-B_4", "pairwise_percent": None},  # known nowhere
+                {"score": "FutureBridge", "pairwise_percent": [82.0, 70.0, 90.0]},
+            ],
+            "sweep": [
+                {"quantile": quantile, "accuracy": {method: spans[method] for method in SWEPT}}
+                for quantile in ((0.9, 0.92), (0.9, 0.92, 0.94, 0.96))[place]
+            ],
+        }
+
+    return {"worlds": [world(place, name) for place, name in enumerate(names)]}
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """The demo's figures by the names of their files, laid out."""
+    found = {}
+
+    def kept(figure, path):
+        figure.canvas.draw()
+        found[path.name] = figure
+        return path
+
+    monkeypatch.setattr(report, "_save", kept)
+    assert [path.name for path in report.plots(made_up("plans", "control"), tmp_path)] == list(found)
+    return found
+
+
+def test_methods_stand_in_one_order_in_all_panels(drawn):
+    axes, panels = drawn["accuracy.png"].axes, []
+    labels = [text.get_text() for text in axes[0].get_yticklabels()]
+    assert labels == ["SLM greedy", *SWEPT, "FutureBridge, own future"]
+    assert axes[0].get_shared_y_axes().joined(*axes)
+    for axis in axes:
+        panels.append({bar.get_y() + bar.get_height() / 2: round(bar.get_width()) for bar in axis.patches})
+    assert panels == [{0: 90, 1: 70, 2: 50, 3: 90}, {0: 70, 1: 50, 2: 90, 3: 70, 4: 50}]
+    assert all(axis.yaxis_inverted() for axis in axes)
+
+
+def test_agreement_has_its_intervals(drawn):
+    for axis in drawn["agreement.png"].axes:
+        (errors,) = [one for one in axis.containers if one.__class__.__name__ == "ErrorbarContainer"]
+        ends = sorted(tuple(segment[:, 0]) for segment in errors.lines[2][0].get_segments())
+        assert ends == [(40.0, 65.0), (70.0, 90.0)]
+        assert [text.get_text() for text in axis.get_yticklabels()] == ["SLM", "FutureBridge"]
+
+
+def test_labels_of_the_sweep_do_not_overlap(drawn):
+    figure = drawn["sweep.png"]
+    for axis, wanted in zip(figure.axes, (["0.9", "0.92"], ["0.9", "0.92", "0.94", "0.96"]), strict=True):
+        labels = [text for text in axis.get_xticklabels() if text.get_text()]
+        assert [text.get_text() for text in labels] == wanted
+        boxes = [text.get_window_extent(figure.canvas.get_renderer()) for text in labels]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_agreement_of_the_demo_is_by_problem():
+    """Two problems, one with a state and one with two: 1 of 1 and 3 of 4 pairs."""
+
+    class State:
+        def __init__(self, trajectory):
+            self.trajectory = trajectory
+
+    outcomes = [torch.tensor([True, False]), torch.tensor([True, False, False]), torch.tensor([True, False, False])]
+    scores = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([2.0, 1.0, 0.0]), 2: torch.tensor([1.0, 2.0, 0.0])}
+    row = _agreement("s", scores, outcomes, [State(0), State(1), State(1)], range(3))
+    wanted = statistics.share_interval([1, 3], [1, 4])
+    assert row["pairwise_percent"] == [round(100 * part, 1) for part in wanted]
+    assert (row["pairs"], row["states"], row["mixed_states"], row["top1_percent"]) == (5, 3, 3, 66.7)
+    assert _agreement("s", {}, outcomes, [State(0)] * 3, range(3))["pairwise_percent"] is None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -19,10 +20,12 @@ from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import ModelSettings, RunSettings
+from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, Method, ModelSettings, RunSettings
+from fb_core.decoding import CertainLLM, LLMPreference
 from fb_core.pipeline import experiment
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.deploy import frozen_policy
+from fb_core.pipeline.evaluate import benchmark_problems
 from fb_core.pipeline.experiment import (
     PROBLEM,
     TABLES,
@@ -33,8 +36,10 @@ from fb_core.pipeline.experiment import (
     settings_of_variant,
 )
 from fb_core.pipeline.findings import findings, is_published
+from fb_core.pipeline.inputs import models_of
 from fb_core.pipeline.variants import Variant, changed
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
 METHODS = ["greedy", "majority", "one-token-takeover", "direct", "futurebridge"]
 
@@ -262,7 +267,8 @@ def test_findings_are_plain_and_finite(made, found):
     assert found["selection"]["problems"] == 12
     assert found["filters"]["admitted"] == 187
     assert {row["stage"] for row in found["costs"]["offline"]} == set(TRAINED)
-    assert all(row["published_gpu_hours"] is None for row in found["costs"]["offline"])
+    assert all(row["published"] is None for row in found["costs"]["offline"])
+    assert list(found["test_sets"]) == ["demo:plans"]
     assert found["costs"]["deployment"] is None
     names = {row["score"] for row in found["agreement"]}
     assert names == {"SLM", "LLM", "Direct-B_8", "FutureBridge, override by a certain LLM"}
@@ -284,11 +290,43 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
     for file in (place / "variants" / "direct" / "comparison").glob("*.jsonl"):
         for row in map(json.loads, file.read_text().splitlines()):
             known[row["benchmark"]].append((len(row["steps"]), len(row["tokens"])))
+    average = rows.pop()
     assert [row["benchmark"] for row in rows] == list(known)
     for row in rows:
         events, tokens = zip(*known[row["benchmark"]], strict=True)
         assert (row["events"], row["tokens"]) == (pytest.approx(sum(events) / 3), pytest.approx(sum(tokens) / 3))
     assert rows[0]["events"] != rows[1]["events"]
+    assert (average["benchmark"], average["problems"]) == (AVERAGE, 6)
+    for name in ("events", "calls", "tokens"):
+        assert average[name] == pytest.approx((rows[0][name] + rows[1][name]) / 2)
+    right = {}
+    for key in ("direct", "greedy"):
+        shared = shares(place, key)[0]  # of both sets, whose problems differ
+        right[key] = [
+            [share for problem, share in shared.items() if problem.startswith("plans/") == world]
+            for world in (True, False)
+        ]
+    assert average["accuracy"] == statistics.average_interval(right["direct"])
+    assert average["minus_greedy"] == statistics.average_interval(right["direct"], right["greedy"])
+    assert not [row for row in findings(both, place)["rows"] if "note" not in row and "accuracy" not in row]
+
+
+def test_the_worlds_test_sets_and_slms_are_told_apart():
+    """Helpful and control share both: three runs are two test sets."""
+    found = [RunSettings.load(name) for name in ("tiny", "tiny-helpful", "tiny-control")]
+    sets = [
+        [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
+        for settings in found
+    ]
+    slms = [models_of(settings.models).identity("slm")["slm"] for settings in found]
+    assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
+    assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
+
+
+def test_no_row_of_the_demos_worlds_wants_a_judge():
+    for name in ("tiny", "tiny-helpful", "tiny-control"):
+        methods = RunSettings.load(name).compare.methods
+        assert set(get_args(Method)) - set(methods) == {"spec-reason"}
 
 
 def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
@@ -387,6 +425,16 @@ def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, publish
 def test_shipped_settings_are_published_where_they_say_so():
     names = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
     assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False, False]
+
+
+def test_one_certainty_in_code_demo_settings_and_docs():
+    shipped = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
+    found = {name: RunSettings.load(name).experiment.certainty for name in shipped}
+    found |= {"code": CertainLLM(LLMPreference()).certainty, "demo": DemoSettings().certainty}
+    assert set(found.values()) == {CERTAINTY} == {0.6}, found
+    docs = (ROOT / "docs" / "experiments.md").read_text().replace("\n", " ")
+    assert f"probability is {CERTAINTY} in code, demo and settings alike" in docs
+    assert "chosen after test results at 0.9 had been seen" in docs
 
 
 @pytest.mark.parametrize(
@@ -530,10 +578,11 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
         assert differences >= {"minus_greedy", "minus_direct", "minus_futurebridge"} - {f"minus_{row['key']}"}
         if row["table"] == "futures" and row["key"] != "future-verified":
             assert "minus_verified" in row
+        assert ("minus_sampled" in row) == (row["key"] in ("future-unverified", "future-incorrect"))
     keys = {(row["table"], row["key"]) for row in found["rows"]}
     assert len([key for table, key in keys if table == "methods"]) == 13 + 3 + 1 + 1 + 3  # distilled, tuned, repaired
     assert len([key for table, key in keys if table == "horizons"]) == 2
-    assert len([key for table, key in keys if table == "futures"]) == 5 + 1
+    assert len([key for table, key in keys if table == "futures"]) == 6 + 1
     by_quantile = {}
     for row in found["rows"]:
         if row["table"] == "quantiles":
@@ -549,7 +598,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert len(found["costs"]["deployment"]) == 10
     assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found["costs"]["offline"]}
     assert found["advice"]
-    for kind in ("verified", "unverified", "incorrect", "cross-state", "shuffled"):
+    for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
     assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
 

@@ -23,7 +23,7 @@ from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.stage import run_stage
 from fb_core.pipeline.train import TrainStage
 
-QUALITIES = ("verified", "unverified", "incorrect", "cross-state", "shuffled")
+QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")
 
 
@@ -46,23 +46,26 @@ FUTURES = [
     future(40, 41, 42, first=4, verdict="wrong"),
     future(50, 51, 52, first=5),
     future(60, 61, 62, first=6),
+    future(70, 71, 72, first=7),
 ]
 SAMPLED = [
-    {"unverified": [9, 1, 2, 3, 4], "incorrect": [8, 5, 6, 7]},
-    {"unverified": [9, 1, 2, 3], "incorrect": None},  # never wrong
-    {"unverified": [7, 4, 5, 6], "incorrect": [7, 4, 5, 6]},
-    {"unverified": None, "incorrect": None},
-    {"unverified": [9, 1, 2], "incorrect": [8, 5, 6, 7]},  # too short behind its first token
-    {"unverified": [5, 1, 1, 1], "incorrect": [5, 2, 2, 2]},
+    {"sampled": [9, 1, 2, 3, 4], "unverified": [9, 1, 2, 3, 4], "incorrect": [8, 5, 6, 7]},
+    {"sampled": [9, 1, 2, 3], "unverified": [9, 1, 2, 3], "incorrect": None},  # never wrong
+    {"sampled": [6, 7, 8, 9], "unverified": [7, 4, 5, 6], "incorrect": [7, 4, 5, 6]},
+    {"sampled": None, "unverified": None, "incorrect": None},
+    {"sampled": [9, 1, 2, 3], "unverified": [9, 1, 2], "incorrect": [8, 5, 6, 7]},  # too short behind its first token
+    {"sampled": [5, 1, 1, 1], "unverified": [5, 1, 1, 1], "incorrect": [5, 2, 2, 2]},
+    {"sampled": None, "unverified": [5, 1, 1, 1], "incorrect": [5, 2, 2, 2]},  # never right
 ]
-USED = [0, 1, 2, 4, 5]
+USED = [0, 1, 2, 4, 5, 6]
 
 
 def test_all_qualities_are_on_the_states_that_have_them_all():
-    owners = [0, 0, 1, 1, 2, 2]
+    owners = [0, 0, 1, 1, 2, 2, 3]
     found = {quality: chosen(quality, FUTURES, SAMPLED, owners, USED) for quality in QUALITIES}
     assert {tuple(rows) for rows in found.values()} == {(0, 2, 5)}
     assert found["verified"] == {0: [10, 11, 12, 13], 2: [30, 31, 32, 33, 34], 5: [60, 61, 62]}
+    assert found["sampled"] == {0: [1, 2, 3, 4], 2: [7, 8, 9], 5: [1, 1, 1]}
     assert found["unverified"] == {0: [1, 2, 3, 4], 2: [4, 5, 6], 5: [1, 1, 1]}  # without the token at the state
     assert found["incorrect"] == {0: [5, 6, 7], 2: [4, 5, 6], 5: [2, 2, 2]}
     donors = {row: tokens[0] // 10 - 1 for row, tokens in found["cross-state"].items()}
@@ -76,14 +79,14 @@ def test_all_qualities_are_on_the_states_that_have_them_all():
 
 def test_states_of_one_problem_have_no_other_state():
     for quality in QUALITIES:
-        assert chosen(quality, FUTURES, SAMPLED, [4] * 6, USED) == {}
+        assert chosen(quality, FUTURES, SAMPLED, [4] * 7, USED) == {}
         assert futures_of_quality(quality, [], [], [], [], 3, "train-00000") == []
 
 
 @given(st.lists(st.integers(0, 4), max_size=14))
 def test_every_state_is_given_a_future_of_another_problem(owners):
     futures = [future(100 + row, 1, 2) for row in range(len(owners))]
-    sampled = [{"unverified": [0, 1, 2, 3], "incorrect": [0, 1, 2, 3]}] * len(owners)
+    sampled = [dict.fromkeys(("sampled", "unverified", "incorrect"), (0, 1, 2, 3))] * len(owners)
     found = {row: tokens[0] - 100 for row, tokens in chosen("cross-state", futures, sampled, owners).items()}
     assert len(found) == (len(owners) if len(set(owners)) > 1 else 0)
     assert all(owners[donor] != owners[row] for row, donor in found.items())
@@ -94,7 +97,7 @@ def test_every_state_is_given_a_future_of_another_problem(owners):
 @given(st.lists(st.integers(0, 99), min_size=12, max_size=20), st.integers(5, 12))
 def test_a_shuffled_future_is_a_permutation_of_its_horizon(tokens, horizon):
     futures = [future(*tokens), future(*tokens)]
-    sampled = [{"unverified": [0] * 21, "incorrect": [0] * 21}] * 2
+    sampled = [dict.fromkeys(("sampled", "unverified", "incorrect"), (0,) * 21)] * 2
     one, other = chosen("shuffled", futures, sampled, [0, 1], horizon=horizon).values()
     assert sorted(one) == sorted(tokens[:horizon])
     assert one == other
@@ -102,7 +105,7 @@ def test_a_shuffled_future_is_a_permutation_of_its_horizon(tokens, horizon):
 
 def test_different_futures_are_shuffled_in_different_ways():
     futures = [future(*range(start, start + 12)) for start in range(40)]
-    sampled = [{"unverified": [0] * 21, "incorrect": [0] * 21}] * 40
+    sampled = [dict.fromkeys(("sampled", "unverified", "incorrect"), (0,) * 21)] * 40
     found = chosen("shuffled", futures, sampled, list(range(40)), horizon=12)
     orders = {tuple(token - row for token in tokens) for row, tokens in found.items()}
     assert len(orders) == 40
@@ -146,8 +149,8 @@ def verdict(pair, verifier, output, new, gold):
     return verifier.verify_many([text], [gold], bad_golds="unparsable")[0]
 
 
-def test_samples_are_the_llms_and_the_first_wrong_one_is_kept(run, pair, verifier):
-    llm, wrong = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer)), 0
+def test_samples_are_the_llms_and_the_first_right_and_wrong_ones_are_kept(run, pair, verifier):
+    llm, kept = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer)), {"sampled": 0, "incorrect": 0}
     for shard in ("validation-00001",):
         futures, rows = read_futures(Artefact(run, "futures"), shard)
         used, _ = usable([logged_pool(row, 3).ids.tolist() for row in rows], futures, 8)
@@ -156,7 +159,7 @@ def test_samples_are_the_llms_and_the_first_wrong_one_is_kept(run, pair, verifie
         assert [row for row, one in enumerate(sampled) if one["unverified"] is not None] == used
         for row, (prefix, output, gold) in enumerate(states):
             if row not in used:
-                assert sampled[row] == {"unverified": None, "incorrect": None}
+                assert sampled[row] == {"sampled": None, "unverified": None, "incorrect": None}
                 continue
             draws = [
                 llm.sample_many([prefix], 1, 45, temperature=1.5, top_p=1.0, top_k=0, seed=seed)[0][0].tolist()
@@ -164,24 +167,27 @@ def test_samples_are_the_llms_and_the_first_wrong_one_is_kept(run, pair, verifie
             ]
             said = [verdict(pair, verifier, output, new, gold) for new in draws]
             assert sampled[row]["unverified"] == draws[0]
-            first = next((new for new, one in zip(draws, said, strict=True) if one == "wrong"), None)
-            assert sampled[row]["incorrect"] == first
-            wrong += first is not None
-    assert wrong > 5
+            for name, answer in (("sampled", "correct"), ("incorrect", "wrong")):
+                first = next((new for new, one in zip(draws, said, strict=True) if one == answer), None)
+                assert sampled[row][name] == first
+                kept[name] += first is not None
+    assert min(kept.values()) > 5
 
 
-def test_every_kept_wrong_sample_is_wrong(run, pair, verifier):
-    seen = 0
+def test_every_kept_sample_has_the_answer_that_its_name_says(run, pair, verifier):
+    seen = {"sampled": 0, "incorrect": 0}
     for shard in SampleStage(settings(), run).shards():
         states = states_of(run, shard)
         for row, one in enumerate(Artefact(run, "samples").table(shard)):
-            if one["incorrect"] is not None:
-                _, output, gold = states[row]
-                assert verdict(pair, verifier, output, one["incorrect"], gold) == "wrong"
-                seen += 1
+            for name, answer in (("sampled", "correct"), ("incorrect", "wrong")):
+                if one[name] is not None:
+                    _, output, gold = states[row]
+                    assert verdict(pair, verifier, output, one[name], gold) == answer
+                    seen[name] += 1
     counts = Artefact(run, "samples").finished()["counts"]
-    assert seen == counts["with a wrong one"] > 50
-    assert counts["sampled"] >= seen
+    assert seen["incorrect"] == counts["with a wrong one"] > 50
+    assert seen["sampled"] == counts["with a right one"] > 50
+    assert counts["sampled"] >= max(seen.values())
 
 
 def test_own_futures_are_the_slms_first_right_sample_from_the_bare_state(run, pair, verifier):
@@ -244,7 +250,7 @@ def test_a_servers_time_is_no_gpu_time(tmp_path):
 
 
 KINDS = [
-    pytest.param(kind, marks=[] if kind in ("own", "incorrect") else [pytest.mark.slow]) for kind in ("own", *QUALITIES)
+    pytest.param(kind, marks=[] if kind in ("own", "sampled") else [pytest.mark.slow]) for kind in ("own", *QUALITIES)
 ]
 
 

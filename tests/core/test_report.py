@@ -10,15 +10,21 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from importlib import resources
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
+from fb_core.config import AVERAGE, ModelSettings, RunSettings
 from fb_core.pipeline import figures
-from fb_core.pipeline.comparisons import orderings
+from fb_core.pipeline import findings as found_in
+from fb_core.pipeline.comparisons import caveats, orderings, recipes
+from fb_core.pipeline.findings import published
 from fb_core.pipeline.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
 from fb_core.pipeline.report import PARTS, TABLES, render, write_report
 from fb_core.terminal import escaped
@@ -78,7 +84,7 @@ def around(mean: float, half: float = 0.03) -> list[float]:
 
 def table_row(table: str, key: str, label: str, accuracy: float, references: dict[str, float], **more) -> dict:
     row = {"table": table, "benchmark": "demo:plans", "key": key, "label": label, "seeds": [0, 1], "problems": 400}
-    row |= {"accuracy": around(accuracy), "events": 1.93, "tokens": 40.1, "note": None, "published": None, "x": None}
+    row |= {"accuracy": around(accuracy), "events": 1.93, "tokens": 40.1, "note": None, "x": None}
     for other, value in references.items():
         row[f"minus_{other}"] = None if key == other else around(accuracy - value, 0.037)
     return row | {"quantile": None, "threshold": None} | more
@@ -265,7 +271,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                     "seconds": 4.5,
                     "gpu_hours": 0.0,
                     "devices": ["cpu"],
-                    "published_gpu_hours": None,
+                    "published": None,
                 }
             ],
             "deployment": [
@@ -280,7 +286,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                     "seconds": 0.031 * times,
                     "relative": [times, times - 0.05, times + 0.06],
                     "peak_bytes": None,
-                    "published_relative": None,
+                    "published": None,
                 }
                 for key, calls, times in (
                     ("greedy", 0.0, 1.0),
@@ -470,9 +476,9 @@ def test_every_number_of_a_table_is_in_the_findings(page):
 def test_rows_of_methods_are_as_found(single):
     found = table(single, "Methods on demo:plans")
     assert rows_of(found)["FutureBridge"] == [
-        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "", "41.8", "")
+        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "", "41.8")
     ]
-    assert rows_of(found)["GRPO"] == ["see below", *[""] * 7]
+    assert rows_of(found)["GRPO"] == ["see below", *[""] * 6]
     (methods,) = [section for section in single.sections if section.title == "Methods"]
     assert Items(["GRPO: no checkpoint given: compare.external."]) in methods.blocks
     assert [row[0] for row in found.rows] == [*(label for label, *_ in METHODS.values()), "GRPO"]
@@ -482,15 +488,52 @@ def test_rows_of_methods_are_as_found(single):
         assert words in found.note
 
 
-def test_published_numbers_and_unequal_problem_counts_are_shown():
+def test_unequal_problem_counts_are_shown():
     findings = tiny()
     findings["rows"] = findings["rows"][:2]
-    findings["rows"][0] |= {"published": 61.2, "problems": 1319}
+    findings["rows"][0] |= {"problems": 1319}
     found = table(render([findings]), "Methods on demo:plans")
-    assert list(found.head[-2:]) == ["problems", "published, %"]
-    assert rows_of(found)["Greedy"][-2:] == ["1,319", "61.2"]
-    assert rows_of(found)["Maj@8"][-2:] == ["400", ""]
+    assert found.head[-1] == "problems"
+    assert rows_of(found)["Greedy"][-1] == "1,319"
+    assert rows_of(found)["Maj@8"][-1] == "400"
     assert "400 to 1,319 problems" in found.note
+
+
+PAPER = RunSettings(models=ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B"))
+OFFLINE, DEPLOYMENT = (
+    {"states": 5.8, "futures": 29.4, "scores": 8.6, "training": 7.2},
+    {"futurebridge": 3.3, "s2t": 3.18},
+)
+
+
+def test_the_papers_figures_are_data_of_the_package():
+    """Its deployment is of a benchmark that is not known here, so it stands beside none."""
+    text = (resources.files("fb_core.pipeline") / "published.yaml").read_text()
+    assert {name: one["rows"] for name, one in yaml.safe_load(text).items()} == {
+        "offline": OFFLINE,
+        "deployment": DEPLOYMENT,
+    }
+    assert published(PAPER) == {"offline": OFFLINE}
+    assert published(RunSettings.load("tiny")) == {}
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math-500"])
+def test_a_figure_of_a_benchmark_stands_beside_that_benchmark_alone(name, tmp_path, monkeypatch):
+    rows = {"deployment": {"table": 9, "benchmark": name, "rows": DEPLOYMENT}}
+    (tmp_path / "published.yaml").write_text(yaml.safe_dump(rows))
+    monkeypatch.setattr(found_in, "resources", SimpleNamespace(files=lambda package: tmp_path))
+    assert published(PAPER) == ({"deployment": DEPLOYMENT} if name == "gsm8k" else {})  # which is timed
+
+
+def test_a_column_of_published_figures_is_there_where_there_are_some():
+    findings = tiny()
+    for caption in ("Offline stages", "Deployment", "Methods on demo:plans"):
+        assert not [head for head in table(render([findings]), caption).head if "published" in head]
+    findings["costs"]["offline"] += [{**findings["costs"]["offline"][0], "stage": "scores", "published": 8.6}]
+    found = table(render([findings]), "Offline stages")
+    assert found.head[-1] == "published, GPU hours"
+    assert rows_of(found)["scores"][-1] == "8.6"
+    assert rows_of(found)["trajectories"][-1] == ""
 
 
 def test_verdicts_follow_the_intervals(single):
@@ -557,6 +600,17 @@ def test_orderings_are_turned_the_right_way_round():
         "horizon 16 ≥ horizon 8": ((0.2, 0.0, 0.3), "holds"),
         "horizon 32 ≥ horizon 16": ([-0.2, -0.3, -0.1], "reversed"),
     }
+
+
+def test_a_wrong_sample_is_held_against_a_right_one():
+    """A greedy future against a wrong sample would differ in how it was decoded too."""
+    row = {"table": "futures", "key": "future-incorrect", "label": "first incorrect sample", "accuracy": [0.5] * 3}
+    row |= {"minus_verified": [0.1, 0.05, 0.2], "minus_sampled": [-0.1, -0.2, -0.05]}
+    found = {ordering.words: ordering for ordering in orderings([row], 16)}
+    assert found["first correct sample > first incorrect sample"].difference == (0.1, 0.05, 0.2)
+    assert "verified future > first incorrect sample" not in found
+    findings = {"name": "n", "rows": [{**row, "benchmark": "b"}]}
+    assert "minus first correct sample, pp [95%]" in table(render([findings]), "Futures on b").head
 
 
 def test_what_was_not_run_is_named_with_its_command(monkeypatch):
@@ -646,16 +700,27 @@ def test_several_runs_are_compared(runs):
 
 def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
     found = table(_first(runs), RECIPES)
-    assert len(found.head) == 4 + 4 * 4
-    assert found.head[4:6] == ["tiny, demo:plans, q 0.9", "tiny, demo:plans, q 0.92"]
+    assert len(found.head) == 5 + 4 * 4
+    assert found.head[1:5] == [
+        "not significantly worse than greedy",
+        "not significantly worse than direct",
+        "lower bound against direct ≥ -2.0 pp",
+        "significantly better than FutureBridge",
+    ]
+    assert found.head[5:7] == ["tiny, demo:plans, q 0.9", "tiny, demo:plans, q 0.92"]
     rows = rows_of(found)
-    assert rows["Override where the LLM is certain"][:3] == ["12 of 16", "12 of 16", "8 of 16"]
-    assert rows["FutureBridge"][:3] == ["9 of 16", "9 of 16", ""]
-    assert rows["Direct LLM score"][0] == ""
-    assert rows["With features"][:3] == ["3 of 4", "3 of 4", "0 of 4"]
-    assert rows["With features"][3] == ""
-    assert rows["FutureBridge"][3] == "63.0 [60.0, 66.0] ▼▽"
-    assert rows["With features, override"][0] == "3 of 4"  # a key of its own it has not
+    assert rows["Override where the LLM is certain"][:4] == ["12 of 16", "12 of 16", "9 of 16", "8 of 16"]
+    assert rows["FutureBridge"][:4] == ["9 of 16", "9 of 16", "6 of 16", ""]
+    assert rows["Direct LLM score"][1:3] == ["", ""]
+    assert rows["With features"][:4] == ["3 of 4", "3 of 4", "3 of 4", "0 of 4"]
+    assert rows["With features"][4] == ""
+    assert rows["FutureBridge"][4] == "63.0 [60.0, 66.0] ▼▽"
+    assert rows["With features, override"][1] == "3 of 4"  # a key of its own it has not
+    assert "which says little where it is wide" in found.note
+    assert (
+        "The 16 cells are not independent: some share their problems and their SLM, one training set and 2"
+        in found.note
+    )
     said = [
         plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
     ]
@@ -678,11 +743,41 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     findings = {"name": "n", "rows": [row for row in tiny(benchmarks=("x", "y"))["rows"] if row["table"] == "methods"]}
     findings["rows"] = [r for r in findings["rows"] if (r["benchmark"], r["key"]) != ("y", "s2t")]
     findings["rows"][0]["accuracy"] = around(0.6)
+    greedy, ours = (next(row for row in findings["rows"] if row["key"] == key) for key in ("greedy", "futurebridge"))
+    findings["rows"] += [{**greedy, "benchmark": AVERAGE, "accuracy": around(0.656, 0.02), "problems": 800}]
+    findings["rows"] += [{**ours, "benchmark": AVERAGE, "minus_greedy": around(0.31, 0.02), "problems": 800}]
     found = table(render([findings]), "Methods: accuracy, %")
     assert list(found.head) == ["", "x", "y", "average"]
-    assert rows_of(found)["Greedy"] == ["60.0 ▽", "71.2 ▽", "65.6"]
+    assert rows_of(found)["Greedy"] == ["60.0 ▽", "71.2 ▽", "65.6 [63.6, 67.6] ▽"]
     assert rows_of(found)["S2T"] == ["69.0 ▽", "", ""]
     assert rows_of(found)["GRPO"] == ["", "", ""]
+    assert rows_of(table(render([findings]), "Methods on average"))["FutureBridge"][1] == "+31.0 [+29.0, +33.0]"
+    (glance,) = [section for section in render([findings]).sections if section.title == "At a glance"]
+    (items,) = [block for block in glance.blocks if isinstance(block, Items)]
+    assert plain(items.texts[0]).startswith("FutureBridge minus greedy on average: +31.0 [+29.0, +33.0] pp, above 0")
+    assert figures.accuracy(findings) is not None
+
+
+def test_the_average_is_no_cell_of_its_own():
+    findings = tiny(benchmarks=("x", "y"))
+    cells = recipes([findings])[0]
+    findings["rows"] += [{**row, "benchmark": AVERAGE} for row in findings["rows"] if row["benchmark"] == "x"]
+    assert recipes([findings])[0] == cells
+
+
+def test_cells_say_how_many_test_sets_and_models_they_are_of():
+    """As of the demo's worlds: two runs share problems and SLM, the third shares nothing."""
+    runs = []
+    for name, problems, slm in (("tiny", "a", "p"), ("helpful", "b", "q"), ("control", "b", "q")):
+        one = tiny(name)
+        runs.append({**one, "test_sets": {"demo": problems}, "pair": {**one["pair"], "slm_hash": slm}})
+    found = recipes(runs)[1]
+    compared = sum(len(recipe.minus(other)) for recipe in found for other in ("greedy", "direct", "futurebridge"))
+    assert caveats(runs, found) == (
+        "The 12 cells are not independent: they are of 2 test sets and 2 SLMs, one training set and 2 reranker seeds a "
+        f"run. {compared} comparisons, not corrected for their number."
+    )
+    assert "they are of 1 test set and 1 SLM, one" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
 DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"]

@@ -6,6 +6,8 @@ import io
 import itertools
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,7 +18,7 @@ from runs import linked, settings
 from typer.testing import CliRunner
 
 from fb_core import TokenReranker, Verifier, statistics
-from fb_core.calibration import Weights, calibrate, calibrated_target, calibration_terms
+from fb_core.calibration import Calibration, Weights, calibrate, calibrated_target, calibration_terms
 from fb_core.cli import app
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline import advice as advising
@@ -170,7 +172,8 @@ def rolled(problem, correct, sources=None, kind="word", state=0):
 def judged(problem, correct, sources=None, kind="word", **scores):
     """Scores by name, each a list of one [K] a seed."""
     known = {name: [torch.tensor(one) for one in found] for name, found in scores.items()}
-    return Judged(rolled(problem, correct, sources, kind), known)
+    logprob = {f"{name.lower()}_logprob": known[name][0].log_softmax(0) for name in ("SLM", "LLM") if name in known}
+    return Judged(replace(rolled(problem, correct, sources, kind), **logprob), known)
 
 
 STATES = [
@@ -194,21 +197,19 @@ def test_agreement_by_hand():
         "problems": 3,
     }
     # of problem b: (1 over 0) tied, (1 over 3) right, (2 over 0) wrong, (2 over 3) right
-    assert everywhere["pairwise"] == statistics.ratio_interval([2, 2.5, 0], [2, 4, 0])
+    assert everywhere["pairwise"] == statistics.share_interval([2, 2.5, 0], [2, 4, 0])
     assert everywhere["pairwise"].mean == pytest.approx(4.5 / 6)
-    assert everywhere["top1"] == statistics.ratio_interval([2, 0, 0], [2, 1, 1])
-    assert everywhere["top1_mixed"] == statistics.ratio_interval([1, 0, 0], [1, 1, 0])
+    assert everywhere["top1"] == statistics.share_interval([2, 0, 0], [2, 1, 1])
+    assert everywhere["top1_mixed"] == statistics.share_interval([1, 0, 0], [1, 1, 0])
     ours = rows["all", "ours"]  # the mean of two seeds, known at three states
     assert (ours["states"], ours["mixed_states"], ours["pairs"], ours["problems"]) == (3, 1, 2, 2)
-    assert ours["pairwise"] == statistics.ratio_interval([1.5, 0], [2, 0])
-    assert ours["top1"] == statistics.ratio_interval([1.5, 0], [2, 1])
+    assert ours["pairwise"] == statistics.share_interval([1.5, 0], [2, 0])
+    assert ours["top1"] == statistics.share_interval([1.5, 0], [2, 1])
     assert ours["top1_mixed"].mean == 0.5
-    assert ours["top1_minus_slm"] == statistics.paired_ratio_interval(([1.5, 0], [2, 1]), ([2, 0], [2, 1]))
+    assert ours["top1_minus_slm"] == statistics.paired_share_interval([1.5, 0], [2, 0], [2, 1])
     assert ours["top1_minus_llm"].mean == pytest.approx(0.5 / 3)
     assert (everywhere["top1_minus_slm"], rows["all", "LLM"]["top1_minus_llm"]) == (None, None)
-    assert everywhere["top1_minus_llm"] == statistics.paired_ratio_interval(
-        ([2, 0, 0], [2, 1, 1]), ([1, 1, 0], [2, 1, 1])
-    )
+    assert everywhere["top1_minus_llm"] == statistics.paired_share_interval([2, 0, 0], [1, 1, 0], [2, 1, 1])
     assert agreement_rows(STATES, ["ours"]) == [row for row in rows.values() if row["score"] == "ours"]
     alone = rows["digit", "ours"]
     assert (alone["pairwise"], alone["top1_mixed"], alone["top1"].mean) == (None, None, 0.0)
@@ -227,11 +228,11 @@ def test_coverage_by_hand():
     assert [row["pool"] for row in (slm, llm, joint)] == ["SLM", "LLM", "joint"]
     sizes = [(2 + 2 + 3 + 2 + 1) / 5, (1 + 2 + 1 + 2 + 1) / 5, (3 + 4 + 3 + 2 + 2) / 5]
     assert [row["mean_size"] for row in (slm, llm, joint)] == sizes
-    assert slm["coverage"] == statistics.ratio_interval([1, 1, 1], [2, 2, 1])
-    assert llm["coverage"] == statistics.ratio_interval([1, 0, 1], [2, 2, 1])
-    assert joint["coverage"] == statistics.ratio_interval([2, 1, 1], [2, 2, 1])
-    assert slm["coverage_mixed"] == statistics.ratio_interval([1, 1, 0], [2, 1, 0])
-    assert llm["coverage_mixed"] == statistics.ratio_interval([1, 0, 0], [2, 1, 0])
+    assert slm["coverage"] == statistics.share_interval([1, 1, 1], [2, 2, 1])
+    assert llm["coverage"] == statistics.share_interval([1, 0, 1], [2, 2, 1])
+    assert joint["coverage"] == statistics.share_interval([2, 1, 1], [2, 2, 1])
+    assert slm["coverage_mixed"] == statistics.share_interval([1, 1, 0], [2, 1, 0])
+    assert llm["coverage_mixed"] == statistics.share_interval([1, 0, 0], [2, 1, 0])
     assert joint["coverage_mixed"].mean == 1.0
     assert {(row["states"], row["mixed_states"]) for row in (slm, llm, joint)} == {(5, 3)}
     assert coverage_rows([]) == []
@@ -313,57 +314,130 @@ def advised(monkeypatch, run, states, chosen=None):
     return advice(settings() if chosen is None else chosen, run)
 
 
-def states_with(future, large, kind="word", problems=12):
-    """States whose scores order their two candidates rightly in these shares of the problems."""
+def states_with(future, large, kind="word", problems=12, known=1.0, certain=0.0, name="p"):
+    """States whose scores order their two candidates rightly in these shares of the problems.
+
+    The target is known in the first `known` of them; the LLM is as good as certain in the last `certain` of them.
+    """
     found = []
     for place in range(problems):
+        sure = 9.0 if place >= (1 - certain) * problems else 0.1
         scores = {
-            name: [[1.0, 0.0] if place < share * problems else [0.0, 1.0]]
-            for name, share in (("SLM", 0.5), ("LLM", large), ("Direct-B_8", future))
+            score: [[size, 0.0] if place < share * problems else [0.0, size]]
+            for score, share, size in (("SLM", 0.5, 1.0), ("LLM", large, sure), ("Direct-B_8", future, 1.0))
         }
-        found.append(judged(f"p{place}", [True, False], kind=kind, **scores))
+        if place >= known * problems:
+            del scores["Direct-B_8"]
+        found.append(judged(f"{name}{place}", [True, False], kind=kind, **scores))
+    return found
+
+
+def line(said, words):
+    """The one sentence that begins so."""
+    (found,) = [sentence for sentence in said if sentence.startswith(words)]
     return found
 
 
 def test_advice_on_an_inverted_target(monkeypatch, run):
     said = advised(monkeypatch, run, states_with(future=0.0, large=0.5))
-    assert said[0].startswith("Direct-B_8 orders candidates the wrong way round, 0% [0, 0] of pairs")
-    assert "score.future: own" in said[0]
-    assert "train.target: calibrated" in said[0]
+    assert line(said, "Direct-B_8").startswith("Direct-B_8 orders candidates the wrong way round, 0% [0, 24] of pairs")
+    assert line(said, "Direct-B_8").endswith("Do not train on it alone.")
+    assert not [sentence for sentence in said if "future: own" in sentence]  # nothing here is known of that recipe
 
 
-def test_advice_on_a_good_target_and_a_better_one_at_digits(monkeypatch, run):
-    states = states_with(1.0, 0.5) + states_with(0.0, 1.0, kind="digit", problems=2)
-    said = advised(monkeypatch, run, states)
-    assert said[0].startswith("Direct-B_8 orders candidates as their rollouts do, 86% [")
-    assert said[0].endswith("of pairs: the plain recipe can learn.")
-    word, digit = said[1:3]
-    assert word.startswith("At word events (12 held-out states): Direct-B_8 100% [100, 100]")
-    assert word.endswith("Here the future knows more than the LLM.")
-    assert digit.startswith("At digit events (2 held-out states): Direct-B_8 0% [0, 0], the LLM's own score 100%")
-    assert "train.features" in digit
-    assert "evaluate.certainty" in digit
-    assert not [line for line in said if "mark events" in line]
-    assert said[3].endswith("SLM 100.0%, LLM 100.0%, joint 100.0%.")
+def test_every_figure_rests_on_states_of_its_own(monkeypatch, run):
+    """20 digit states of which two have a future: the target is right at both, which is next to nothing."""
+    said = advised(monkeypatch, run, states_with(1.0, 0.3) + states_with(1.0, 0.9, "digit", 20, known=0.1, name="d"))
+    digit = line(said, "At digit events (20 held-out states)")
+    assert "Direct-B_8 100% [34, 100] at the 2 that have it, 55% [" in digit  # and 18 pairs of one half in deployment
+    assert "the LLM's own score 90% [" in digit
+    assert digit.endswith("there the plain recipe decides what it has not learned.")
+    word = line(said, "At word events (12 held-out states)")
+    assert "Direct-B_8 100% [76, 100] at the 12 that have it, 100% [76, 100] in deployment" in word
+    assert "has not learned" not in word
+    assert not re.search(r"\b(\d+)% \[\1, \1\]", " ".join(said))  # nowhere an interval of no width
+
+
+def test_what_is_trained_on_and_what_is_decided_are_told_apart(monkeypatch, run):
+    states = states_with(1.0, 0.5, problems=50, known=0.94)
+    states += states_with(1.0, 0.5, "digit", 36, known=5 / 36)
+    assert advised(monkeypatch, run, states)[0] == (
+        "52 of 86 admitted held-out states (60%) have a usable future: word 47 of 50 (94%), digit 5 of 36 (14%). Of "
+        "the events trained on and of those decided in deployment are: word 90% and 58%, digit 10% and 42%."
+    )
+
+
+@pytest.mark.parametrize(("known", "deployed"), [(1.0, "100% [96, 100]"), (0.5, "75% [66, 82]"), (0.1, "55% [45, 64]")])
+def test_pairs_without_a_future_count_half_in_deployment(monkeypatch, run, known, deployed):
+    said = line(advised(monkeypatch, run, states_with(1.0, 0.5, problems=100, known=known)), "Direct-B_8")
+    assert f", {deployed} at all 100, where the others' pairs count half" in said
+    assert ("is not told from chance in deployment" in said) == (known == 0.1)
+
+
+FEATURES_AND_OVERRIDE = (
+    "Take candidate features with the override (train.features: [slm, llm, in_slm, in_llm, slm_certain, llm_certain], "
+    "evaluate.certainty: 0.6), nothing is better here beyond chance: "
+)
+
+
+def test_features_with_the_override_are_advised_where_the_plain_recipe_has_not_learned(monkeypatch, run):
+    """As at the low quantile of the plans: digits are rarely trained on, and at many of them the LLM is certain."""
+    states = states_with(1.0, 0.6, problems=60, known=0.9)
+    states += states_with(1.0, 1.0, "digit", 40, known=0.1, certain=0.9, name="d")
+    chosen = settings(rollouts={"minimum_mixed": 1000})  # no calibration
+    said = advised(monkeypatch, run, states, chosen)
+    advised_here = line(said, "Take")
+    assert advised_here.startswith(FEATURES_AND_OVERRIDE)
+    gained = re.search(r"([+-]\d+) pp \[([+-]\d+), ([+-]\d+)\] against the plain recipe", advised_here)
+    assert int(gained[1]) == 15  # of 36 of the digits, less half of 6 words
+    assert int(gained[2]) > 0
+    choices = line(said, "Choices that lead to success without later help, at all 100 admitted held-out states of 100")
+    assert "the plain recipe 79% [" in choices  # (54 + 6 / 2 + 4 + 36 / 2) of 100
+    assert "candidate features with the override 9" in choices
+
+
+def test_features_with_the_override_are_not_advised_where_they_do_harm(monkeypatch, run):
+    """A certain LLM that is wrong, and a target that is right."""
+    chosen = settings(rollouts={"minimum_mixed": 1000})
+    said = advised(monkeypatch, run, states_with(1.0, 0.0, problems=60, certain=1.0), chosen)
+    assert line(said, "Take").startswith("Take the plain recipe (no option), better here beyond chance: +100 pp [")
+    few = advised(monkeypatch, run, states_with(1.0, 0.0, problems=2, certain=1.0), chosen)
+    assert line(few, "Take").startswith(FEATURES_AND_OVERRIDE + "-100 pp [")  # two problems decide nothing
+
+
+def test_a_calibration_is_advised_by_the_same_evidence(monkeypatch, run):
+    """The SLM's own score is right where target and LLM are wrong, which the training states' rollouts know."""
+    monkeypatch.setattr(
+        advising, "calibrate", lambda *_, **__: Calibration(Weights(0, 0, 1, 0, 0, 0), 71, 40, 1.0, 0.5)
+    )
+    right = {"SLM": [[1.0, 0.0]], "LLM": [[0.0, 0.1]], "Direct-B_8": [[0.0, 1.0]]}
+    states = [judged(f"p{place}", [True, False], **right) for place in range(40)]
+    said = line(advised(monkeypatch, run, states), "Take")
+    assert said.startswith(
+        "Take the calibrated target with features and override (train.target: calibrated, here of 71 rolled-out "
+        "training states, train.features: ["
+    )
+    assert "better here beyond chance: +100 pp [" in said
+    assert "against candidate features with the override; " in said
 
 
 @pytest.mark.parametrize(("share", "percent"), [(0.5, 50), (5 / 12, 42), (7 / 12, 58)])
 def test_advice_on_an_undecided_target(monkeypatch, run, share, percent):
-    said = advised(monkeypatch, run, states_with(share, 0.5))
-    assert f"is not told from chance, {percent}% [" in said[0]
-    assert said[1].endswith("neither is better beyond chance.")
+    said = line(advised(monkeypatch, run, states_with(share, 0.5)), "Direct-B_8")
+    assert f"is not told from chance in deployment, {percent}% [" in said
 
 
 def test_advice_where_nothing_can_be_compared(monkeypatch, run):
     alike = [judged("a", [True, True], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]], **{"Direct-B_8": [[1.0, 0.0]]})]
-    assert advised(monkeypatch, run, alike)[:2] == [
-        "No held-out state has both a usable future and candidates of different outcome: Direct-B_8 is unknown.",
-        "At word events (1 held-out states) no pair of candidates differs in outcome.",
-    ]
+    said = advised(monkeypatch, run, alike)
+    assert line(said, "No held-out state has both").endswith("Direct-B_8 is unknown.")
+    assert "At word events (1 held-out states) no pair of candidates differs in outcome." in said
     unscored = [judged("a", [True, False], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]])]
     said = advised(monkeypatch, run, unscored)
     assert said[0].startswith("No held-out state has both")
-    assert said[1].startswith("At word events (1 held-out states): Direct-B_8 unknown, the LLM's own score 100%")
+    assert said[1].startswith(
+        "At word events (1 held-out states): Direct-B_8 unknown, the LLM's own score 100% [21, 100], the SLM's 100%"
+    )
     assert len(advised(monkeypatch, run, [])) == 2
 
 
@@ -391,7 +465,9 @@ def test_the_command_shows_agreement_and_advises(run, tmp_path):
     assert "| all | FutureBridge |" in done.stdout
     sentences = [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")]
     assert sentences == advice(settings(), place)
-    assert sentences[0].startswith("Direct-B_8 ")
+    assert sentences[0].startswith("37 of 45 admitted held-out states (82%) have a usable future: ")
+    assert line(sentences, "Direct-B_8 ")
+    assert line(sentences, "Take ")
     assert sentences[-1].startswith("A calibration needs 3 training states")
     rows = {row["score"]: row for row in agreement_rows(judged_states(settings(), place)) if row["kind"] == "all"}
     assert rows["FutureBridge"]["states"] == 45

@@ -1,4 +1,4 @@
-"""Bootstrap intervals and candidate orders against hand-worked numbers."""
+"""Intervals and candidate orders against hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from fb_core import statistics
 from fb_core.statistics import (
     Interval,
+    average_interval,
     coverage,
     interval,
     outcomes_differ,
     paired_interval,
-    paired_ratio_interval,
+    paired_share_interval,
     pairwise_agreement,
     ratio_interval,
+    share_interval,
     top1_success,
 )
 
@@ -77,7 +79,6 @@ def test_two_problems_give_three_ratios() -> None:
 def test_draws_without_a_whole_are_left_out() -> None:
     """The second problem has no pairs: every other draw gives 1/2, and those of the second alone give nothing."""
     assert ratio_interval([2, 0], [4, 0]) == Interval(0.5, 0.5, 0.5)
-    assert paired_ratio_interval(([2, 0], [4, 0]), ([0, 1], [0, 1])) == Interval(-0.5, -0.5, -0.5)
     with pytest.raises(ValueError, match="draw more often"):
         ratio_interval([2, 0], [4, 0], resamples=1, seed=0)  # draws the second problem twice
 
@@ -97,16 +98,134 @@ def test_large_problems_widen_the_interval() -> None:
     assert clustered.high - clustered.low > 5 * (single.high - single.low)
 
 
-def test_pairing_ratios_cancels_what_the_problems_share() -> None:
-    whole = np.arange(1.0, 41.0)
-    right = whole * (np.arange(40) % 2)
-    found = paired_ratio_interval((right, whole), (right, 2 * whole))
-    assert found.mean == ratio_interval(right, whole).mean / 2
-    assert paired_ratio_interval((right, whole), (right, whole)) == Interval(0.0, 0.0, 0.0)
-    better = paired_ratio_interval((right + whole / 4, whole), (right, whole))
-    assert better == pytest.approx((0.25, 0.25, 0.25))
-    worse = paired_ratio_interval((right, whole), (right + whole / 4, whole))
-    assert worse == pytest.approx((-0.25, -0.25, -0.25))
+def test_an_average_is_over_benchmarks_and_draws_inside_them() -> None:
+    """A benchmark of one problem and one of two: the first never changes, the second gives 0, 1/2 or 1."""
+    assert average_interval([[1.0], [True, False]]) == Interval(0.75, 0.5, 1.0)
+    assert average_interval([[1.0], [True, False]], level=0.4) == Interval(0.75, 0.75, 0.75)
+    large, small = np.arange(300) % 3 == 0, [True] * 3
+    assert average_interval([large, small]).mean == pytest.approx((1 / 3 + 1) / 2)  # however many problems
+
+
+def test_an_average_over_one_benchmark_is_its_own_interval() -> None:
+    draw = np.random.default_rng(5)
+    a, b = draw.random(40), draw.random(40)
+    assert average_interval([a]) == interval(a)
+    assert average_interval([a], [b]) == paired_interval(a, b)
+
+
+def test_an_averages_interval_is_that_of_independent_benchmarks() -> None:
+    draw = np.random.default_rng(6)
+    a = [draw.normal(size=n) for n in (400, 100, 50)]
+    found = average_interval(a)
+    half = 1.96 * math.sqrt(sum(one.var() / len(one) for one in a)) / 3
+    assert found.mean == pytest.approx(np.mean([one.mean() for one in a]))
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.1)
+
+
+def test_averages_are_paired_problem_by_problem() -> None:
+    hardness = [np.arange(40.0), np.arange(7.0)]
+    assert average_interval([one + 0.25 for one in hardness], hardness) == Interval(0.25, 0.25, 0.25)
+    apart = average_interval(hardness)
+    assert apart.high - apart.low > 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ([], None, "one benchmark or more, got 0"),
+        ([[1.0]], [], "got 1 and 0"),
+        ([[1.0]], [[1.0], [1.0]], "got 1 and 2"),
+        ([[1.0], [1.0, 0.0]], [[1.0], [1.0]], r"a\[1\] and b\[1\] must be of one length, got 2 and 1"),
+        ([[]], None, "not empty"),
+        ([[math.nan]], None, "must be finite"),
+    ],
+)
+def test_benchmarks_that_do_not_fit_are_named(a: list, b: list | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        average_interval(a, b)
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "low", "high"),
+    [(2, 2, 0.3424, 1.0), (0, 2, 0.0, 0.6576), (8, 10, 0.4902, 0.9433), (50, 100, 0.4038, 0.5962)],
+)
+def test_shares_of_single_trials_are_wilsons(right: int, of: int, low: float, high: float) -> None:
+    outcomes = np.arange(of) < right
+    assert share_interval(outcomes, np.ones(of)) == pytest.approx((right / of, low, high), abs=1e-4)
+
+
+def test_a_problem_is_one_trial_however_many_states_it_has() -> None:
+    single = share_interval([1, 0, 1], [1, 1, 1])
+    assert share_interval([7, 0, 7], [7, 7, 7]) == pytest.approx(single)
+    assert share_interval([1, 0, 1, 0], [1, 1, 1, 0]) == pytest.approx(single)  # one without a state is none
+    uneven = share_interval([90, 1], [90, 10])
+    assert uneven.high - uneven.low > 0.7  # hardly more than one trial
+
+
+def test_shares_cover_the_truth_where_there_are_few() -> None:
+    draw, hits = np.random.default_rng(0), 0
+    for _ in range(1000):
+        states = draw.integers(1, 6, size=8)
+        found = share_interval(draw.binomial(states, 0.9), states)
+        hits += found.low <= 0.9 <= found.high
+    assert hits / 1000 >= 0.94
+
+
+def test_a_difference_of_shares_is_agresti_and_mins() -> None:
+    """10 and 3 discordant of 50: ((10.5 - 3.5) / 52) with the deviation of 14 discordant among 52."""
+    a, b = np.arange(50) < 10, (np.arange(50) >= 10) & (np.arange(50) < 13)
+    centre, deviation = 7 / 52, math.sqrt(14 / 52 - (7 / 52) ** 2) / math.sqrt(52)
+    wanted = (7 / 50, centre - 1.959964 * deviation, centre + 1.959964 * deviation)
+    assert paired_share_interval(a, b, np.ones(50)) == pytest.approx(wanted)
+    mean, low, high = paired_share_interval(b, a, np.ones(50))
+    assert (-mean, -high, -low) == pytest.approx(wanted)
+
+
+def test_two_problems_decide_no_difference() -> None:
+    for right, other in (([1, 1], [0, 0]), ([9, 9], [0, 0])):
+        mean, low, high = paired_share_interval(right, other, np.maximum(right, 1))
+        assert (mean, high) == (1.0, 1.0)
+        assert low < 0
+    none = paired_share_interval([1, 1], [1, 1], [1, 1])
+    assert none.low < -0.4
+    assert none.high > 0.4
+    many = paired_share_interval(np.ones(60), np.zeros(60), np.ones(60))
+    assert many.low > 0.9
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8),
+    st.floats(0.5, 0.99),
+)
+def test_intervals_of_shares_hold_their_mean_inside_their_bounds(rows: list, level: float) -> None:
+    whole = np.array([max(row) for row in rows])
+    a, b = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    if not whole.any():
+        return
+    share, difference = share_interval(a, whole, level=level), paired_share_interval(a, b, whole, level=level)
+    assert 0 <= share.low <= share.mean <= share.high <= 1
+    assert share.low < share.high
+    assert -1 <= difference.low <= difference.mean <= difference.high <= 1
+    assert difference.low < difference.high
+    assert difference.mean == pytest.approx(share_interval(a, whole).mean - share_interval(b, whole).mean)
+
+
+@pytest.mark.parametrize("call", [share_interval, lambda part, whole: paired_share_interval([0, 0], part, whole)])
+@pytest.mark.parametrize(
+    ("part", "whole", "words"),
+    [
+        ([2, 0], [1, 1], "at most its whole, got 2.0 of 1.0 at 0"),
+        ([-1, 0], [1, 1], "must not be negative"),
+        ([0, 0], [0, 0], "must not be 0 everywhere"),
+        ([1], [1, 1], "must be of one length"),
+        ([math.nan, 0], [1, 1], "must be finite"),
+    ],
+)
+def test_bad_shares_are_refused(call: Callable[..., Interval], part: list, whole: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(part, whole)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 95"):
+        share_interval([1], [1], level=95)
 
 
 @given(
@@ -122,8 +241,6 @@ def test_ratio_bounds_hold_and_repeat(pairs: list[tuple[int, int]], seed: int) -
     assert found == ratio_interval(part, whole, resamples=100, seed=seed)
     assert found.mean == sum(part) / sum(whole)
     assert 0 <= found.low <= found.high <= 1
-    paired = paired_ratio_interval((part, whole), (whole, whole), resamples=100, seed=seed)
-    assert paired == pytest.approx(tuple(end - 1 for end in found))
 
 
 @pytest.mark.parametrize(
@@ -142,13 +259,9 @@ def test_ratio_bounds_hold_and_repeat(pairs: list[tuple[int, int]], seed: int) -
 def test_bad_ratios_are_refused(part: list[float], whole: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ratio_interval(part, whole)
-    with pytest.raises(ValueError, match=message):
-        paired_ratio_interval(([1, 1], [1, 1]), (part, whole))
 
 
-def test_ratios_of_other_problems_are_not_paired() -> None:
-    with pytest.raises(ValueError, match="got 1 and 2"):
-        paired_ratio_interval(([1], [1]), ([1, 1], [1, 1]))
+def test_ratios_want_a_resample() -> None:
     with pytest.raises(ValueError, match="resamples"):
         ratio_interval([1], [1], resamples=0)
 
