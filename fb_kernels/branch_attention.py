@@ -99,7 +99,7 @@ def branch_attention_out(
 ) -> None:
     """`branch_attention` into given tensors; every element of both is written, and there is no gradient.
 
-    They share no memory with each other or with an input.
+    The two share no memory with each other or with an input; where they do, that is a ValueError.
 
     Args:
         out: [T, Hq, E] of q's dtype, any strides but those of an expanded tensor.
@@ -137,8 +137,22 @@ def branch_attention_out(
     if lse.dtype != dtype:
         raise checks.error(op, "lse", f"dtype {dtype} for this q", lse, "allocate it in that dtype", TypeError)
     checks.shape(op, "lse", lse, (heads, rows), "[Hq, T]", "allocate one value for each head and row")
-    for name, value in (("out", out), ("lse", lse)):
+    written = (("out", out), ("lse", lse))
+    for name, value in written:
         checks.writable(op, name, value)
+    names = (
+        "q",
+        "k",
+        "v",
+        "prefix_k",
+        "prefix_v",
+        "cu_branch",
+        "cu_group",
+        "prefix_start",
+        "prefix_len",
+        "block_table",
+    )
+    checks.apart(op, written, zip(names, arguments[: len(names)], strict=True))
     if torch.is_grad_enabled():
         for name, given in (("out", out), ("lse", lse), ("q", q), ("k", k), ("v", v)):
             if given is not None and given.requires_grad:

@@ -44,7 +44,7 @@ def branch_attention_qkv(
         v_cache: likewise.
         held: [1] int32 or int64: how many of the cache's first rows count.
         slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
-            may share a slot. None writes nothing.
+            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
         num_heads: Hq, a multiple of Hkv.
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
@@ -92,8 +92,12 @@ def branch_attention_qkv(
     if slots is not None:
         checks.index(op, "slots", slots, like=qkv)
         checks.shape(op, "slots", slots, (rows,), "[N]", "give one slot to each row of qkv")
-        checks.writable(op, "k_cache", k_cache)
-        checks.writable(op, "v_cache", v_cache)
+        caches = (("k_cache", k_cache), ("v_cache", v_cache))
+        for name, cache in caches:
+            checks.writable(op, name, cache)
+        indices = (("positions", positions), ("held", held), ("slots", slots))
+        floats = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+        checks.apart(op, caches, (*floats, *indices))
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if window is not None:
         checks.integer(op, "window", window, "leave it out for full attention", least=1)

@@ -7,6 +7,7 @@ tensors are checked by the CPU implementations (`*_values`); on a device the hos
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
+SEARCH = 10_000  # steps of the search for two places with one address
 
 
 def error(
@@ -96,9 +98,79 @@ def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...
 
 
 def writable(op: str, argument: str, value: Tensor) -> None:
-    """No element stands for several, as in an expanded tensor."""
-    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        raise error(op, argument, "a tensor with a place for every element", "an expanded one", "clone it")
+    """No element stands for several, as in an expanded tensor or in windows that overlap."""
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    if expanded or (_span(value) is not None and _repeats(value)):
+        raise error(op, argument, "a tensor with a place for every element", "one whose elements share", "clone it")
+
+
+def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor | None]]) -> None:
+    """No tensor that is written shares a byte with another argument; elements may lie between another's.
+
+    Host arithmetic on addresses, sizes and strides; tensors without memory, as in tracing, pass.
+    """
+    first = [(name, value, _span(value)) for name, value in written]
+    rest = [(name, value, _span(value)) for name, value in others if value is not None]
+    for place, (name, mine, here) in enumerate(first):
+        for other, theirs, there in (*first[place + 1 :], *rest):
+            if here and there and here[0] < there[1] and there[0] < here[1] and _overlap(mine, theirs):
+                raise error(op, name, f"memory of its own, apart from {other}", "tensors that overlap", "clone one")
+
+
+def _span(value: Tensor) -> tuple[int, int] | None:
+    """The address of a tensor's first byte and that behind its last; None where it has no elements or no memory."""
+    if torch.compiler.is_compiling() or type(value) not in (Tensor, torch.nn.Parameter) or not value.numel():
+        return None
+    try:
+        address = value.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (address, address + (last + 1) * value.element_size()) if address else None
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a byte: some difference of two places makes up for the distance of their beginnings."""
+    bounds: dict[int, list[int]] = {}  # stride in bytes: least and largest difference of the two places
+    for value, end in ((other, 0), (one, 1)):
+        size = value.element_size()
+        strides = (*(stride * size for stride in value.stride()), 1)
+        for stride, length in zip(strides, (*value.shape, size), strict=True):
+            bounds.setdefault(stride, [0, 0])[end] += (length - 1) * (1 if end else -1)
+    terms = sorted(((stride, low, high) for stride, (low, high) in bounds.items()), reverse=True)
+    return _reaches(terms, other.data_ptr() - one.data_ptr())
+
+
+def _repeats(value: Tensor) -> bool:
+    """Whether two places of a tensor are one: apart by at least 1 in the outermost dimension in which they differ."""
+    terms = sorted(((stride, size - 1) for size, stride in zip(value.shape, value.stride(), strict=True)), reverse=True)
+    inner = [sum(stride * most for stride, most in terms[place + 1 :]) for place in range(len(terms))]
+    return any(
+        _reaches([(stride, 1, most), *((within, -times, times) for within, times in terms[place + 1 :])], 0)
+        for place, (stride, most) in enumerate(terms)
+        if most and stride <= inner[place]
+    )
+
+
+def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | None = None) -> bool:
+    """Whether strides, each times a number within its two bounds, add up to the goal; taken for true where it is hard.
+
+    Args:
+        terms: (stride, least, most), the largest stride first.
+        goal: the sum.
+        left: steps of the search that may still be made.
+    """
+    left = [SEARCH] if left is None else left
+    left[0] -= 1
+    if left[0] < 0 or not terms:
+        return left[0] < 0 or goal == 0
+    (stride, low, high), rest = terms[0], terms[1:]
+    if stride == 0:
+        return _reaches(rest, goal, left)
+    least = sum(inner * bound for inner, bound, _ in rest)
+    most = sum(inner * bound for inner, _, bound in rest)
+    times = range(max(low, -((most - goal) // stride)), min(high, (goal - least) // stride) + 1)
+    return any(_reaches(rest, goal - stride * number, left) for number in times)
 
 
 def integer(op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None) -> None:

@@ -41,7 +41,8 @@ def qk_norm_rope(
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
         kv_out: (k_cache[slots, Hkv, E], v_cache[slots, Hkv, E], slot[T]): k and v are also written to their slots, the
-            only writes to an argument; rows with a negative slot are not written. No two rows may share a slot.
+            only writes to an argument; rows with a negative slot are not written. No two rows may share a slot, and the
+            caches no memory with each other or another argument.
 
     Returns:
         (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients reach
@@ -94,6 +95,12 @@ def qk_norm_rope(
     checks.shape(op, "kv_out", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
     checks.index(op, "kv_out", slot, like=qkv)
     checks.shape(op, "kv_out", slot, (rows,), "[T]", "give one slot to each row of qkv")
+    inputs = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+    checks.apart(
+        op,
+        (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
+        (*inputs, ("positions", positions), ("kv_out[2]", slot)),
+    )
     given = (qkv, q_weight, k_weight, k_cache, v_cache)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in given):
         raise checks.error(

@@ -39,7 +39,7 @@ class Case:
                 found[name] = value
         return found
 
-    def given(self, **changes: Any) -> dict[str, Any]:
+    def changed(self, **changes: Any) -> dict[str, Any]:
         """The arguments with others in their places; names with a dot reach inside."""
         built = dict(self.arguments)
         for name, value in changes.items():
@@ -55,7 +55,7 @@ class Case:
 
     def run(self, **changes: Any) -> list[Tensor]:
         """What it returns, then what it wrote."""
-        built = self.given(**changes)
+        built = self.changed(**changes)
         out = self.function(**built)
         results = [] if out is None else [out] if isinstance(out, Tensor) else list(out)
         now = Case(self.op, built).tensors

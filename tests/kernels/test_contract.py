@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
+import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from cases import NAMES, Case, case
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fb_kernels
-from fb_kernels import backend
+from fb_kernels import backend, checks
 from fb_kernels.testing import poison_
 
-BACKENDS = ("reference", "auto", "triton")  # auto: what is compiled for CPU tensors
+BACKENDS = ("reference", "auto", pytest.param("triton", marks=pytest.mark.slow))  # auto: what is compiled for the CPU
 PAD = 5
 
 
@@ -79,12 +86,12 @@ def test_every_op_has_a_case() -> None:
     assert {case(name).op for name in NAMES} == functions
 
 
-def relaid(given: Case, which: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def relaid(example: Case, which: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Each tensor in each layout; where calls take long, as in the interpreter, all tensors in one."""
     if which == "triton":
-        yield ROUGH, {name: LAYOUTS[ROUGH](x) for name, x in given.tensors.items()}
+        yield ROUGH, {name: LAYOUTS[ROUGH](x) for name, x in example.tensors.items()}
         return
-    for name, x in given.tensors.items():
+    for name, x in example.tensors.items():
         for layout, lay in LAYOUTS.items():
             yield f"{name}, {layout}", {name: lay(x)}
 
@@ -98,23 +105,24 @@ def compact(views: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("kernels")
 def test_any_strides(name: str, which: str) -> None:
     for what, views in relaid(case(name), which):
-        given = case(name)
+        example = case(name)
         before = [outside(view) for view in views.values()]
-        if any(argument in given.written and 0 in view.stride() for argument, view in views.items()):
-            with pytest.raises(ValueError, match=rf"^{given.op}: {what[:5]}.*; clone it$"):
-                given.run(**views)
+        if any(argument in example.written and 0 in view.stride() for argument, view in views.items()):
+            shown = re.split("[.,]", what)[0]
+            with pytest.raises(ValueError, match=rf"^{example.op}: {shown}.*; clone it$"):
+                example.run(**views)
             continue
         expected = outcome(lambda views=views: case(name).run(**compact(views)))
-        assert_same(outcome(lambda given=given, views=views: given.run(**views)), expected, what)
+        assert_same(outcome(lambda example=example, views=views: example.run(**views)), expected, what)
         after = [outside(view) for view in views.values()]
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
-def gradients(given: Case, changes: dict[str, Tensor], upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def gradients(example: Case, changes: dict[str, Tensor], upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """The gradients to all arguments that have one, from values laid out by `upstream`."""
-    leaves = {name: changes.get(name, given.tensors[name]).detach().requires_grad_() for name in given.gradients}
-    results = given.run(**changes | leaves)
-    outputs = [results[place] for place in given.outputs]
+    leaves = {name: changes.get(name, example.tensors[name]).detach().requires_grad_() for name in example.gradients}
+    results = example.run(**changes | leaves)
+    outputs = [results[place] for place in example.outputs]
     grads = [upstream(torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)) for x in outputs]
     return list(torch.autograd.grad(outputs, list(leaves.values()), grads))
 
@@ -123,12 +131,119 @@ def gradients(given: Case, changes: dict[str, Tensor], upstream: Callable[[Tenso
 @pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
 @pytest.mark.usefixtures("kernels")
 def test_any_strides_in_gradients(name: str, which: str) -> None:
-    given = case(name)
-    for what, views in relaid(given, which):
+    example = case(name)
+    for what, views in relaid(example, which):
         if all(view.is_floating_point() for view in views.values()) or which == "triton":
-            expected = gradients(given, compact(views), torch.clone)
-            assert_same(gradients(given, views, torch.clone), expected, what)
+            expected = gradients(example, compact(views), torch.clone)
+            assert_same(gradients(example, views, torch.clone), expected, what)
     for layout in (ROUGH, "expanded") if which == "triton" else LAYOUTS:
         lay = LAYOUTS[layout]
-        expected = gradients(given, {}, lambda x, lay=lay: lay(x).contiguous().clone())
-        assert_same(gradients(given, {}, lay), expected, f"gradient of the result, {layout}")
+        expected = gradients(example, {}, lambda x, lay=lay: lay(x).contiguous().clone())
+        assert_same(gradients(example, {}, lay), expected, f"gradient of the result, {layout}")
+
+
+WRITING = [
+    (name, argument, other)
+    for name in NAMES
+    for place, argument in enumerate(case(name).written)
+    for other in case(name).tensors
+    if other not in case(name).written[: place + 1]
+]
+
+
+def beside(x: Tensor, y: Tensor, start: int, pitch: int | None = None) -> tuple[Tensor, Tensor]:
+    """Both in one buffer, y from byte `start` on; with a pitch, so many bytes from element to element."""
+    buffer = torch.zeros(2 * (x.numel() + y.numel() + 1) * 16, dtype=torch.uint8)
+    views = []
+    for value, first in ((x, 0), (y, start)):
+        size = value.element_size()
+        flat = buffer[first:][: (len(buffer) - first) // 8 * 8].view(value.dtype)[:: (pitch or size) // size]
+        views.append(flat[: value.numel()].unflatten(0, value.shape) if value.ndim else flat[0])
+    return views[0].copy_(x), views[1].copy_(y)
+
+
+@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
+def test_what_is_written_overlaps_nothing(name: str, argument: str, other: str) -> None:
+    example = case(name)
+    x, y = example.tensors[argument], example.tensors[other]
+    for start in (0, (x.nbytes - 1) // 8 * 8):  # the last element is enough
+        one, two = beside(x, y, start)
+        before = one.clone()
+        with pytest.raises(
+            ValueError, match=rf"^{example.op}: .*memory of its own, apart from .*; clone one$"
+        ) as raised:
+            example.run(**{argument: one, other: two})
+        inner, outer = (
+            n if n.startswith("state") else n.replace(".", "[") + "]" * ("." in n) for n in (argument, other)
+        )
+        assert f"{example.op}: {inner}: " in str(raised.value)
+        assert f"apart from {outer}," in str(raised.value)
+        torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
+def test_what_is_written_may_lie_between_other_elements(name: str, argument: str, other: str) -> None:
+    example = case(name)
+    one, two = beside(example.tensors[argument], example.tensors[other], 8, pitch=16)
+    expected = case(name).run()
+    mine = example.run(**{argument: one, other: two})
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+LAID = st.tuples(
+    st.sampled_from([torch.float16, torch.int32, torch.float64]),
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24])), max_size=3),
+    st.integers(0, 40),
+)
+
+
+def addresses(x: Tensor) -> list[int]:
+    """Of each byte of each element."""
+    places = itertools.product(*map(range, x.shape))
+    first = [x.data_ptr() + sum(map(operator.mul, place, x.stride())) * x.element_size() for place in places]
+    return [address + byte for address in first for byte in range(x.element_size())]
+
+
+@settings(max_examples=300)
+@given(one=LAID, other=LAID)
+def test_overlaps_are_found_as_by_counting(one: tuple, other: tuple) -> None:
+    buffer = torch.zeros(1000, dtype=torch.float64)
+    x, y = (
+        buffer.view(dtype).as_strided([n for n, _ in dims], [step for _, step in dims], start)
+        for dtype, dims, start in (one, other)
+    )
+    mine, theirs = addresses(x), addresses(y)
+
+    def refused(check: Callable[..., None], *arguments: Any) -> bool:
+        try:
+            check("op", *arguments)
+        except ValueError:
+            return True
+        return False
+
+    assert refused(checks.apart, [("x", x)], [("y", y)]) == bool(set(mine) & set(theirs))
+    assert refused(checks.writable, "x", x) == (len(set(mine)) < len(mine))
+
+
+def test_caches_of_one_buffer_are_apart() -> None:
+    """As engines lay them out: side by side in a slot, in a head, or one behind the other."""
+    buffer = torch.zeros(64, 2, 4, 16)
+    for k, v in (
+        buffer.unbind(1),
+        buffer.split(8, -1),
+        buffer.split(2, 2),
+        buffer.split(32),
+        (buffer[::2], buffer[1::2]),
+    ):
+        checks.apart("op", [("k", k), ("v", v)], [])
+    with pytest.raises(ValueError, match=r"op: k: .* apart from v"):
+        checks.apart("op", [("k", buffer[:33]), ("v", buffer[32:])], [])
+
+
+def test_tensors_without_memory_pass() -> None:
+    meta = torch.zeros(3, device="meta")
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    for x in (meta, fake, torch.zeros(0)):
+        checks.apart("op", [("x", x), ("y", x)], [("z", x)])
+        checks.writable("op", "x", x)
