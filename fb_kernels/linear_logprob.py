@@ -123,9 +123,10 @@ def linear_logprob_partials(
 
     Returns:
         (max, sum of exp(logit - max), target's logit or -inf where it lies in another shard), each of target's shape,
-        float32 (float64 for float64 input). Ignored rows are (-inf, 0, -inf). Gradients flow through the second and
-        third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a ValueError, on
-        a device its target logit is NaN in every shard.
+        float32 (float64 for float64 input). The sum is 1 or more wherever the shard has a logit, also where all are
+        -inf; it is 0 in an empty shard and in ignored rows, which are (-inf, 0, -inf). Gradients flow through the
+        second and third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a
+        ValueError, on a device its target logit is NaN in every shard.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -150,8 +151,8 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
         target_logit: [S, N] like max.
 
     Returns:
-        (log-prob[N], lse[N]); rows that are empty in every shard (ignored ones) give 0. Gradients reach sumexp and
-        target_logit.
+        (log-prob[N], lse[N]) as `linear_logprob` has them; rows whose sumexp is 0 in every shard (ignored ones) give 0.
+        Gradients reach sumexp and target_logit.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -290,12 +291,13 @@ def _save_combine(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ..
 
 
 def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    top, _, target_logit, lse = ctx.saved_tensors
-    counted = (top != -torch.inf).any(0)
+    top, sumexp, target_logit, lse = ctx.saved_tensors
+    counted = (sumexp != 0).any(0)
     on_lse = torch.where(counted, grad_lse - grad_logprob, 0.0)
+    share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows that nobody asks about stay out
     shard = torch.arange(top.shape[0], device=top.device)[:, None]
     owner = shard == (target_logit.argmax(0) if top.shape[0] else shard)  # [S, N]
-    return None, on_lse * torch.exp(top - lse), torch.where(owner & counted, grad_logprob, 0.0)
+    return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
 
 
 differentiate("linear_logprob", setup_context=_save, backward=_backward)
