@@ -31,7 +31,8 @@ def branch_attention_qkv(
     """Attention of rows that are each one more token behind one sequence: the next token, or candidates for it.
 
     `qk_norm_rope` and, for one group of one-token branches over k_cache[:held], `branch_attention` in one: every row
-    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows.
+    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows. torch.autocast casts
+    nothing here, as in torch's operations in place.
 
     Args:
         qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.

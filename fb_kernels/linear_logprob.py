@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import linear_logprob as reference
 
@@ -59,7 +59,8 @@ def linear_logprob(
     """Compute log softmax(hidden @ weight.T)[target], with the logits never in memory as a whole.
 
     logit = softcap * tanh((logit_scale * hidden . weight_v + bias_v) / softcap) / temperature, in this order and in
-    float32 (float64 for float64 input).
+    float32 (float64 for float64 input). Under torch.autocast hidden, weight and bias are cast to its dtype first, as
+    `torch.nn.functional.linear` casts them (float64 stays).
 
     Args:
         hidden: [..., D] float.
@@ -84,6 +85,7 @@ def linear_logprob(
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob"
+    hidden, weight, bias = autocast.lowered(hidden, weight, bias)
     _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
     if valid_vocab is not None:
         checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
@@ -109,6 +111,8 @@ def linear_logprob_partials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One vocabulary shard's share of `linear_logprob`; shards may be uneven or empty.
 
+    Under torch.autocast hidden, weight_shard and bias are cast as in `linear_logprob`.
+
     Args:
         hidden: [..., D] float, the same in every shard.
         weight_shard: [Vs, D]: rows vocab_start to vocab_start + Vs of the LM head.
@@ -133,6 +137,7 @@ def linear_logprob_partials(
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob_partials"
+    hidden, weight_shard, bias = autocast.lowered(hidden, weight_shard, bias)
     _check(op, "weight_shard", hidden, weight_shard, target, bias, logit_scale, softcap, temperature, ignore_index)
     checks.integer(op, "vocab_start", vocab_start, "count the shard's first id from 0", least=0)
     if valid_vocab is not None:
@@ -144,6 +149,8 @@ def linear_logprob_partials(
 
 def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the partials of S shards in their order.
+
+    Under torch.autocast float tensors of several dtypes are cast to the widest of them (float64 stays).
 
     Args:
         max: [S, N] float32 or float64, as from `linear_logprob_partials`.
@@ -159,6 +166,7 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
         ValueError: shapes or devices that differ.
     """
     op = "combine_logprob_partials"
+    max, sumexp, target_logit = autocast.promoted(max, sumexp, target_logit)
     checks.floating(op, "max", max)
     if max.dtype != reference.accumulation_dtype(max.dtype):
         remedy = "pass the partials as they come"

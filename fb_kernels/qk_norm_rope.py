@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import qk_norm_rope as reference
 
@@ -28,7 +28,9 @@ def qk_norm_rope(
     """Split qkv into heads, RMS-norm those of q and k where a weight is given (Qwen3), and rotate them.
 
     x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1) over the two halves of a head, as in Hugging
-    Face's models; in float32 (float64 for float64 input), rounded once.
+    Face's models; in float32 (float64 for float64 input), rounded once. Under torch.autocast qkv and weights of several
+    dtypes are cast to the widest of them (float64 stays); with kv_out nothing is cast, as in torch's
+    operations in place.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
@@ -54,6 +56,9 @@ def qk_norm_rope(
         ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
     """
     op = "qk_norm_rope"
+    if kv_out is None:
+        qkv, q_weight, k_weight = autocast.promoted(qkv, q_weight, k_weight)
+        cos, sin = autocast.promoted(cos, sin)
     checks.floating(op, "qkv", qkv)
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, qkv)

@@ -123,7 +123,8 @@ def gradients(example: Case, changes: dict[str, Tensor], upstream: Callable[[Ten
     leaves = {name: changes.get(name, example.tensors[name]).detach().requires_grad_() for name in example.gradients}
     results = example.run(**changes | leaves)
     outputs = [results[place] for place in example.outputs]
-    grads = [upstream(torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)) for x in outputs]
+    ramps = [torch.linspace(-1, 2 + place, x.numel(), dtype=x.dtype) for place, x in enumerate(outputs)]
+    grads = [upstream(ramp.view(x.shape)) for ramp, x in zip(ramps, outputs, strict=True)]
     return list(torch.autograd.grad(outputs, list(leaves.values()), grads))
 
 
@@ -247,3 +248,51 @@ def test_tensors_without_memory_pass() -> None:
     for x in (meta, fake, torch.zeros(0)):
         checks.apart("op", [("x", x), ("y", x)], [("z", x)])
         checks.writable("op", "x", x)
+
+
+PRODUCTS = {"branch_attention", "linear_logprob", "linear_logprob_partials", "skinny_linear"}
+OWN_DTYPE = {"lse_a", "lse_b", "cos", "sin", "threshold", "entropy"}  # whatever the others have
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_casts_as_torch_does(name: str) -> None:
+    """Products in the region's dtype, others in the widest, nothing where an argument is written."""
+    op, arguments = case(name).op, case(name).tensors
+    floats = [name for name, x in arguments.items() if x.is_floating_point() and name not in OWN_DTYPE]
+    given = {name: arguments[name].to([torch.bfloat16, torch.float32][place % 2]) for place, name in enumerate(floats)}
+    wide = max((x.dtype for x in given.values()), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    cast = {name: x.to(torch.bfloat16 if op in PRODUCTS else wide) for name, x in given.items()}
+    if len(floats) > 1 and op != "candidate_head":  # whose weights may be float32
+        refusal = pytest.raises(TypeError, match=rf"^{op}: .*expected dtype .*, got b?float.*; ")
+        with refusal:
+            case(name).run(**given)
+        if op.endswith(("_out", "_qkv")) or case(name).written:
+            with torch.autocast("cpu", dtype=torch.bfloat16), refusal:
+                case(name).run(**given)
+            return
+    expected = case(name).run(**cast)
+    double = {name: x.double() for name, x in arguments.items() if x.is_floating_point()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine = case(name).run(**given)
+        assert torch.float32 not in {x.dtype for x in case(name).run(**double)}
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
+def test_gradients_of_autocast_reach_the_tensors_given(name: str) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(case(name), {}, torch.clone)
+    for grad, expected in zip(found, gradients(case(name), {}, torch.clone), strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_autocast_compiles() -> None:
+    given = case("linear_logprob").arguments
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return fb_kernels.linear_logprob(hidden, weight, given["target"])
+
+    tensors = given["hidden"].bfloat16(), given["weight"]
+    assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), loss(*tensors))
