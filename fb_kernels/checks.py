@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
@@ -218,11 +219,13 @@ def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int
 
 
 def no_grad(op: str, **tensors: Tensor | None) -> None:
-    """No tensor asks for a gradient that the op does not have."""
-    if not torch.is_grad_enabled():
-        return
+    """No tensor asks for a gradient that the op does not have, backward or forward."""
     for argument, value in tensors.items():
-        if value is not None and value.requires_grad:
+        if value is None:
+            continue
+        if torch.is_grad_enabled() and value.requires_grad:
             raise error(
                 op, argument, "a tensor that requires no grad", "one that does", "call it under torch.no_grad()"
             )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise error(op, argument, "a tensor without a tangent", "a dual one", "pass it with .detach()")

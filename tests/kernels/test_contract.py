@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fb_kernels
 from fb_kernels import backend, checks
@@ -296,3 +297,67 @@ def test_autocast_compiles() -> None:
 
     tensors = given["hidden"].bfloat16(), given["weight"]
     assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), loss(*tensors))
+
+
+DIFFERENTIABLE = [name for name in NAMES if case(name).gradients]
+
+
+def loss_of(example: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A scalar of the results that carry gradients, and the tensors that it is a function of."""
+    weights = [torch.linspace(1, 2 + place, x.numel()).view(x.shape) for place, x in enumerate(example.run())]
+
+    def loss(*values: Tensor) -> Tensor:
+        results = example.run(**dict(zip(example.gradients, values, strict=True)))
+        return torch.stack([(results[place] * weights[place]).sum() for place in example.outputs]).sum()
+
+    return loss, [example.tensors[name] for name in example.gradients]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_by_transforms(name: str) -> None:
+    """torch.func.grad, and vmap of it for the gradients of each sample, are what autograd says."""
+    loss, values = loss_of(case(name))
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    grad = torch.func.grad(loss, argnums=tuple(range(len(values))))
+    torch.testing.assert_close(grad(*values), expected)
+    samples = torch.func.vmap(grad)(*(torch.stack((2 * x, x)) for x in values))
+    torch.testing.assert_close(tuple(x[1] for x in samples), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_is_a_loop(name: str) -> None:
+    example, expected = case(name), case(name).run()
+    changing = next(n for n in example.tensors if n not in example.written)
+    x = example.tensors[changing]
+
+    def run(value: Tensor) -> tuple[Tensor, ...]:
+        return tuple(example.run(**{changing: value}))
+
+    if example.written or example.op == "branch_attention_qkv":
+        with pytest.raises(NotImplementedError, match=rf"^{example.op}.*: expected .*, got .*; loop over the calls$"):
+            torch.func.vmap(run)(torch.stack((x, x)))
+    else:
+        torch.testing.assert_close([y[1] for y in torch.func.vmap(run)(torch.stack((x, x)))], expected)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_no_tangent_is_lost(name: str) -> None:
+    loss, values = loss_of(case(name))
+    refusal = pytest.raises(NotImplementedError, match=rf"^{case(name).op}: expected .* reverse, got forward mode; use")
+    with refusal:
+        torch.func.jvp(loss, tuple(values), tuple(values))
+    with refusal, forward_ad.dual_level():
+        loss(*(forward_ad.make_dual(x, x) for x in values))
+    if not hasattr(torch.ops.fb, f"{case(name).op}_backward"):
+        return  # its gradient is made of torch's operations, which have their own
+    with pytest.raises(NotImplementedError, match=rf"^{case(name).op}: only first derivatives exist; "):
+        torch.func.jacrev(torch.func.grad(loss))(*values)
+
+
+def test_no_tangent_is_lost_where_there_is_no_gradient() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"^skinny_linear: x: expected a tensor without a tangent, got a dual one; "):
+        torch.func.jvp(lambda x: fb_kernels.skinny_linear(x, weight), (x,), (x,))
