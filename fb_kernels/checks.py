@@ -6,7 +6,7 @@ tensors are checked by the CPU implementations (`*_values`); on a device the hos
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -17,14 +17,18 @@ from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
+LARGEST = torch.iinfo(torch.int64).max
+DENSE = "convert it with .to_dense(), or .to_padded_tensor() if it is nested"
 SEARCH = 10_000  # steps of the search for two places with one address
 
 
 def error(
     op: str, argument: str, expected: str, got: object, remedy: str, kind: type[Exception] = ValueError
 ) -> Exception:
-    """The exception for a bad argument; a Tensor in `got` is described by dtype, shape and device."""
+    """The exception for a bad argument; `got` is shown as it is, a tensor described, a huge int by its size."""
     shown = describe(got) if isinstance(got, Tensor) else got
+    if isinstance(got, int) and not -LARGEST <= got <= LARGEST:
+        shown = f"an int of {got.bit_length()} bits"
     return kind(f"{op}: {argument}: expected {expected}, got {shown}; {remedy}")
 
 
@@ -37,8 +41,8 @@ def is_tensor(op: str, argument: str, value: object) -> None:
     """A torch tensor, which may have any strides but is not sparse."""
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
-    if value.layout != torch.strided:
-        raise error(op, argument, "a dense tensor", str(value.layout), "convert it with .to_dense()")
+    if value.layout != torch.strided or value.is_nested:
+        raise error(op, argument, "a dense tensor", f"one of {value.layout}" + ", nested" * value.is_nested, DENSE)
 
 
 def floating(op: str, argument: str, value: object, like: Tensor | None = None) -> None:
@@ -175,8 +179,10 @@ def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | Non
 
 
 def integer(op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None) -> None:
-    """An int from `least` to `most`."""
+    """An int from `least` to `most`, or what 64 bits hold."""
     kind = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if kind and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        raise error(op, argument, "an int that 64 bits hold", value, remedy)
     if not kind or (least is not None and value < least) or (most is not None and value > most):
         expected = "an int" if least is None else f"an int of {least} or more"
         expected = expected if most is None else f"an int from {least} to {most}"
@@ -189,7 +195,7 @@ def number(op: str, argument: str, value: Any, remedy: str, expected: str = "a f
     """A finite int or float."""
     if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
         raise error(op, argument, expected, type(value).__name__, "convert it with float()", TypeError)
-    if not -math.inf < value < math.inf:
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise error(op, argument, expected, value, remedy)
 
 

@@ -56,7 +56,8 @@ def compatibility_targets(
     checks.floating(op, "logprob", logprob)
     checks.shape(op, "logprob", logprob, (None, None), "[N, H]", "flatten it to one row a candidate")
     checks.offsets(op, "cu_group", cu_group, like=logprob)
-    if not isinstance(horizons, Sequence) or not all(isinstance(horizon, int | torch.SymInt) for horizon in horizons):
+    ints = isinstance(horizons, Sequence) and all(isinstance(horizon, int | torch.SymInt) for horizon in horizons)
+    if not ints or any(isinstance(horizon, bool) for horizon in horizons):
         raise checks.error(op, "horizons", "a sequence of ints", horizons, "pass a list such as [32, 128]", TypeError)
     if not horizons:
         raise checks.error(op, "horizons", "at least one horizon", horizons, "pass [H] for the whole future")

@@ -44,7 +44,7 @@ class Case:
         built = dict(self.arguments)
         for name, value in changes.items():
             outer, _, inner = name.partition(".")
-            whole = built[outer]
+            whole = built.get(outer)
             if isinstance(whole, DecodeState) and inner:
                 built[outer] = whole._replace(**{inner: value})
             elif inner:
