@@ -104,6 +104,8 @@ def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...
 
 def writable(op: str, argument: str, value: Tensor) -> None:
     """No element stands for several, as in an expanded tensor or in windows that overlap."""
+    if value.is_contiguous():
+        return
     expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
     if expanded or (_span(value) is not None and _repeats(value)):
         raise error(op, argument, "a tensor with a place for every element", "one whose elements share", "clone it")
@@ -124,14 +126,18 @@ def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple
 
 def _span(value: Tensor) -> tuple[int, int] | None:
     """The address of a tensor's first byte and that behind its last; None where it has no elements or no memory."""
-    if torch.compiler.is_compiling() or type(value) not in (Tensor, torch.nn.Parameter) or not value.numel():
+    if type(value) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return None
     try:
         address = value.data_ptr()
     except RuntimeError:  # inside a transform of torch.func
         return None
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (address, address + (last + 1) * value.element_size()) if address else None
+    if not address or not (size := value.nbytes):
+        return None
+    if not value.is_contiguous():
+        last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+        size = (last + 1) * value.element_size()
+    return address, address + size
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
