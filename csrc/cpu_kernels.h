@@ -363,7 +363,7 @@ INLINE void blocks(const Layout& layout, int64_t kv_heads, int64_t repeat, unsig
     for (int64_t row = first; row < last && well; row += most)
       for (int64_t head = 0; head < kv_heads; ++head)
         well &= body(row, last - row < most ? last - row : most, head, layout.start[g], layout.length[g]);
-    std::memset(done + first, well, last - first);
+    if (first < last) std::memset(done + first, well, last - first);  // of no rows there is no memory
   }
 }
 

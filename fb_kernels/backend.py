@@ -8,6 +8,9 @@ the reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
 stem.
+
+Under the transforms of torch.func the operators go by way of a `torch.autograd.Function`: grad, vjp, jacrev and vmap
+work (vmap as a loop); forward mode and ops that write to an argument are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from fb_kernels import cpu, cuda
 
@@ -54,8 +57,8 @@ def define(
     triton: bool = False,
     compiled: bool = False,
     cpu: bool = False,
-) -> OpOverload:
-    """Define `fb::<name><signature>`, attach its implementations and its fake, and return the overload to call.
+) -> Callable:
+    """Define `fb::<name><signature>`, attach its implementations and its fake, and return what calls it.
 
     Args:
         name: the operator's name.
@@ -74,18 +77,67 @@ def define(
     for device in ("cpu", "cuda"):
         LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, own, device), device), device.upper())
     torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fb, name).default
+    op = getattr(torch.ops.fb, name).default
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or not _transformed():
+            return op(*arguments)
+        if op._schema.is_mutable:
+            raise NotImplementedError(
+                f"{name}: expected a call outside torch.func and forward-mode differentiation, since it writes to an "
+                "argument, got one inside; loop over the calls"
+            )
+        return _functions[name].apply(*arguments) if name in _functions else op(*arguments)
+
+    return call
 
 
 def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> None:
     """Attach the gradient of `fb::<name>`; where it is an op, `fb::<name>_backward`, that one has none."""
     torch.library.register_autograd(f"fb::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+    _functions[name] = _function(name, name, setup_context, backward)
     if hasattr(torch.ops.fb, f"{name}_backward"):
 
         def refuse(*_: Any) -> None:
             raise NotImplementedError(f"{name}: only first derivatives exist; call it without create_graph=True")
 
         torch.library.register_autograd(f"fb::{name}_backward", refuse, lib=LIBRARY)
+        _functions[f"{name}_backward"] = _function(name, f"{name}_backward", lambda *_: None, refuse)
+
+
+_functions: dict[str, type[torch.autograd.Function]] = {}  # by operator
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way, which the operators know not."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
+    """The operator `name` of `op` with its gradient, for the transforms of torch.func; none forward."""
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return getattr(torch.ops.fb, name).default(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+            setup(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradient(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *_: Any) -> Any:
+            raise NotImplementedError(
+                f"{op}: expected differentiation in reverse, got forward mode; use torch.func.grad, vjp or jacrev"
+            )
+
+    return Transformed
 
 
 def chosen(stem: str, device: str) -> tuple[str, str]:

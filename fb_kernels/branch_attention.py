@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import branch_attention as reference
 from fb_kernels.reference.linear_logprob import accumulation_dtype
@@ -39,6 +39,8 @@ def branch_attention(
     of P keys and the branch's rows 0 to i. Slice key j is at position j, row i at P + i; with a window only keys with
     0 <= pos_q - pos_k < window count. out = softmax(s) v with s = scale q . k, or softcap tanh(scale q . k / softcap),
     accumulated in float32 (float64 for float64 input). A whole trajectory is a group of one branch with prefix_len 0.
+    Under torch.autocast q, k, v and the prefix are cast to its dtype first, as scaled_dot_product_attention casts them
+    (float64 stays).
 
     Args:
         q: [T, Hq, E] float; any strides.
@@ -71,6 +73,7 @@ def branch_attention(
         TypeError: an argument of the wrong kind or dtype; float8 prefixes are not supported.
         ValueError: a wrong shape, device or value, or a prefix that requires grad (detach it).
     """
+    q, k, v, prefix_k, prefix_v = autocast.lowered(q, k, v, prefix_k, prefix_v)
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     options = (max_branch_len, max_prefix_len, window, scale, softcap)
     out, lse = _branch_attention(*_arguments("branch_attention", q, k, v, prefix_k, prefix_v, layout, options))
@@ -99,7 +102,8 @@ def branch_attention_out(
 ) -> None:
     """`branch_attention` into given tensors; every element of both is written, and there is no gradient.
 
-    They share no memory with each other or with an input.
+    out and lse share no memory with each other or with an input; where they do, that is a ValueError. torch.autocast
+    casts nothing here, as with `out=` of torch's own functions.
 
     Args:
         out: [T, Hq, E] of q's dtype, any strides but those of an expanded tensor.
@@ -137,8 +141,22 @@ def branch_attention_out(
     if lse.dtype != dtype:
         raise checks.error(op, "lse", f"dtype {dtype} for this q", lse, "allocate it in that dtype", TypeError)
     checks.shape(op, "lse", lse, (heads, rows), "[Hq, T]", "allocate one value for each head and row")
-    for name, value in (("out", out), ("lse", lse)):
+    written = (("out", out), ("lse", lse))
+    for name, value in written:
         checks.writable(op, name, value)
+    names = (
+        "q",
+        "k",
+        "v",
+        "prefix_k",
+        "prefix_v",
+        "cu_branch",
+        "cu_group",
+        "prefix_start",
+        "prefix_len",
+        "block_table",
+    )
+    checks.apart(op, written, zip(names, arguments[: len(names)], strict=True))
     if torch.is_grad_enabled():
         for name, given in (("out", out), ("lse", lse), ("q", q), ("k", k), ("v", v)):
             if given is not None and given.requires_grad:

@@ -31,7 +31,8 @@ def branch_attention_qkv(
     """Attention of rows that are each one more token behind one sequence: the next token, or candidates for it.
 
     `qk_norm_rope` and, for one group of one-token branches over k_cache[:held], `branch_attention` in one: every row
-    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows.
+    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows. torch.autocast casts
+    nothing here, as in torch's operations in place.
 
     Args:
         qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
@@ -44,7 +45,7 @@ def branch_attention_qkv(
         v_cache: likewise.
         held: [1] int32 or int64: how many of the cache's first rows count.
         slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
-            may share a slot. None writes nothing.
+            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
         num_heads: Hq, a multiple of Hkv.
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
@@ -92,8 +93,12 @@ def branch_attention_qkv(
     if slots is not None:
         checks.index(op, "slots", slots, like=qkv)
         checks.shape(op, "slots", slots, (rows,), "[N]", "give one slot to each row of qkv")
-        checks.writable(op, "k_cache", k_cache)
-        checks.writable(op, "v_cache", v_cache)
+        caches = (("k_cache", k_cache), ("v_cache", v_cache))
+        for name, cache in caches:
+            checks.writable(op, name, cache)
+        indices = (("positions", positions), ("held", held), ("slots", slots))
+        floats = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+        checks.apart(op, caches, (*floats, *indices))
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if window is not None:
         checks.integer(op, "window", window, "leave it out for full attention", least=1)

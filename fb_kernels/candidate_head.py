@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import candidate_head as reference
 from fb_kernels.reference.linear_logprob import accumulation_dtype
@@ -25,7 +25,8 @@ def candidate_head(
     """RMSNorm and a scalar head on every row, softmax and argmax inside each group.
 
     score = (x * rsqrt(mean(x^2) + eps) * norm_weight) . head_weight + head_bias, in float32 (float64 for
-    float64 hidden).
+    float64 hidden). Under torch.autocast float tensors of several dtypes are cast to the widest of them
+    (float64 stays).
 
     Args:
         hidden: [N, D] float, the candidates' last hidden states, sorted by group.
@@ -48,6 +49,7 @@ def candidate_head(
         ValueError: a wrong shape, device or value.
     """
     op = "candidate_head"
+    hidden, norm_weight, head_weight, head_bias = autocast.promoted(hidden, norm_weight, head_weight, head_bias)
     checks.floating(op, "hidden", hidden)
     checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten it to one row a candidate")
     if norm_weight is not None:

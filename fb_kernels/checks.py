@@ -6,22 +6,29 @@ tensors are checked by the CPU implementations (`*_values`); on a device the hos
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
+LARGEST = torch.iinfo(torch.int64).max
+DENSE = "convert it with .to_dense(), or .to_padded_tensor() if it is nested"
+SEARCH = 10_000  # steps of the search for two places with one address
 
 
 def error(
     op: str, argument: str, expected: str, got: object, remedy: str, kind: type[Exception] = ValueError
 ) -> Exception:
-    """The exception for a bad argument; a Tensor in `got` is described by dtype, shape and device."""
+    """The exception for a bad argument; `got` is shown as it is, a tensor described, a huge int by its size."""
     shown = describe(got) if isinstance(got, Tensor) else got
+    if isinstance(got, int) and not -LARGEST <= got <= LARGEST:
+        shown = f"an int of {got.bit_length()} bits"
     return kind(f"{op}: {argument}: expected {expected}, got {shown}; {remedy}")
 
 
@@ -34,8 +41,8 @@ def is_tensor(op: str, argument: str, value: object) -> None:
     """A torch tensor, which may have any strides but is not sparse."""
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
-    if value.layout != torch.strided:
-        raise error(op, argument, "a dense tensor", str(value.layout), "convert it with .to_dense()")
+    if value.layout != torch.strided or value.is_nested:
+        raise error(op, argument, "a dense tensor", f"one of {value.layout}" + ", nested" * value.is_nested, DENSE)
 
 
 def floating(op: str, argument: str, value: object, like: Tensor | None = None) -> None:
@@ -96,14 +103,92 @@ def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...
 
 
 def writable(op: str, argument: str, value: Tensor) -> None:
-    """No element stands for several, as in an expanded tensor."""
-    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        raise error(op, argument, "a tensor with a place for every element", "an expanded one", "clone it")
+    """No element stands for several, as in an expanded tensor or in windows that overlap."""
+    if value.is_contiguous():
+        return
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    if expanded or (_span(value) is not None and _repeats(value)):
+        raise error(op, argument, "a tensor with a place for every element", "one whose elements share", "clone it")
+
+
+def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor | None]]) -> None:
+    """No tensor that is written shares a byte with another argument; elements may lie between another's.
+
+    Host arithmetic on addresses, sizes and strides; tensors without memory, as in tracing, pass.
+    """
+    first = [(name, value, _span(value)) for name, value in written]
+    rest = [(name, value, _span(value)) for name, value in others if value is not None]
+    for place, (name, mine, here) in enumerate(first):
+        for other, theirs, there in (*first[place + 1 :], *rest):
+            if here and there and here[0] < there[1] and there[0] < here[1] and _overlap(mine, theirs):
+                raise error(op, name, f"memory of its own, apart from {other}", "tensors that overlap", "clone one")
+
+
+def _span(value: Tensor) -> tuple[int, int] | None:
+    """The address of a tensor's first byte and that behind its last; None where it has no elements or no memory."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return None
+    try:
+        address = value.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func
+        return None
+    if not address or not (size := value.nbytes):
+        return None
+    if not value.is_contiguous():
+        last = sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+        size = (last + 1) * value.element_size()
+    return address, address + size
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a byte: some difference of two places makes up for the distance of their beginnings."""
+    bounds: dict[int, list[int]] = {}  # stride in bytes: least and largest difference of the two places
+    for value, end in ((other, 0), (one, 1)):
+        size = value.element_size()
+        strides = (*(stride * size for stride in value.stride()), 1)
+        for stride, length in zip(strides, (*value.shape, size), strict=True):
+            bounds.setdefault(stride, [0, 0])[end] += (length - 1) * (1 if end else -1)
+    terms = sorted(((stride, low, high) for stride, (low, high) in bounds.items()), reverse=True)
+    return _reaches(terms, other.data_ptr() - one.data_ptr())
+
+
+def _repeats(value: Tensor) -> bool:
+    """Whether two places of a tensor are one: apart by at least 1 in the outermost dimension in which they differ."""
+    terms = sorted(((stride, size - 1) for size, stride in zip(value.shape, value.stride(), strict=True)), reverse=True)
+    inner = [sum(stride * most for stride, most in terms[place + 1 :]) for place in range(len(terms))]
+    return any(
+        _reaches([(stride, 1, most), *((within, -times, times) for within, times in terms[place + 1 :])], 0)
+        for place, (stride, most) in enumerate(terms)
+        if most and stride <= inner[place]
+    )
+
+
+def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | None = None) -> bool:
+    """Whether strides, each times a number within its two bounds, add up to the goal; taken for true where it is hard.
+
+    Args:
+        terms: (stride, least, most), the largest stride first.
+        goal: the sum.
+        left: steps of the search that may still be made.
+    """
+    left = [SEARCH] if left is None else left
+    left[0] -= 1
+    if left[0] < 0 or not terms:
+        return left[0] < 0 or goal == 0
+    (stride, low, high), rest = terms[0], terms[1:]
+    if stride == 0:
+        return _reaches(rest, goal, left)
+    least = sum(inner * bound for inner, bound, _ in rest)
+    most = sum(inner * bound for inner, _, bound in rest)
+    times = range(max(low, -((most - goal) // stride)), min(high, (goal - least) // stride) + 1)
+    return any(_reaches(rest, goal - stride * number, left) for number in times)
 
 
 def integer(op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None) -> None:
-    """An int from `least` to `most`."""
+    """An int from `least` to `most`, or what 64 bits hold."""
     kind = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if kind and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        raise error(op, argument, "an int that 64 bits hold", value, remedy)
     if not kind or (least is not None and value < least) or (most is not None and value > most):
         expected = "an int" if least is None else f"an int of {least} or more"
         expected = expected if most is None else f"an int from {least} to {most}"
@@ -116,7 +201,7 @@ def number(op: str, argument: str, value: Any, remedy: str, expected: str = "a f
     """A finite int or float."""
     if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
         raise error(op, argument, expected, type(value).__name__, "convert it with float()", TypeError)
-    if not -math.inf < value < math.inf:
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise error(op, argument, expected, value, remedy)
 
 
@@ -146,11 +231,13 @@ def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int
 
 
 def no_grad(op: str, **tensors: Tensor | None) -> None:
-    """No tensor asks for a gradient that the op does not have."""
-    if not torch.is_grad_enabled():
-        return
+    """No tensor asks for a gradient that the op does not have, backward or forward."""
     for argument, value in tensors.items():
-        if value is not None and value.requires_grad:
+        if value is None:
+            continue
+        if torch.is_grad_enabled() and value.requires_grad:
             raise error(
                 op, argument, "a tensor that requires no grad", "one that does", "call it under torch.no_grad()"
             )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise error(op, argument, "a tensor without a tangent", "a dual one", "pass it with .detach()")

@@ -45,7 +45,7 @@ def commit_(
     Everything that may change between two replays of a captured step is a tensor.
 
     Args:
-        state: written in place, except `budget`.
+        state: written in place, except `budget`; what is written shares no memory with anything else that is given.
         token: [B] int32 or int64.
         entropy: [B] float, in nats.
         threshold: [] or [B] float, in nats; inf for no events.
@@ -54,7 +54,8 @@ def commit_(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: a wrong shape or device; on the CPU also a NaN threshold or a negative length.
+        ValueError: a wrong shape or device, or a written tensor that overlaps another; on the CPU also a NaN threshold
+            or a negative length.
     """
     op = "commit_"
     if not isinstance(state, DecodeState):
@@ -83,6 +84,9 @@ def commit_(
     for name, value in (("threshold", threshold), ("max_length", max_length)):
         if value.ndim:
             checks.shape(op, name, value, (rows,), "[] or [B]", "give one value, or one to each row")
+    limits = (("threshold", threshold), ("eos_ids", eos_ids), ("max_length", max_length))
+    *written, budget = ((f"state.{name}", value) for name, value in state._asdict().items())
+    checks.apart(op, written, (budget, ("token", token), ("entropy", entropy), *limits))
     _commit(*state, token, entropy, threshold, eos_ids, max_length)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define
 from fb_kernels.reference import compatibility_targets as reference
 from fb_kernels.reference.linear_logprob import accumulation_dtype
@@ -27,7 +27,8 @@ def compatibility_targets(
 
     B_h = mean of the first h log-probs; z(x) = (x - group mean) / (group's population deviation + eps);
     q = softmax(z(B_h) / temperature) in the group. With `local`, the hybrid of equation (hybrid_ablation):
-    q = softmax((alpha z(B_h) + (1 - alpha) z(local)) / temperature).
+    q = softmax((alpha z(B_h) + (1 - alpha) z(local)) / temperature). Under torch.autocast logprob and local of two
+    dtypes are cast to the wider one (float64 stays).
 
     Args:
         logprob: [N, H] float, natural log: log p_SLM of the future's tokens behind each candidate, sorted by group.
@@ -51,10 +52,12 @@ def compatibility_targets(
         ValueError: a wrong shape, device or value, such as a horizon past H.
     """
     op = "compatibility_targets"
+    logprob, local = autocast.promoted(logprob, local)
     checks.floating(op, "logprob", logprob)
     checks.shape(op, "logprob", logprob, (None, None), "[N, H]", "flatten it to one row a candidate")
     checks.offsets(op, "cu_group", cu_group, like=logprob)
-    if not isinstance(horizons, Sequence) or not all(isinstance(horizon, int | torch.SymInt) for horizon in horizons):
+    ints = isinstance(horizons, Sequence) and all(isinstance(horizon, int | torch.SymInt) for horizon in horizons)
+    if not ints or any(isinstance(horizon, bool) for horizon in horizons):
         raise checks.error(op, "horizons", "a sequence of ints", horizons, "pass a list such as [32, 128]", TypeError)
     if not horizons:
         raise checks.error(op, "horizons", "at least one horizon", horizons, "pass [H] for the whole future")

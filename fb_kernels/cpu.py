@@ -147,9 +147,9 @@ def branch_attention_qkv(
     if rows * (length - first) * min(2, torch.get_num_threads()) > ATTENTION_KEYS:
         return NotImplemented
     if slots is not None:
-        check_slots(slots, k_cache.shape[0])
+        check_slots(slots, k_cache.shape[0], "branch_attention_qkv")
         slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
-    check_positions(positions, cos.shape[0])
+    check_positions(positions, cos.shape[0], "branch_attention_qkv")
     out = qkv.new_empty((rows, num_heads, width))
     code = found.fbcpu_branch_attention_qkv(
         qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import group_cross_entropy as reference
 from fb_kernels.reference.linear_logprob import accumulation_dtype
@@ -16,6 +16,8 @@ def group_cross_entropy(
     score: Tensor, target: Tensor, cu_group: Tensor, *, reduction: Literal["mean", "sum", "none"] = "mean"
 ) -> Tensor:
     """-sum_k q_k log softmax(score)_k over the candidates of each group, in nats.
+
+    Under torch.autocast score and target of two dtypes are cast to the wider one (float64 stays).
 
     Args:
         score: [N] float, sorted by group.
@@ -35,6 +37,7 @@ def group_cross_entropy(
         ValueError: a wrong shape, device or value.
     """
     op = "group_cross_entropy"
+    score, target = autocast.promoted(score, target)
     checks.floating(op, "score", score)
     checks.shape(op, "score", score, (None,), "[N]", "flatten the groups")
     checks.floating(op, "target", target, like=score)

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import linear_logprob as reference
 
@@ -59,7 +59,8 @@ def linear_logprob(
     """Compute log softmax(hidden @ weight.T)[target], with the logits never in memory as a whole.
 
     logit = softcap * tanh((logit_scale * hidden . weight_v + bias_v) / softcap) / temperature, in this order and in
-    float32 (float64 for float64 input).
+    float32 (float64 for float64 input). Under torch.autocast hidden, weight and bias are cast to its dtype first, as
+    `torch.nn.functional.linear` casts them (float64 stays).
 
     Args:
         hidden: [..., D] float.
@@ -84,6 +85,7 @@ def linear_logprob(
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob"
+    hidden, weight, bias = autocast.lowered(hidden, weight, bias)
     _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
     if valid_vocab is not None:
         checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
@@ -109,6 +111,8 @@ def linear_logprob_partials(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One vocabulary shard's share of `linear_logprob`; shards may be uneven or empty.
 
+    Under torch.autocast hidden, weight_shard and bias are cast as in `linear_logprob`.
+
     Args:
         hidden: [..., D] float, the same in every shard.
         weight_shard: [Vs, D]: rows vocab_start to vocab_start + Vs of the LM head.
@@ -123,15 +127,17 @@ def linear_logprob_partials(
 
     Returns:
         (max, sum of exp(logit - max), target's logit or -inf where it lies in another shard), each of target's shape,
-        float32 (float64 for float64 input). Ignored rows are (-inf, 0, -inf). Gradients flow through the second and
-        third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a ValueError, on
-        a device its target logit is NaN in every shard.
+        float32 (float64 for float64 input). The sum is 1 or more wherever the shard has a logit, also where all are
+        -inf; it is 0 in an empty shard and in ignored rows, which are (-inf, 0, -inf). Gradients flow through the
+        second and third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a
+        ValueError, on a device its target logit is NaN in every shard.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob_partials"
+    hidden, weight_shard, bias = autocast.lowered(hidden, weight_shard, bias)
     _check(op, "weight_shard", hidden, weight_shard, target, bias, logit_scale, softcap, temperature, ignore_index)
     checks.integer(op, "vocab_start", vocab_start, "count the shard's first id from 0", least=0)
     if valid_vocab is not None:
@@ -144,20 +150,23 @@ def linear_logprob_partials(
 def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the partials of S shards in their order.
 
+    Under torch.autocast float tensors of several dtypes are cast to the widest of them (float64 stays).
+
     Args:
         max: [S, N] float32 or float64, as from `linear_logprob_partials`.
         sumexp: [S, N] like max.
         target_logit: [S, N] like max.
 
     Returns:
-        (log-prob[N], lse[N]); rows that are empty in every shard (ignored ones) give 0. Gradients reach sumexp and
-        target_logit.
+        (log-prob[N], lse[N]) as `linear_logprob` has them; rows whose sumexp is 0 in every shard (ignored ones) give 0.
+        Gradients reach sumexp and target_logit.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: shapes or devices that differ.
     """
     op = "combine_logprob_partials"
+    max, sumexp, target_logit = autocast.promoted(max, sumexp, target_logit)
     checks.floating(op, "max", max)
     if max.dtype != reference.accumulation_dtype(max.dtype):
         remedy = "pass the partials as they come"
@@ -290,12 +299,13 @@ def _save_combine(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ..
 
 
 def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    top, _, target_logit, lse = ctx.saved_tensors
-    counted = (top != -torch.inf).any(0)
+    top, sumexp, target_logit, lse = ctx.saved_tensors
+    counted = (sumexp != 0).any(0)
     on_lse = torch.where(counted, grad_lse - grad_logprob, 0.0)
+    share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows that nobody asks about stay out
     shard = torch.arange(top.shape[0], device=top.device)[:, None]
     owner = shard == (target_logit.argmax(0) if top.shape[0] else shard)  # [S, N]
-    return None, on_lse * torch.exp(top - lse), torch.where(owner & counted, grad_logprob, 0.0)
+    return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
 
 
 differentiate("linear_logprob", setup_context=_save, backward=_backward)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import merge_attention_states as reference
 from fb_kernels.reference.linear_logprob import accumulation_dtype
@@ -16,7 +16,8 @@ from fb_kernels.reference.linear_logprob import accumulation_dtype
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two attention states over disjoint keys into the state over all of them.
 
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. Under torch.autocast
+    out_a and out_b of two dtypes are cast to the wider one (float64 stays).
 
     Args:
         out_a: [T, Hq, E] float.
@@ -34,6 +35,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         ValueError: a wrong shape or device.
     """
     op = "merge_attention_states"
+    out_a, out_b = autocast.promoted(out_a, out_b)
     checks.floating(op, "out_a", out_a)
     checks.shape(op, "out_a", out_a, (None, None, None), "[T, Hq, E]", "reshape it")
     checks.floating(op, "out_b", out_b, like=out_a)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import qk_norm_rope as reference
 
@@ -28,7 +28,9 @@ def qk_norm_rope(
     """Split qkv into heads, RMS-norm those of q and k where a weight is given (Qwen3), and rotate them.
 
     x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1) over the two halves of a head, as in Hugging
-    Face's models; in float32 (float64 for float64 input), rounded once.
+    Face's models; in float32 (float64 for float64 input), rounded once. Under torch.autocast qkv and weights of several
+    dtypes are cast to the widest of them (float64 stays); with kv_out nothing is cast, as in torch's
+    operations in place.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
@@ -41,7 +43,8 @@ def qk_norm_rope(
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
         kv_out: (k_cache[slots, Hkv, E], v_cache[slots, Hkv, E], slot[T]): k and v are also written to their slots, the
-            only writes to an argument; rows with a negative slot are not written. No two rows may share a slot.
+            only writes to an argument; rows with a negative slot are not written. No two rows may share a slot, and the
+            caches no memory with each other or another argument.
 
     Returns:
         (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients reach
@@ -53,6 +56,9 @@ def qk_norm_rope(
         ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
     """
     op = "qk_norm_rope"
+    if kv_out is None:
+        qkv, q_weight, k_weight = autocast.promoted(qkv, q_weight, k_weight)
+        cos, sin = autocast.promoted(cos, sin)
     checks.floating(op, "qkv", qkv)
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, qkv)
@@ -94,6 +100,12 @@ def qk_norm_rope(
     checks.shape(op, "kv_out", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
     checks.index(op, "kv_out", slot, like=qkv)
     checks.shape(op, "kv_out", slot, (rows,), "[T]", "give one slot to each row of qkv")
+    inputs = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+    checks.apart(
+        op,
+        (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
+        (*inputs, ("positions", positions), ("kv_out[2]", slot)),
+    )
     given = (qkv, q_weight, k_weight, k_cache, v_cache)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in given):
         raise checks.error(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define, differentiate
 from fb_kernels.reference import rms_norm as reference
 
@@ -15,7 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Compute weight * s / sqrt(mean(s^2) + eps) over the last dimension, with s = x + residual.
 
     The sum is rounded to x's dtype and normed from there in float32 (float64 for float64 input); the weight multiplies
-    before the one rounding at the end (Zhang & Sennrich 2019, equation 4).
+    before the one rounding at the end (Zhang & Sennrich 2019, equation 4). Under torch.autocast float tensors of
+    several dtypes are cast to the widest (float64 stays).
 
     Args:
         x: [..., D] float.
@@ -32,6 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         ValueError: a wrong shape, device or value.
     """
     op = "rms_norm"
+    x, weight, residual = autocast.promoted(x, weight, residual)
     checks.floating(op, "x", x)
     if x.ndim == 0:
         raise checks.error(op, "x", "shape [..., D]", x, "add a dimension")

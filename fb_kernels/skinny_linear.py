@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import autocast, checks
 from fb_kernels.backend import define
 from fb_kernels.reference import skinny_linear as reference
 
@@ -25,7 +25,8 @@ def skinny_linear(
     With norm_weight the rows are RMS-normed first, as `rms_norm` does. With a residual the result is added to it in
     float32 and rounded once. With swiglu the weight holds the gate's rows, then up's, and the result is
     silu(gate) * up, as `swiglu` has it. Made for the 1 to 32 rows of decoding, where reading the weight is what it
-    takes; any number is right.
+    takes; any number is right. Under torch.autocast float tensors are cast to its dtype first, as
+    `torch.nn.functional.linear` casts them (float64 stays).
 
     Args:
         x: [N, K] float.
@@ -46,6 +47,7 @@ def skinny_linear(
         ValueError: a wrong shape, device or combination, or an argument that requires grad.
     """
     op = "skinny_linear"
+    x, weight, bias, norm_weight, residual = autocast.lowered(x, weight, bias, norm_weight, residual)
     checks.floating(op, "x", x)
     checks.floating(op, "weight", weight, like=x)
     checks.shape(op, "x", x, (None, None), "[N, K]", "flatten the leading dimensions")

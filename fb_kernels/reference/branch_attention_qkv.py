@@ -32,7 +32,7 @@ def branch_attention_qkv(
 ) -> Tensor:
     """[N, Hq, E]."""
     inputs = (qkv, q_weight, k_weight, cos, sin, positions)
-    options = (num_heads, num_kv_heads, eps)
+    options = (num_heads, num_kv_heads, eps, OP)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, cos.shape[1])
     if _host_reads(qkv):
@@ -88,7 +88,7 @@ def _on_host(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
-    options: tuple[int, int, float],
+    options: tuple[int, int, float, str],
     window: int | None,
     scale: float,
 ) -> Tensor:

@@ -227,7 +227,7 @@ def linear_logprob_partials(
     ignore_index: int,
     valid_vocab: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(max, sumexp, target logit) of one shard; ignored rows are empty in every shard."""
+    """(max, sumexp, target logit) of one shard; ignored rows are empty in every shard, and no other row is."""
     _check_targets("linear_logprob_partials", target, ignore_index, valid_vocab)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
@@ -235,6 +235,7 @@ def linear_logprob_partials(
     top, total, _, picked = _statistics(
         x, weight_shard, ids - vocab_start, bias, logit_scale, softcap, temperature, valid
     )
+    total = total.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum itself, also of -inf alone
     picked = picked.masked_fill(_outside(ids, valid_vocab), torch.nan)
     ignored = ids == ignore_index
     empty = ((top, -torch.inf), (total, 0.0), (picked, -torch.inf))
@@ -285,6 +286,6 @@ def combine_logprob_partials(top: Tensor, sumexp: Tensor, target_logit: Tensor) 
     shift = torch.where(highest == -torch.inf, torch.zeros_like(highest), highest)
     total = (sumexp * torch.exp(top - shift)).sum(0)
     lse = shift + total.log()
-    empty = (highest == -torch.inf) & (total == 0)
+    empty = (highest == -torch.inf) & (sumexp == 0).all(0)
     logprob = target_logit.amax(0) - lse
     return logprob.masked_fill(empty, 0.0), lse.masked_fill(empty, 0.0)

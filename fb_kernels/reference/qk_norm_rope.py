@@ -48,28 +48,29 @@ def _host_reads(index: Tensor) -> bool:
     return index.device.type == "cpu"
 
 
-def check_positions(positions: Tensor, limit: int) -> None:
-    """Every position a row of the tables, where the host reads them."""
+def check_positions(positions: Tensor, limit: int, op: str = OP) -> None:
+    """Every position a row of the tables, where the host reads them; `op` is named in errors."""
     if not _host_reads(positions) or not len(positions):
         return
     low, high = (int(positions),) * 2 if len(positions) == 1 else map(int, positions.aminmax())
     if low < 0 or high >= limit:
         bad = low if low < 0 else high
-        raise checks.error(OP, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
+        raise checks.error(op, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
 
 
-def check_slots(slots: Tensor, size: int) -> list[int]:
-    """The slots, each in the cache and no two the same but for negative ones."""
+def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int]:
+    """The slots, each in the cache and no two the same but for negative ones; `op` is named in errors."""
+    argument = "kv_out" if op == OP else "slots"
     values: list[int] = slots.tolist()
     used = [slot for slot in values if slot >= 0]
     if used and max(used) >= size:
         raise checks.error(
-            OP, "kv_out", f"slots below {size}, the caches' rows", max(used), "mark rows not to be written with -1"
+            op, argument, f"slots below {size}, the caches' rows", max(used), "mark rows not to be written with -1"
         )
     if len(set(used)) < len(used):
         repeated = next(slot for slot in used if used.count(slot) > 1)
         raise checks.error(
-            OP, "kv_out", "a slot of its own for every row", f"slot {repeated} twice", "use -1 for padding"
+            op, argument, "a slot of its own for every row", f"slot {repeated} twice", "use -1 for padding"
         )
     return values
 
@@ -84,9 +85,10 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    op: str = OP,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v), normed where a weight is given, q and k rotated."""
-    check_positions(positions, cos.shape[0])
+    """(q, k, v), normed where a weight is given, q and k rotated; `op` is named in errors."""
+    check_positions(positions, cos.shape[0], op)
     dtype = accumulation_dtype(qkv.dtype)
     heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
     both = num_heads + num_kv_heads
@@ -120,11 +122,12 @@ def qk_norm_rope_out(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    op: str = OP,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     size = k_cache.shape[0]
-    places = check_slots(slots, size) if _host_reads(slots) else None
-    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+    places = check_slots(slots, size, op) if _host_reads(slots) else None
+    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, op)
     if places is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):
             if len(places) == 1 and places[0] >= 0:

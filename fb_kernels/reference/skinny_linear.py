@@ -15,7 +15,8 @@ SMALL = 1 << 20  # elements of a weight from which that holds for a single row
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., M] of x[..., K] and weight[M, K]."""
-    if ONEDNN and x.is_cpu and x.dtype == torch.float32 and (len(x) > 1 or weight.numel() > SMALL):
+    if ONEDNN and x.is_cpu and x.dtype == torch.float32 and weight.numel() > (0 if len(x) > 1 else SMALL):
+        bias = None if bias is None else bias.contiguous()  # oneDNN takes its elements for neighbours
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
 

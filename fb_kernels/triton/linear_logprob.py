@@ -208,7 +208,8 @@ def _merge_statistics_kernel(
         three = tl.where(ignored, 0.0, tl.log(total) - weighted / total)
     else:
         one = tl.where(ignored, -float("inf"), top)
-        two = tl.where(ignored, 0.0, total)
+        held = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)  # the maximum's own 1
+        two = tl.where(ignored, 0.0, held)
         three = tl.where(ignored, -float("inf"), tl.where(bad, float("nan"), target_logit))
     tl.store(first_out + row, one, mask=in_row)
     tl.store(second_out + row, two, mask=in_row)
@@ -266,13 +267,15 @@ def _combine_logprob_partials_kernel(
         highest = tl.maximum(highest, tops, propagate_nan=tl.PropagateNan.ALL)
         picked = tl.maximum(picked, picks, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total, held = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for shard in range(shards):
         each = tl.cast(shard, tl.int64)
         tops = tl.load(top + each * top_stride + row, mask=in_row, other=0.0)
-        total += tl.load(sumexp + each * sumexp_stride + row, mask=in_row, other=0.0) * tl.exp(tops - shift)
+        sums = tl.load(sumexp + each * sumexp_stride + row, mask=in_row, other=0.0)
+        total += sums * tl.exp(tops - shift)
+        held += sums
     lse = shift + tl.log(total)
-    empty = (highest == -float("inf")) & (total == 0)
+    empty = (highest == -float("inf")) & (held == 0)
     tl.store(logprob_out + row, tl.where(empty, 0.0, picked - lse), mask=in_row)
     tl.store(lse_out + row, tl.where(empty, 0.0, lse), mask=in_row)
 

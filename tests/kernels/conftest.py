@@ -1,4 +1,4 @@
-"""Kernels on the CPU: Triton's interpreter, mended, and a fixture that makes ops take it."""
+"""Kernels on the CPU: Triton's interpreter, made strict, and a fixture that makes ops take it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fb_kernels import backend, cuda
 if os.environ["TRITON_INTERPRET"] == "1":
     import interpreter
 
-    interpreter.mend()
+    interpreter.refuse_bfloat16()
 
 
 @pytest.fixture

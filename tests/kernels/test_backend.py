@@ -26,13 +26,13 @@ def test_autocast_does_not_lower_the_products_inside() -> None:
         "prefix_len": torch.tensor([0]),
     }
     calls = (
-        lambda: linear_logprob(hidden, weight, target),
-        lambda: branch_attention(q, k, k, k, k, softcap=5.0, **layout),
+        lambda *given: linear_logprob(*given, target),
+        lambda q, k: branch_attention(q, k, k, k, k, softcap=5.0, **layout),
     )
-    for call in calls:
-        plain = call()
+    for call, given in zip(calls, ((hidden, weight), (q, k)), strict=True):
+        plain = call(*(x.bfloat16() for x in given))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(call(), plain)
+            assert torch.equal(call(*given), plain)
 
 
 @pytest.mark.parametrize("op", ["linear_logprob", "branch_attention", "topk_entropy"])

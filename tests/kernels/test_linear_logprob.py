@@ -369,6 +369,33 @@ def test_uneven_and_empty_shards_equal_the_whole(cuts: list[int], options: dict,
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-11)
 
 
+def rows_without_a_finite_logit(dtype: torch.dtype) -> Inputs:
+    """Row 1 has nothing but -inf, 2 likewise and is ignored, 3 holds NaN; ids 3 to 5 are -inf in all."""
+    values = inputs((4,), 6, 11, dtype)._replace(target=torch.tensor([2, 7, IGNORE, 4]))
+    values.weight[:, 0] = values.weight[:, 0].abs() + 0.1
+    values.hidden[1:3, 0] = -math.inf
+    values.hidden[3, 1] = math.nan
+    values.bias[3:6] = -math.inf
+    return values
+
+
+@pytest.mark.parametrize("cuts", [[], [3, 6], [0, 5, 5, 11], [1, 10]])
+@pytest.mark.parametrize("asked", [(1.0, 0.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0), (0.0, 1.0, 0.0, 0.0)])
+def test_shards_have_the_ops_rows_without_a_finite_logit(cuts: list[int], asked: tuple[float, ...]) -> None:
+    whole = leaves(rows_without_a_finite_logit(torch.float64))
+    shards = leaves(rows_without_a_finite_logit(torch.float64))
+    weight = torch.tensor(asked, dtype=torch.float64)
+    expected, mine = linear_logprob(*whole, return_lse=True), sharded(shards, cuts)
+    assert expected[0].isnan().tolist() == [False, True, False, True]
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
+    for logprob, lse in (mine, expected):
+        torch.autograd.backward([logprob, lse], [weight, 2 * weight])
+    for name in ("hidden", "weight", "bias"):
+        one, other = (getattr(values, name).grad for values in (shards, whole))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 def test_partials_of_one_shard() -> None:
     values = inputs((4,), 6, 11, torch.float64)._replace(target=torch.tensor([2, 7, IGNORE, 30]))
     top, sumexp, picked = linear_logprob_partials(*values[:3], vocab_start=2, bias=values.bias)

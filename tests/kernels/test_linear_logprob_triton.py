@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from test_linear_logprob import (
     naive_logits,
     options,
     relaid,
+    rows_without_a_finite_logit,
     sharded,
 )
 from torch import Tensor
@@ -310,12 +312,28 @@ def test_partials_of_one_shard(form: str) -> None:
     assert (top[2], sumexp[2], picked[2], picked[3]) == (-math.inf, 0, -math.inf, -math.inf)
 
 
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("cuts", [[0, 11], [0, 3, 6, 6, 11]])
+def test_shards_have_the_ops_rows_without_a_finite_logit(cuts: list[int]) -> None:
+    hidden, weight, target, bias = rows_without_a_finite_logit(torch.float32)
+    expected = linear_logprob(hidden, weight, target, bias, return_lse=True)
+    parts = [
+        linear_logprob_partials(hidden, weight[start:end], target, vocab_start=start, bias=bias[start:end])
+        for start, end in pairwise(cuts)
+    ]
+    mine = combine_logprob_partials(*map(torch.stack, zip(*parts, strict=True)))
+    assert mine[0].isnan().tolist() == [False, True, False, True]
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_combine_is_the_references() -> None:
     generator = torch.Generator().manual_seed(0)
     top, picked = torch.randn(2, 5, 11, generator=generator)
     sumexp = torch.rand(5, 11, generator=generator) + 1
     top[:, 1], sumexp[:, 1], picked[:, 1] = -math.inf, 0.0, -math.inf  # ignored
     top[1, 2], sumexp[1, 2] = -math.inf, 0.0  # an empty shard
+    top[:, 9], picked[:, 9] = -math.inf, -math.inf  # logits, all of them -inf
     top[2, 3], top[3, 4], sumexp[4, 5], picked[0, 6] = math.nan, math.inf, math.nan, math.nan
     picked[:, 7] = -math.inf
     top[:, 8] = -3e38

@@ -157,3 +157,10 @@ def test_from_triton_kernels(dtype: torch.dtype, names: tuple[str, ...]) -> None
 def test_bad_arguments(change: dict, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         skinny_linear(**(arguments() | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(2, 0, 4), (0, 3, 4), (2, 3, 0), (20, 0, 4)])
+def test_empty_sizes(rows: int, width: int, outputs: int, dtype: torch.dtype) -> None:
+    built = arguments(rows, width, outputs, ("bias",), dtype)
+    assert torch.equal(skinny_linear(**built), built["bias"].expand(rows, outputs) if not width else naive(**built))

@@ -1,0 +1,98 @@
+"""Mends of Triton's interpreter: bfloat16 as a GPU computes it, and loop bounds that numpy 2.4 no longer converts.
+
+Imported under TRITON_INTERPRET=1 alone, ahead of the kernels. Each mend looks at what this Triton does with this numpy
+and replaces only what is wrong there: where bfloat16 is kept as 16-bit integers, Triton multiplies and rounds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def mend() -> None:
+    """Replace what is wrong; a second time changes nothing."""
+    builder = InterpreterBuilder
+    if builder.cast_impl.__module__ != __name__ and _integers_for_bfloat16():
+        builder.cast_impl = _cast(builder.cast_impl)
+        builder.create_fp_to_fp = _convert(builder.create_fp_to_fp)
+        builder.create_dot = _dot(builder.create_dot)
+    if not _reads_bounds():
+        interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+
+
+def _integers_for_bfloat16() -> bool:
+    """Whether a bfloat16 value is handled as the integer of its bits."""
+    number = TensorHandle(np.ones(1, np.float32), tl.float32)
+    return np.issubdtype(InterpreterBuilder().cast_impl(number, tl.bfloat16).data.dtype, np.integer)
+
+
+class _Attributes(dict):
+    """Takes what would be set on a class while a kernel runs."""
+
+    def set_attr(self, _: Any, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def _reads_bounds() -> bool:
+    """Whether a scalar, of one element in one dimension here, is taken for the bound of a loop."""
+    patched, scalar = _Attributes(), tl.core.tensor(TensorHandle(np.ones(1, np.int32), tl.int32), tl.int32)
+    interpreter._patch_lang_tensor(tl.core.tensor, patched)
+    try:
+        bound = patched["__index__"]
+        return bool(bound(scalar) == 1)
+    except TypeError:
+        return False
+
+
+def _wide(handle: TensorHandle) -> TensorHandle:
+    """A bfloat16 handle as float32; any other as it is."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _narrow(data: np.ndarray) -> TensorHandle:
+    """Float32 values rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return TensorHandle(np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+
+
+def _cast(original: Callable) -> Callable:
+    def cast_impl(self: Any, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        src = _wide(src)
+        if dst_type.scalar == tl.bfloat16:
+            return _narrow(src.data.astype(np.float32))
+        return original(self, src, dst_type)
+
+    return cast_impl
+
+
+def _convert(original: Callable) -> Callable:
+    def create_fp_to_fp(self: Any, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
+        if tl.bfloat16 in (src.dtype.scalar, dst_type.scalar):
+            return self.cast_impl(src, dst_type)
+        return original(self, src, dst_type, rounding_mode)
+
+    return create_fp_to_fp
+
+
+def _dot(original: Callable) -> Callable:
+    def create_dot(self: Any, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return original(self, _wide(a), _wide(b), *rest)
+
+    return create_dot
+
+
+def _with_index(original: Callable) -> Callable:
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    return patch

@@ -1,0 +1,271 @@
+"""Every public op with arguments that it takes, for the tests of what all ops promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fb_kernels
+from fb_kernels import DecodeState
+
+
+@dataclass
+class Case:
+    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument."""
+
+    op: str
+    arguments: dict[str, Any]
+    written: tuple[str, ...] = ()  # tensors that the op writes to
+    gradients: tuple[str, ...] = ()  # tensors that gradients reach
+    outputs: tuple[int, ...] = (0,)  # the results that carry them
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(fb_kernels, self.op)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, DecodeState):
+                found |= {f"{name}.{each}": x for each, x in value._asdict().items()}
+            elif isinstance(value, tuple):
+                found |= {f"{name}.{place}": x for place, x in enumerate(value) if isinstance(x, Tensor)}
+            elif isinstance(value, Tensor):
+                found[name] = value
+        return found
+
+    def changed(self, **changes: Any) -> dict[str, Any]:
+        """The arguments with others in their places; names with a dot reach inside."""
+        built = dict(self.arguments)
+        for name, value in changes.items():
+            outer, _, inner = name.partition(".")
+            whole = built.get(outer)
+            if isinstance(whole, DecodeState) and inner:
+                built[outer] = whole._replace(**{inner: value})
+            elif inner:
+                built[outer] = (*whole[: int(inner)], value, *whole[int(inner) + 1 :])
+            else:
+                built[outer] = value
+        return built
+
+    def run(self, **changes: Any) -> list[Tensor]:
+        """What it returns, then what it wrote."""
+        built = self.changed(**changes)
+        out = self.function(**built)
+        results = [] if out is None else [out] if isinstance(out, Tensor) else list(out)
+        now = Case(self.op, built).tensors
+        return [*results, *(now[name] for name in self.written)]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Float32, the same for a shape and seed."""
+    generator = torch.Generator().manual_seed(seed + sum(size * 7**place for place, size in enumerate(shape)))
+    return torch.randn(shape, generator=generator)
+
+
+def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """An index tensor."""
+    return torch.tensor(values, dtype=dtype)
+
+
+def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
+    """Two groups over one buffer; branches of the given lengths, the first half of them the first group's."""
+    prefix = (3, 4, 2, 8) if paged else (9, 2, 8)
+    half = len(lengths) // 2
+    return {
+        "q": randn(rows, 4, 8),
+        "k": randn(rows, 2, 8, seed=1) if own else None,
+        "v": randn(rows, 2, 8, seed=2) if own else None,
+        "prefix_k": randn(*prefix, seed=3),
+        "prefix_v": randn(*prefix, seed=4),
+        "cu_branch": ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
+        "cu_group": ids(0, half, len(lengths)),
+        "prefix_start": ids(1, 0) if paged else ids(1, 3),
+        "prefix_len": ids(6, 4) if paged else ids(5, 6),
+        "block_table": ids(2, 0, 1, -1).view(2, 2) if paged else None,
+    }
+
+
+def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict[str, Any]:
+    angles = randn(12, width // 2).repeat(1, 2)
+    return {
+        "qkv": randn(rows, (heads + 2 * kv_heads) * width),
+        "q_weight": randn(width, seed=1),
+        "k_weight": randn(width, seed=2),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+    }
+
+
+def _linear(rows: int, *options: str, outputs: int = 12, width: int = 16) -> dict[str, Any]:
+    given = {
+        "bias": randn(outputs, seed=1),
+        "norm_weight": randn(width, seed=2),
+        "residual": randn(rows, outputs, seed=3),
+        "swiglu": True,
+    }
+    built = {"x": randn(rows, width), "weight": randn(outputs, width)}
+    return built | {name: given[name] for name in options}
+
+
+def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
+    target = ids(*(3, 0, 10, -100, 7, 5)[:rows], dtype=torch.int64)
+    return {"hidden": randn(rows, 8), "target": target, "bias": randn(vocabulary, seed=1)}
+
+
+def _partials() -> dict[str, Tensor]:
+    return {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)}
+
+
+def _state() -> DecodeState:
+    return DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1))
+
+
+def _attention(rows: int, slots: bool) -> dict[str, Any]:
+    built = _heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
+    return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
+
+
+def _written(rows: int) -> dict[str, Any]:
+    return {"out": torch.zeros(rows, 4, 8), "lse": torch.zeros(4, rows)}
+
+
+_OWN = ("q", "k", "v")
+_CASES: dict[str, Callable[[], Case]] = {
+    "branch_attention": lambda: Case(
+        "branch_attention", _branches(9, (2, 3, 1, 3)) | {"return_lse": True}, gradients=_OWN
+    ),
+    "branch_attention, one row each": lambda: Case(
+        "branch_attention", _branches(6, (1,) * 6) | {"return_lse": True}, gradients=_OWN
+    ),
+    "branch_attention, one page each": lambda: Case(
+        "branch_attention",
+        _branches(6, (1,) * 6, paged=True)
+        | {"block_table": ids(2, 0).view(2, 1), "prefix_len": ids(3, 4), "return_lse": True},
+        gradients=_OWN,
+    ),
+    "branch_attention, paged": lambda: Case(
+        "branch_attention", _branches(9, (2, 3, 1, 3), paged=True) | {"window": 3, "softcap": 2.0}, gradients=_OWN
+    ),
+    "branch_attention, prefix only": lambda: Case(
+        "branch_attention", _branches(9, (2, 3, 1, 3), own=False), gradients=("q",)
+    ),
+    "branch_attention_out": lambda: Case(
+        "branch_attention_out", _written(9) | _branches(9, (2, 3, 1, 3)), written=("out", "lse")
+    ),
+    "branch_attention_qkv": lambda: Case("branch_attention_qkv", _attention(1, slots=False)),
+    "branch_attention_qkv, written": lambda: Case(
+        "branch_attention_qkv", _attention(4, slots=True) | {"window": 4}, written=("k_cache", "v_cache")
+    ),
+    "candidate_head": lambda: Case(
+        "candidate_head",
+        {
+            "hidden": randn(7, 16),
+            "norm_weight": randn(16),
+            "head_weight": randn(16, seed=1),
+            "cu_group": ids(0, 3, 3, 6),
+            "eps": 1e-6,
+            "head_bias": randn(1),
+        },
+        gradients=("hidden", "norm_weight", "head_weight", "head_bias"),
+    ),
+    "combine_logprob_partials": lambda: Case(
+        "combine_logprob_partials", dict(_partials()), gradients=("sumexp", "target_logit"), outputs=(0, 1)
+    ),
+    "commit_": lambda: Case(
+        "commit_",
+        {
+            "state": _state(),
+            "token": ids(9, 5, 6, 8),
+            "entropy": torch.tensor([0.5, 2.0, 0.1, 0.2]),
+            "threshold": torch.tensor([1.0, 1.0, 1.0, 1.0]),
+            "eos_ids": ids(7, 8, 2),
+            "max_length": ids(6, 6, 6, 6),
+        },
+        written=("state.tokens", "state.length", "state.halt"),
+    ),
+    "compatibility_targets": lambda: Case(
+        "compatibility_targets",
+        {
+            "logprob": -randn(7, 5).square(),
+            "cu_group": ids(0, 3, 3, 6),
+            "horizons": [2, 5],
+            "local": -randn(7).square(),
+            "alpha": 0.5,
+        },
+    ),
+    "group_cross_entropy": lambda: Case(
+        "group_cross_entropy",
+        {"score": randn(7), "target": randn(7, seed=1).square(), "cu_group": ids(0, 3, 3, 6)},
+        gradients=("score",),
+    ),
+    "joint_pool": lambda: Case(
+        "joint_pool", {"slm_ids": ids(4, 2, 9, 1, 1, -1).view(2, 3), "llm_ids": ids(9, 3, 4, 5, 5, 2, 1, 0).view(2, 4)}
+    ),
+    "linear_logprob": lambda: Case(
+        "linear_logprob",
+        _head() | {"weight": randn(11, 8), "return_lse": True, "return_entropy": True},
+        gradients=("hidden", "weight", "bias"),
+        outputs=(0, 1),
+    ),
+    "linear_logprob, three dimensions": lambda: Case(
+        "linear_logprob",
+        {"hidden": randn(2, 3, 8), "weight": randn(11, 8), "target": ids(1, 2, 3, 4, 5, 6).view(2, 3)},
+        gradients=("hidden", "weight"),
+    ),
+    "linear_logprob_partials": lambda: Case(
+        "linear_logprob_partials",
+        _head() | {"weight_shard": randn(11, 8), "vocab_start": 2},
+        gradients=("hidden", "weight_shard", "bias"),
+        outputs=(1, 2),
+    ),
+    "merge_attention_states": lambda: Case(
+        "merge_attention_states",
+        {"out_a": randn(5, 4, 8), "lse_a": randn(4, 5), "out_b": randn(5, 4, 8, seed=1), "lse_b": randn(4, 5, seed=1)},
+        gradients=("out_a", "lse_a", "out_b", "lse_b"),
+        outputs=(0, 1),
+    ),
+    "qk_norm_rope": lambda: Case(
+        "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+    ),
+    "qk_norm_rope, one row": lambda: Case(
+        "qk_norm_rope", _heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+    ),
+    "qk_norm_rope, written": lambda: Case(
+        "qk_norm_rope",
+        _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
+        written=("kv_out.0", "kv_out.1"),
+    ),
+    "rms_norm": lambda: Case(
+        "rms_norm",
+        {"x": randn(3, 4, 16), "weight": randn(16), "eps": 1e-6, "residual": randn(3, 4, 16, seed=1)},
+        gradients=("x", "weight", "residual"),
+        outputs=(0, 1),
+    ),
+    "rms_norm, no residual": lambda: Case(
+        "rms_norm", {"x": randn(5, 16), "weight": randn(16), "eps": 1e-6}, gradients=("x", "weight")
+    ),
+    "skinny_linear": lambda: Case("skinny_linear", _linear(3, "bias", "norm_weight")),
+    "skinny_linear, one row": lambda: Case("skinny_linear", _linear(1, "residual")),
+    "skinny_linear, residual": lambda: Case("skinny_linear", _linear(3, "bias", "residual")),
+    "skinny_linear, gated": lambda: Case("skinny_linear", _linear(3, "bias", "swiglu")),
+    "skinny_linear, many rows": lambda: Case("skinny_linear", _linear(20, "bias", "norm_weight", "residual")),
+    "swiglu": lambda: Case("swiglu", {"gate_up": randn(3, 4, 16)}, gradients=("gate_up",)),
+    "topk_entropy": lambda: Case("topk_entropy", {"logits": randn(2, 3, 40), "k": 5}),
+    "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
+}
+
+NAMES = tuple(_CASES)
+
+
+def case(name: str) -> Case:
+    """The case of a name, with tensors of its own."""
+    return _CASES[name]()

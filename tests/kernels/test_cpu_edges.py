@@ -1,0 +1,61 @@
+"""The compiled kernels for CPU tensors at sizes where C++ leaves undefined what is done with no memory."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "cpu.cpp"
+EDGES = """
+import itertools, sys
+import torch
+from pathlib import Path
+from fb_kernels import backend, branch_attention, branch_attention_qkv, cpu, skinny_linear, topk_entropy
+
+library = cpu.opened(Path(sys.argv[1]))
+assert not isinstance(library, str), library
+cpu.library = lambda: library
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+layouts = ((ids(0), ids(0, 0)), (ids(0, 0), ids(0, 1)), (ids(0, 1, 2), ids(0, 0, 2, 2)))
+for (branch, group), width, prefix in itertools.product(layouts, (3, 8), (0, 5)):
+    q, k, v = (torch.randn(int(branch[-1]), heads, width, requires_grad=True) for heads in (4, 2, 2))
+    rest, none = torch.randn(prefix, 2, width), ids(*[0] * (len(group) - 1))
+    layout = {"cu_branch": branch, "cu_group": group, "prefix_start": none, "prefix_len": none}
+    branch_attention(q, k, v, rest, rest, **layout).sum().backward()
+for rows, outputs, width in itertools.product((0, 1, 3), (0, 1, 2, 7), (0, 1, 9)):
+    x, weight, norm = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(width)
+    skinny_linear(x, weight, torch.randn(outputs), norm_weight=norm)
+    skinny_linear(x, weight, residual=torch.randn(rows, outputs))
+    skinny_linear(x, weight.repeat(2, 1), swiglu=True)
+for rows, held, width in itertools.product((0, 1, 3), (0, 2), (2, 6, 8)):
+    table, caches = torch.randn(4, width), torch.randn(2, held + 3, 2, width)
+    slots = torch.arange(held, held + rows)
+    branch_attention_qkv(
+        torch.randn(rows, 8 * width), None, None, table, table, torch.zeros_like(slots), *caches, ids(held), slots,
+        num_heads=4, num_kv_heads=2,
+    )
+for size, value in itertools.product((1, 7, 600), (0.0, float("nan"), -float("inf"))):
+    topk_entropy(torch.full((2, size), value), min(size, 64))
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_undefined_at_the_edges(tmp_path: Path) -> None:
+    """Empty and hostile sizes, in a library that stops where C++ says nothing about what happens."""
+    compiler, library = shutil.which("g++") or shutil.which("clang++"), tmp_path / "libfb_cpu.so"
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    flags = ("-std=c++17", "-O1", "-shared", "-fPIC", "-DWIDEST=128", "-fsanitize=undefined")
+    stops = ("-fsanitize-undefined-trap-on-error", str(SOURCE), "-o", str(library))
+    subprocess.run([compiler, *flags, *stops], check=True)
+    done = subprocess.run([sys.executable, "-c", EDGES, str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
