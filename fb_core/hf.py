@@ -47,6 +47,7 @@ from fb_kernels import branch_attention, linear_logprob
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
+LARGEST = torch.finfo(torch.float32).max
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 CausalLM: TypeAlias = PreTrainedModel
@@ -724,18 +725,25 @@ def classifier_config(adapted: PeftModel) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
+def is_float32(value: object) -> bool:
+    """Whether a value is a number that float32 has room for."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
 def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
     """A plain LoRA configuration.
 
     Raises:
         ValueError: a number out of range, or none at all.
     """
-    if not isinstance(rank, Integral) or rank < 1:
-        raise ValueError(f"rank: expected 1 or more, got {rank!r}; the published rank is 16")
-    if not isinstance(alpha, int | float) or not 0.0 < alpha < math.inf:
-        raise ValueError(f"alpha: expected a number above 0, got {alpha!r}; the published value is 32")
-    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r}; the published value is 0.05")
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank: expected 1 or more, got {rank!r:.80}; the published rank is 16")
+    if not is_float32(alpha) or alpha <= 0:
+        raise ValueError(
+            f"alpha: expected a number above 0 that float32 holds, got {alpha!r:.80}; the published value is 32"
+        )
+    if not is_float32(dropout) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r:.80}; the published value is 0.05")
     return LoraConfig(r=int(rank), lora_alpha=alpha, lora_dropout=dropout)  # type: ignore[arg-type]
 
 
@@ -754,7 +762,7 @@ def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
         if name == "init_lora_weights" and (isinstance(given, bool | None) or given == "gaussian"):
             continue  # the weights come from the file
         raise ValueError(
-            f"adapter_config.json: expected a plain LoRA adapter with {name} {plain!r}, got {given!r}; "
+            f"expected a plain LoRA adapter with {name} {plain!r}, got {given!r:.200}; "
             "use one that save_pretrained wrote"
         )
     return config
