@@ -13,10 +13,11 @@ import json
 import math
 import operator
 import os
+import reprlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -585,19 +586,12 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    if isinstance(value, Tensor):
-        ids = value
-    else:
-        try:
-            ids = torch.as_tensor(list(value), device=model.device)
-        except (TypeError, ValueError, RuntimeError) as problem:
-            raise TypeError(f"{name}: expected a sequence of token ids, got {problem}; pass a list of ints") from None
-        if not len(ids):
-            ids = ids.long()
+    ids = value if isinstance(value, Tensor) else torch.tensor(_listed(name, value), dtype=torch.int64).to(model.device)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
     if ids.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence")
+        row = f", such as {name}[0]" if ids.ndim > 1 else ""
+        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence{row}")
     if ids.device != model.device:
         raise ValueError(
             f"{name}: expected a tensor on the model's device {model.device}, got {ids.device}; "
@@ -610,6 +604,31 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
             f"{name}: expected ids from 0 below {size}, got {int(ids[outside][0])}; use the model's own tokenizer"
         )
     return ids.long()
+
+
+def _listed(name: str, value: object) -> list[int]:
+    """The ids of a sequence that is no tensor, each an int64; raises TypeError as `token_ids`."""
+
+    def refusal(got: str, wanted: str = "a sequence of token ids") -> TypeError:
+        return TypeError(f"{name}: expected {wanted}, got {got}")
+
+    if isinstance(value, str | bytes):
+        raise refusal("a text; encode it with the tokenizer")
+    if isinstance(value, Mapping):
+        raise refusal(f"{type(value).__name__}; pass its input_ids")
+    if isinstance(value, Set) or not isinstance(value, Iterable):
+        raise refusal(f"{type(value).__name__}; pass a list of ints")
+    ids: list[Any] = [entry.item() if isinstance(entry, Tensor) and not entry.ndim else entry for entry in value]
+    for place, entry in enumerate(ids):
+        if hasattr(entry, "__len__") and not isinstance(entry, str | bytes):
+            raise refusal(f"a {type(entry).__name__} at place {place}; pass one sequence, such as {name}[{place}]")
+        if isinstance(entry, bool | float):
+            raise refusal(f"{entry} at place {place}; convert them with int()", "int64 token ids")
+        if not isinstance(entry, Integral):
+            raise refusal(f"{reprlib.repr(entry)} at place {place}; pass a list of ints")
+        if not -(1 << 63) <= int(entry) < 1 << 63:
+            raise refusal(f"{reprlib.repr(entry)} at place {place}, beyond int64; use the model's own tokenizer")
+    return ids
 
 
 def check_position(position: int, length: int) -> int:
