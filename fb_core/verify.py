@@ -31,7 +31,8 @@ SHAPES, LONGEST_SHAPE = 4_096, 100  # how many shapes of answers a worker keeps,
 BATCH = 32  # pairs sent to a worker at once
 SMALLEST_MEMORY = 256 << 20  # math-verify with sympy takes some 60 MiB
 LONGEST_TIMEOUT = 86_400.0  # seconds
-START_LIMIT = 120.0  # seconds for a worker to import math-verify
+START_LIMIT = 600.0  # seconds for a worker to import math-verify
+PATIENCE, SHORTEST_WAIT = 20.0, 60.0  # times the timeout, and seconds, that an answer may take on a busy machine
 BAD_GOLD = "bad gold"
 Pair = tuple[str, str]  # what math-verify is to read, and the gold answer
 BOX_COMMANDS = ("\\boxed{", "\\boxed {")
@@ -89,7 +90,8 @@ class Verifier:
 
         Args:
             workers: how many processes at most.
-            timeout: seconds for one answer, without the start of a worker.
+            timeout: seconds of CPU time for one answer, without the start of a worker. On a busy machine an answer may
+                wait for its CPU: it is given up after 20 times as long by the clock, a minute at least.
             memory_bytes: address space of one worker, where the system can limit it; 256 MiB or more.
             require_boxed: an answer without `\boxed{...}` is "unparsable"; otherwise math-verify searches its last
                 10,000 characters, and finds a 5 in "so=5.".
@@ -129,7 +131,9 @@ class Verifier:
 
         Returns:
             "correct", "wrong", "unparsable" (no closed box, or nothing mathematical in it), or "timeout" (not finished
-            within the limits of time and memory).
+            within the limits of time and memory). What is equal is math-verify's to say: it leaves out \text{...} and
+            the units that it knows ("34\text{ cows}", "34 cm"); to it other bare words are products of letters, and so
+            "34 cows" is wrong against 34.
 
         Raises:
             TypeError: an argument is no string.
@@ -300,7 +304,7 @@ class _Worker:
         try:
             for _ in range(2):  # a second time where the process had died between two requests
                 process = self._alive()
-                replies = self._exchange(process, request, self._timeout, lines=2 * len(pairs))
+                replies = self._exchange(process, request, _longest_wait(self._timeout), lines=2 * len(pairs))
                 outcomes = replies[1::2]
                 if len(outcomes) == len(pairs):
                     return outcomes
@@ -388,12 +392,12 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         for question, gold in json.loads(line):
             replies.write(b"started\n")
-            _end_alone_after(2 * timeout)
+            _end_after(timeout, 2 * _longest_wait(timeout))
             try:
                 outcome = _judge(question, gold)
             except MemoryError:
                 return
-            _end_alone_after(0)
+            _end_after(0, 0)
             replies.write(outcome.encode() + b"\n")
             if _resident_bytes() > memory_bytes // 2:  # caches that hold a monster would spoil the next answer
                 return
@@ -465,11 +469,20 @@ def _limit_memory(memory_bytes: int) -> None:
             resource.setrlimit(kind, (limit, limit))
 
 
-def _end_alone_after(seconds: float) -> None:
-    """A hung worker ends even if its parent was killed; 0 calls it off."""
-    if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+def _longest_wait(timeout: float) -> float:
+    """Seconds by the clock for an answer that may take `timeout` of CPU time."""
+    return max(PATIENCE * timeout, SHORTEST_WAIT)
+
+
+def _end_after(cpu: float, clock: float) -> None:
+    """End this process after seconds of CPU time, or by the clock should its parent be gone; 0 calls it off."""
+    if hasattr(signal, "setitimer"):  # not on Windows: there the clock of the parent decides
+        for kind, ends, seconds in (
+            (signal.ITIMER_PROF, signal.SIGPROF, cpu),
+            (signal.ITIMER_REAL, signal.SIGALRM, clock),
+        ):
+            signal.signal(ends, signal.SIG_DFL)
+            signal.setitimer(kind, seconds)
 
 
 def _resident_bytes() -> int:
