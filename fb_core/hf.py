@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import re
 import reprlib
 import sys
 import threading
@@ -49,6 +50,7 @@ ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by tran
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
 LARGEST = torch.finfo(torch.float32).max
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 CausalLM: TypeAlias = PreTrainedModel
@@ -412,6 +414,18 @@ class Head:
     softcap: float | None
 
 
+def check_place(path: str, wanted: str) -> None:
+    """Refuse at once what is no folder and cannot be a hub id, or lies in a folder that is here.
+
+    Raises:
+        OSError: no such folder.
+    """
+    owner, slash, _ = path.partition("/")
+    if not os.path.isdir(path) and (not HUB_ID.fullmatch(path) or os.path.isdir(owner)):
+        hint = "a hub id has an owner in front, as in Qwen/Qwen3-1.7B" if not slash else "check the path"
+        raise OSError(f"{path}: expected a folder or hub id of {wanted}, got no such folder; {hint}")
+
+
 def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
     """A causal LM in eval mode and its tokenizer, from a folder or the hub; safetensors only, no code of its own.
 
@@ -424,6 +438,7 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         OSError: nothing usable there.
         ValueError: a kind of model that transformers does not know without foreign code.
     """
+    check_place(path, "a model in safetensors")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -442,6 +457,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         OSError: nothing usable there.
     """
+    check_place(path, "a tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except OSError as problem:
@@ -467,6 +483,7 @@ def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
         OSError: no checkpoint in safetensors there.
     """
     folder = Path(path)
+    check_place(path, "a model in safetensors")
     if not folder.is_dir():
         try:
             wanted = ["*.json", "*.safetensors"]
