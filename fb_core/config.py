@@ -444,7 +444,11 @@ class ExperimentSettings(BaseModel):
 
 
 class VerifierSettings(BaseModel):
-    """The processes that judge answers."""
+    """The processes that judge answers.
+
+    Attributes:
+        timeout: seconds of CPU time for one answer.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

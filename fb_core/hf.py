@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
@@ -463,6 +463,14 @@ def load_tokenizer(path: str) -> Tokenizer:
     except OSError as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether the tokenizer of a folder or hub id is on this machine."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if os.path.isdir(path):
+        return any(os.path.isfile(os.path.join(path, file)) for file in files)
+    return bool(HUB_ID.fullmatch(path)) and any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

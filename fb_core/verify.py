@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace, TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
 
@@ -35,6 +35,8 @@ START_LIMIT = 600.0  # seconds for a worker to import math-verify
 PATIENCE, SHORTEST_WAIT = 20.0, 60.0  # times the timeout, and seconds, that an answer may take on a busy machine
 BAD_GOLD = "bad gold"
 Pair = tuple[str, str]  # what math-verify is to read, and the gold answer
+BARE_WORD = re.compile(r"[A-Za-z]{3,}")
+COMMAND = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 BOX_COMMANDS = ("\\boxed{", "\\boxed {")
 TEX_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not group
 FINAL_STOP = re.compile(r"(?<!\.)\.$")  # math-verify cannot read "15."
@@ -69,6 +71,36 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[start : match.start()].strip()
     return None
+
+
+def tally(answers: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, int]:
+    r"""How many answers got each verdict, and two faults that are the prompt's to mend.
+
+    Args:
+        answers: the models' whole texts.
+        verdicts: one for each.
+
+    Returns:
+        a count for each verdict; "unboxed" for those of the unparsable that hold no closed `\boxed{...}`, "worded" for
+        those of the wrong whose box holds bare words ("34 cows"), which math-verify takes for products of letters.
+    """
+    counts = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)} | {"unboxed": 0, "worded": 0}
+    for answer, verdict in zip(answers, verdicts, strict=True):
+        content = boxed(answer) if verdict in ("wrong", "unparsable") else ""
+        counts["unboxed"] += verdict == "unparsable" and content is None
+        counts["worded"] += verdict == "wrong" and bool(BARE_WORD.search(COMMAND.sub(" ", content or "")))
+    return counts
+
+
+def tally_words(counts: Mapping[str, int]) -> str:
+    """The counts of `tally` that are not 0 as one line, "" where there are none."""
+    inside = {"wrong": ("worded", "with words in the box"), "unparsable": ("unboxed", "without a closed box")}
+    parts = []
+    for verdict in get_args(Verdict):
+        if counts.get(verdict):
+            fault, words = inside.get(verdict, ("", ""))
+            parts.append(f"{counts[verdict]} {verdict}" + (f" ({counts[fault]} {words})" if counts.get(fault) else ""))
+    return ", ".join(parts)
 
 
 class Verifier:

@@ -53,6 +53,12 @@ class Models:
         return hf.load_tokenizer(self.settings.slm)
 
     @property
+    def tokenizer_here(self) -> hf.Tokenizer | None:
+        """`tokenizer` where nothing has to be downloaded for it."""
+        path = self.settings.slm
+        return self.tokenizer if path.startswith(DEMO) or hf.has_tokenizer(path) else None
+
+    @property
     def vocabulary(self) -> int:
         """The number of ids that the tokenizer knows."""
         return 1 + max(self.tokenizer.get_vocab().values())

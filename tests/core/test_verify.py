@@ -171,6 +171,24 @@ def test_workers_parse_quickly() -> None:
     assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
 
 
+def test_a_tally_tells_what_the_prompt_must_mend() -> None:
+    judged: list[tuple[str, verify.Verdict]] = [
+        (r"\boxed{5}", "correct"),
+        (r"\boxed{6 cows}", "wrong"),
+        (r"\boxed{6}", "wrong"),
+        (r"\boxed{\text{six}}", "wrong"),
+        ("so 5", "unparsable"),
+        (r"\boxed{5", "unparsable"),
+        (r"\boxed{?!}", "unparsable"),
+        ("x", "timeout"),
+    ]
+    counts = verify.tally([answer for answer, _ in judged], [verdict for _, verdict in judged])
+    assert counts == {"correct": 1, "wrong": 3, "unparsable": 3, "timeout": 1, "unboxed": 2, "worded": 1}
+    words = "1 correct, 3 wrong (1 with words in the box), 3 unparsable (2 without a closed box), 1 timeout"
+    assert verify.tally_words(counts) == words
+    assert verify.tally_words({"states": 3, "wrong": 0}) == ""
+
+
 HOSTILE = {
     "tower of powers": HANGING,
     "long product": r"\boxed{1000000000!}",
