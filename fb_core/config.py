@@ -536,33 +536,53 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
     if not isinstance(values, dict):
         raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
     try:
-        return kind.model_validate(values)
+        made = kind.model_validate(values)
+        wrong = [f"{key}: expected a number below 2**63, got {reprlib.repr(value)}" for key, value in _huge(made)]
     except ValidationError as problem:
-        wrong: dict[str, list[str]] = {}  # by key: a union has an error for each of its kinds
-        got: dict[str, str] = {}
-        for error in problem.errors():
-            place = _place(error["loc"], values)
-            text = error["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ", 1)
-            key = ".".join(map(str, place))
-            if error["type"] == "extra_forbidden":
-                text = f"expected a known key{_nearest(kind, place)}"
-            elif error["type"] == "missing":
-                text = "expected a value"
-            elif error["type"] == "model_type":
-                text = "expected keys with values"
-            elif error["type"].endswith(("_parsing", "_from_float")):
-                text = text.partition(", ")[0]  # why it is none, which its value shows
-            elif error["type"] == "value_error":  # names the key itself, and what it got
-                inner, _, text = text.partition(": ")
-                key = ".".join(filter(None, (key, inner)))
-            if error["type"] != "value_error":
-                got[key] = "none" if error["type"] == "missing" else reprlib.repr(error["input"])
-            wrong.setdefault(key, []).append(text[:1].lower() + text[1:])
-        lines = []
-        for key, texts in wrong.items():
-            said = " or ".join([texts[0], *(text.removeprefix("expected ") for text in texts[1:])])
-            lines.append(f"{key}: {said}" + (f", got {got[key]}" if key in got else ""))
-        raise ValueError("\n".join(f"{source}: {line}" if source else line for line in lines)) from None
+        wrong = _wrong(problem, kind, values)
+    if wrong:
+        raise ValueError("\n".join(f"{source}: {line}" if source else line for line in wrong))
+    return made
+
+
+def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list[str]:
+    """A line for each key that does not fit."""
+    said: dict[str, list[str]] = {}  # by key: a union has an error for each of its kinds
+    got: dict[str, str] = {}
+    for error in problem.errors():
+        place = _place(error["loc"], values)
+        text = error["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ", 1)
+        key = ".".join(map(str, place))
+        if error["type"] == "extra_forbidden":
+            text = f"expected a known key{_nearest(kind, place)}"
+        elif error["type"] == "missing":
+            text = "expected a value"
+        elif error["type"] == "model_type":
+            text = "expected keys with values"
+        elif error["type"].endswith(("_parsing", "_from_float")):
+            text = text.partition(", ")[0]  # why it is none, which its value shows
+        elif error["type"] == "value_error":  # names the key itself, and what it got
+            inner, _, text = text.partition(": ")
+            key = ".".join(filter(None, (key, inner)))
+        if error["type"] != "value_error":
+            got[key] = "none" if error["type"] == "missing" else reprlib.repr(error["input"])[:80]
+        said.setdefault(key, []).append(text[:1].lower() + text[1:])
+    lines = []
+    for key, texts in said.items():
+        words = " or ".join([texts[0], *(text.removeprefix("expected ") for text in texts[1:])])
+        lines.append(f"{key}: {words}" + (f", got {got[key]}" if key in got else ""))
+    return lines
+
+
+def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted names and values of the integers that 64 bits do not hold."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from _huge(value, f"{before}{name}.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and abs(one) >= 1 << 63:
+                yield before + name, one
 
 
 def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:

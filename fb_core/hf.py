@@ -542,11 +542,26 @@ def checkpoint_hash(path: str) -> str:
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain."""
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain.
+
+    Raises:
+        ValueError: a text that the tokenizer has no ids for.
+    """
+    plain = not getattr(tokenizer, "chat_template", None)
+    text = "\n".join(message["content"] for message in messages)
+    if not plain:
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
+    try:
+        return list(tokenizer(text, add_special_tokens=plain)["input_ids"])
+    except Exception as problem:
+        if type(problem) is not Exception:  # which is what tokenizers raises
+            raise
+        raise ValueError(
+            f"prompt: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
+            "a model that takes any text"
+        ) from None
 
 
 def lm_head(model: PreTrainedModel) -> Head:

@@ -115,6 +115,10 @@ BAD_SETTINGS = {
     "trian: {rank: 4}": ["trian: expected a known key such as train, got {'rank': 4}"],
     "zzz: 1": ["zzz: expected a known key, got 1"],
     "train: {rank: 0}": ["train.rank: expected greater than or equal to 1, got 0"],
+    f"train: {{rank: {10**400}}}": ["train.rank: expected a number below 2**63, got 1000"],
+    f"train: {{horizons: [1], seeds: [{2**63}]}}": [
+        "train.seeds: expected a number below 2**63, got 9223372036854775808"
+    ],
     "train: {rank: x}": ["train.rank: expected a valid integer, got 'x'"],
     "train: {rank: 1.5}": ["train.rank: expected a valid integer, got 1.5"],
     "train: {rank: null}": ["train.rank: expected a valid integer, got None"],
@@ -138,6 +142,12 @@ BAD_SETTINGS = {
     "models: {slm: a, llm: b, llm_server: x}": ["models.llm_server: expected keys with values, got 'x'"],
     "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got 'solve'; put it in"],
     "compare: {methods: [greedy, gredy]}": ["compare.methods.1: expected 'greedy', "],
+    "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\ntrain: [*c, *c, *c]": [
+        "train: expected keys with values, got [[[[",
+        "a: expected a known key, got ['x', 'x', 'x']",
+        "b: expected a known key, got [[",
+        "c: expected a known key, got [[[",
+    ],
     "a: &a [*a]": ["a: expected a known key, got [[["],
 }
 
@@ -152,6 +162,7 @@ def test_wrong_settings_are_a_line_each(tmp_path, text):
     assert len(lines) == len(BAD_SETTINGS[text])
     for line, words in zip(lines, BAD_SETTINGS[text], strict=True):
         assert line.startswith(f"{config}: {words}")
+        assert len(line) < 300 + len(str(config))
 
 
 def test_the_command_prints_them_so(tmp_path):
@@ -207,6 +218,10 @@ def test_generate_takes_a_pair_of_the_demo():
     result = run("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 0, result.stderr
     assert "boxed" in result.stdout
+    result = run("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    assert result.returncode == 2
+    assert "futurebridge: prompt: expected words of the tokenizer's vocabulary, got 'hello'" in result.stderr
+    assert "Traceback" not in result.stderr
     result = run("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
     assert result.returncode == 2
     assert "expected one of plans" in result.stderr
