@@ -3,7 +3,8 @@
 Every process holds some rows of the head and computes its share with `linear_logprob_partials`: three numbers a row
 (maximum, sum of exponentials, target's logit). Gathering those and `combine_logprob_partials` give the log-probs, so
 that 12 bytes a row travel instead of logits. The check is `linear_logprob` with the whole head. Run it with
-`torchrun --nproc-per-node 2 examples/vocab_parallel.py`; it uses gloo on CPUs and NCCL on GPUs.
+`torchrun --nproc-per-node 2 examples/vocab_parallel.py`; it uses gloo on CPUs and NCCL on GPUs. Without torchrun it is
+one process that has the whole head.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def parallel_logprob(hidden: Tensor, shard: Tensor, target: Tensor, vocab_start:
 def main() -> None:
     """Score in parallel and whole, and compare."""
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu")
     rank, shards = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)  # the same everywhere, so that the whole is known for the check
     hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(device)

@@ -21,6 +21,7 @@ from fb_core.decoding import (
     overridden,
 )
 from fb_core.llm import LLM
+from fb_core.pipeline.inputs import load_model
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.runtime import LowLatencyDecoder
@@ -43,7 +44,7 @@ class Chat:
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
-        slm, self.tokenizer = hf.load_model(settings.slm, settings.device, settings.dtype)
+        slm, self.tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
         llm, tokenizer = self._llm()
         self.decoder: CollaborativeDecoder = LowLatencyDecoder(
             slm,
@@ -59,7 +60,7 @@ class Chat:
         settings = self.settings
         if settings.server is None:
             assert settings.llm is not None
-            return hf.load_model(settings.llm, settings.device, settings.dtype)
+            return load_model(settings.llm, "llm", settings.device, settings.dtype)
         known = 1 + max(self.tokenizer.get_vocab().values())
         server = ServerLLM(
             settings.server,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,11 +15,21 @@ if TYPE_CHECKING:
     from fb_core.pipeline.commands import Command
     from fb_core.pipeline.stage import Engine
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Future-compatibility reranking.")
+app = typer.Typer(no_args_is_help=True, help="Future-compatibility reranking.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"futurebridge {metadata.version('futurebridge')}")
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and end.")
+    ] = False,
+) -> None:
     """Future-compatibility reranking for a small and a large language model."""
 
 
@@ -35,7 +46,8 @@ def demo(
     run_demo(DemoSettings(seed=seed), out, retrain=retrain)
 
 
-ConfigOption = Annotated[str, typer.Option(help="A YAML file, or a shipped one: tiny, qwen3-1.7b, qwen3-0.6b.")]
+SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())
+ConfigOption = Annotated[str, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")]
 RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; runs/<config> if left out.")]
 EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster that shares the folder.")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and what it costs.")]
@@ -104,19 +116,21 @@ def evaluate(
 
 def _run_command(command: Command, config: str, run: Path | None, engine: str, dry_run: bool) -> None:
     from fb_core.config import RunSettings
-    from fb_core.pipeline.commands import run_command
 
     if engine not in ("local", "ray"):
         raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
+    settings = RunSettings.load(config)  # before torch is imported, which takes seconds
+    from fb_core.pipeline.commands import run_command
+
     logging.basicConfig(format="%(message)s")
     show = print if dry_run else _show
-    run_command(
-        command, RunSettings.load(config), _folder(config, run), cast("Engine", engine), dry_run=dry_run, show=show
-    )
+    run_command(command, settings, _folder(config, run), cast("Engine", engine), dry_run=dry_run, show=show)
 
 
 def _folder(config: str, run: Path | None) -> Path:
-    return Path("runs") / Path(config).stem if run is None else run
+    """The folder of a run: "qwen3-1.7b" and "my.yaml" give runs/qwen3-1.7b and runs/my."""
+    path = Path(config)
+    return run or Path("runs") / (path.stem if path.suffix in (".yaml", ".yml") else path.name)
 
 
 def _show(text: str) -> None:
@@ -145,6 +159,8 @@ def experiment(
 ) -> None:
     """Peers and ablations: everything a table needs, from states to benchmarks, and the report."""
     from fb_core.config import RunSettings
+
+    settings, folder = RunSettings.load(config), _folder(config, run)
     from fb_core.pipeline.experiment import TABLES, Table, run_experiment
     from fb_core.pipeline.findings import findings
     from fb_core.pipeline.report import write_report
@@ -152,7 +168,6 @@ def experiment(
     if unknown := [table for table in tables if table not in ("all", *TABLES)]:
         raise ValueError(f"experiment: expected all or some of {', '.join(TABLES)}, got {unknown[0]!r}; name those")
     logging.basicConfig(format="%(message)s")
-    settings, folder = RunSettings.load(config), _folder(config, run)
     wanted = TABLES if "all" in tables else cast("list[Table]", tables)
     run_experiment(wanted, settings, folder, workers, _show)
     written = write_report([findings(settings, folder)], folder / "report")
@@ -165,11 +180,13 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for report.html, report.md and figures.")] = Path("report"),
 ) -> None:
     """One HTML file and one Markdown file of all that runs found, side by side."""
-    from fb_core.pipeline.commands import settings_of
+    from fb_core.config import settings_of
+
+    settings = [settings_of(run) for run in runs]
     from fb_core.pipeline.findings import findings
     from fb_core.pipeline.report import write_report
 
-    written = write_report([findings(settings_of(run), run) for run in runs], out)
+    written = write_report([findings(chosen, run) for chosen, run in zip(settings, runs, strict=True)], out)
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 
@@ -182,10 +199,12 @@ def explain(
     """Show how a problem was solved: the text with its events, their candidates and scores."""
     from rich.console import Console
 
-    from fb_core import explain as viewer
-    from fb_core.pipeline.commands import settings_of
+    from fb_core.config import settings_of
 
-    viewer.explain(settings_of(run), run, problem, Console(), html)
+    settings = settings_of(run)
+    from fb_core import explain as viewer
+
+    viewer.explain(settings, run, problem, Console(), html)
 
 
 @app.command()
@@ -198,13 +217,13 @@ def env() -> None:
 
 def _pair_settings(given: dict[str, Any]) -> PairSettings:
     """The options of a pair among a command's arguments, checked."""
-    from fb_core.config import PairSettings
+    from fb_core.config import PairSettings, checked
 
-    return PairSettings.model_validate({name: given[name] for name in PairSettings.model_fields})
+    return checked(PairSettings, {name: given[name] for name in PairSettings.model_fields}, "")
 
 
-SlmOption = Annotated[str, typer.Option(help="Small model: a folder or hub id.")]
-LlmOption = Annotated[str | None, typer.Option(help="Large model: a folder or hub id, or its name at --server.")]
+SlmOption = Annotated[str, typer.Option(help="Small model: a folder, a hub id, or demo:plans.")]
+LlmOption = Annotated[str | None, typer.Option(help="Large model: likewise, or its name at --server.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of an inference server that holds the large model.")]
 FlavourOption = Annotated[str, typer.Option(help="The server's kind: vllm, sglang or llama.cpp.")]
 KeyOption = Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")]
@@ -240,11 +259,11 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="A file that holds the prompt.")] = None,
 ) -> None:
     """Answer one prompt with a pair and an adapter; tokens of events are highlighted."""
+    settings = _pair_settings(locals())
     from rich.console import Console
 
     from fb_core import chat as terminal
 
-    settings = _pair_settings(locals())
     text = terminal.read_prompt(prompt, file)
     talk, start = terminal.Chat(settings), time.perf_counter()
     generation = talk.answer([{"role": "user", "content": text}], Console())
@@ -271,11 +290,11 @@ def chat(
 
     Where the conversation outgrows --max-length its oldest turns are dropped; an error ends the turn alone.
     """
+    settings = _pair_settings(locals())
     from rich.console import Console
 
     from fb_core import chat as terminal
 
-    settings = _pair_settings(locals())
     talk, console, messages = terminal.Chat(settings), Console(), []
     while True:
         try:
@@ -301,23 +320,17 @@ def chat(
 
 
 def _complain(problem: Exception) -> None:
-    """One line on an error that a user can mend; it may repeat what a model, a server or a file says."""
-    from fb_core.terminal import IN_TEXT, escaped
+    """An error that a user can mend, line by line; it may repeat what a model, a server or a file says."""
+    from fb_core.terminal import escaped
 
-    typer.secho(f"futurebridge: {escaped(str(problem), IN_TEXT)}", fg="red", err=True)
+    for line in str(problem).splitlines():
+        typer.secho(f"futurebridge: {escaped(line)}", fg="red", err=True)
 
 
 def main() -> None:
-    """Entry point: errors that a user can mend come as one line."""
-    from pydantic import ValidationError
-
+    """Entry point: errors that a user can mend come as a line, wrong settings as a line each."""
     try:
         app()
-    except ValidationError as problem:
-        wrong = "; ".join(error["msg"].removeprefix("Value error, ") for error in problem.errors())
-        names = ", ".join(".".join(map(str, error["loc"])) for error in problem.errors() if error["loc"])
-        typer.secho(f"futurebridge: {names}{': ' if names else ''}{wrong}", fg="red", err=True)
-        raise SystemExit(2) from None
     except (ValueError, TypeError, OSError) as problem:
         _complain(problem)
         raise SystemExit(2) from None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 def _server_url(url: str) -> str:
@@ -24,6 +28,8 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 # been seen.
 CERTAINTY = 0.6
 AVERAGE = "average"  # in the place of a benchmark's name: all of a run's, each counting alike
+SETTINGS = "settings.json"  # of a run's last finished command, in its folder
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class WorldSettings(BaseModel):
@@ -90,8 +96,8 @@ class PairSettings(BaseModel):
     """A pair at work in a terminal.
 
     Attributes:
-        slm: folder or hub id of the small model.
-        llm: of the large one; with a server, the name by which the server knows it, if it wants one.
+        slm: folder or hub id of the small model; "demo:plans" is a pair of the demo.
+        llm: likewise the large one; with a server, the name by which the server knows it, if it wants one.
         server: URL of an inference server to ask instead.
         flavour: which server it is.
         api_key_variable: environment variable that holds the server's key, where it wants one.
@@ -452,7 +458,11 @@ class ExperimentSettings(BaseModel):
 
 
 class VerifierSettings(BaseModel):
-    """The processes that judge answers."""
+    """The processes that judge answers.
+
+    Attributes:
+        timeout: seconds of CPU time for one answer.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -490,7 +500,7 @@ class RunSettings(BaseModel):
 
     @classmethod
     def load(cls, source: str) -> RunSettings:
-        """From a YAML file, or from one shipped under that name (tiny, qwen3-1.7b, qwen3-0.6b).
+        """From a YAML file, or from one shipped under that name, such as tiny or qwen3-1.7b.
 
         Raises:
             OSError: no such file, and none shipped under that name.
@@ -505,8 +515,121 @@ class RunSettings(BaseModel):
             raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as problem:
+        except (yaml.YAMLError, ValueError, RecursionError) as problem:
             raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
-        return cls.model_validate(values)
+        return checked(cls, values, source)
+
+
+def settings_of(run: Path) -> RunSettings:
+    """The settings of a run's last finished command.
+
+    Raises:
+        ValueError: no run there, or damaged settings.
+    """
+    path = run / SETTINGS
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as problem:
+        raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path}: expected a run's settings, got {problem}; run its last command again") from None
+    return checked(RunSettings, values, str(path))
+
+
+def checked(kind: type[Settings], values: Any, source: str) -> Settings:
+    """Settings from plain values.
+
+    Args:
+        kind: of the settings.
+        values: by key.
+        source: the file that they are from, or "" for options of a command.
+
+    Raises:
+        ValueError: values that do not fit, a line each: file, key, what is expected, what was found.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
+    try:
+        made = kind.model_validate(values)
+        wrong = [f"{key}: expected a number below 2**63, got {reprlib.repr(value)}" for key, value in _huge(made)]
+    except ValidationError as problem:
+        wrong = _wrong(problem, kind, values)
+    if wrong:
+        raise ValueError("\n".join(f"{source}: {line}" if source else line for line in wrong))
+    return made
+
+
+def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list[str]:
+    """A line for each key that does not fit."""
+    said: dict[str, list[str]] = {}  # by key: a union has an error for each of its kinds
+    got: dict[str, str] = {}
+    for error in problem.errors():
+        place = _place(error["loc"], values)
+        text = error["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ", 1)
+        key = ".".join(map(str, place))
+        if error["type"] == "extra_forbidden":
+            text = f"expected a known key{_nearest(kind, place)}"
+        elif error["type"] == "missing":
+            text = "expected a value"
+        elif error["type"] == "model_type":
+            text = "expected keys with values"
+        elif error["type"].endswith(("_parsing", "_from_float")):
+            text = text.partition(", ")[0]  # why it is none, which its value shows
+        elif error["type"] == "value_error":  # names the key itself, and what it got
+            inner, _, text = text.partition(": ")
+            key = ".".join(filter(None, (key, inner)))
+        if error["type"] != "value_error":
+            shown = "none" if error["type"] == "missing" else reprlib.repr(error["input"])[:80]
+            got[key] = "a URL, which may hold a secret" if "://" in str(error["input"]) else shown
+        said.setdefault(key, []).append(text[:1].lower() + text[1:])
+    lines = []
+    for key, texts in said.items():
+        words = " or ".join([texts[0], *(text.removeprefix("expected ") for text in texts[1:])])
+        lines.append(f"{key}: {words}" + (f", got {got[key]}" if key in got else ""))
+    return lines
+
+
+def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted names and values of the integers that 64 bits do not hold."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from _huge(value, f"{before}{name}.")
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and abs(one) >= 1 << 63:
+                yield before + name, one
+
+
+def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:
+    """Where an error is, without the names that pydantic gives to the kinds of a union."""
+    place: list[str | int] = []
+    for part in loc:
+        inside = isinstance(values, Mapping) or (isinstance(values, Sequence) and not isinstance(values, str))
+        if not inside:
+            break
+        place.append(part)
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            break
+    return place
+
+
+def _nearest(kind: type[BaseModel], place: Sequence[str | int]) -> str:
+    """The known key that an unknown one may stand for, as the end of a sentence."""
+    known = list(_keys(kind))
+    here, name = ".".join(map(str, place[:-1])), str(place[-1])
+    beside = [key for key in known if key.rpartition(".")[0] == here]
+    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in beside], 1)
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    found = close or elsewhere
+    return f" such as {found[0]}" if found else ""
+
+
+def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
+    """Dotted names of all keys of settings."""
+    for name, field in kind.model_fields.items():
+        yield before + name
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from _keys(part, f"{before}{name}.")

@@ -13,10 +13,12 @@ import json
 import math
 import operator
 import os
+import re
+import reprlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
@@ -47,6 +49,8 @@ from fb_kernels import branch_attention, linear_logprob
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
+LARGEST = torch.finfo(torch.float32).max
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 CausalLM: TypeAlias = PreTrainedModel
@@ -410,6 +414,18 @@ class Head:
     softcap: float | None
 
 
+def check_place(path: str, wanted: str) -> None:
+    """Refuse at once what is no folder and cannot be a hub id, or lies in a folder that is here.
+
+    Raises:
+        OSError: no such folder.
+    """
+    owner, slash, _ = path.partition("/")
+    if not os.path.isdir(path) and (not HUB_ID.fullmatch(path) or os.path.isdir(owner)):
+        hint = "a hub id has an owner in front, as in Qwen/Qwen3-1.7B" if not slash else "check the path"
+        raise OSError(f"{path}: expected a folder or hub id of {wanted}, got no such folder; {hint}")
+
+
 def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
     """A causal LM in eval mode and its tokenizer, from a folder or the hub; safetensors only, no code of its own.
 
@@ -422,6 +438,7 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
         OSError: nothing usable there.
         ValueError: a kind of model that transformers does not know without foreign code.
     """
+    check_place(path, "a model in safetensors")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -440,11 +457,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     Raises:
         OSError: nothing usable there.
     """
+    check_place(path, "a tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except OSError as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether the tokenizer of a folder or hub id is on this machine."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if os.path.isdir(path):
+        return any(os.path.isfile(os.path.join(path, file)) for file in files)
+    return bool(HUB_ID.fullmatch(path)) and any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
@@ -465,6 +491,7 @@ def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
         OSError: no checkpoint in safetensors there.
     """
     folder = Path(path)
+    check_place(path, "a model in safetensors")
     if not folder.is_dir():
         try:
             wanted = ["*.json", "*.safetensors"]
@@ -515,11 +542,26 @@ def checkpoint_hash(path: str) -> str:
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain."""
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain.
+
+    Raises:
+        ValueError: a text that the tokenizer has no ids for.
+    """
+    plain = not getattr(tokenizer, "chat_template", None)
+    text = "\n".join(message["content"] for message in messages)
+    if not plain:
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
+    try:
+        return list(tokenizer(text, add_special_tokens=plain)["input_ids"])
+    except Exception as problem:
+        if type(problem) is not Exception:  # which is what tokenizers raises
+            raise
+        raise ValueError(
+            f"prompt: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
+            "a model that takes any text"
+        ) from None
 
 
 def lm_head(model: PreTrainedModel) -> Head:
@@ -606,19 +648,12 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    if isinstance(value, Tensor):
-        ids = value
-    else:
-        try:
-            ids = torch.as_tensor(list(value), device=model.device)
-        except (TypeError, ValueError, RuntimeError) as problem:
-            raise TypeError(f"{name}: expected a sequence of token ids, got {problem}; pass a list of ints") from None
-        if not len(ids):
-            ids = ids.long()
+    ids = value if isinstance(value, Tensor) else torch.tensor(_listed(name, value), dtype=torch.int64).to(model.device)
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
     if ids.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence")
+        row = f", such as {name}[0]" if ids.ndim > 1 else ""
+        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence{row}")
     if ids.device != model.device:
         raise ValueError(
             f"{name}: expected a tensor on the model's device {model.device}, got {ids.device}; "
@@ -631,6 +666,31 @@ def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) 
             f"{name}: expected ids from 0 below {size}, got {int(ids[outside][0])}; use the model's own tokenizer"
         )
     return ids.long()
+
+
+def _listed(name: str, value: object) -> list[int]:
+    """The ids of a sequence that is no tensor, each an int64; raises TypeError as `token_ids`."""
+
+    def refusal(got: str, wanted: str = "a sequence of token ids") -> TypeError:
+        return TypeError(f"{name}: expected {wanted}, got {got}")
+
+    if isinstance(value, str | bytes):
+        raise refusal("a text; encode it with the tokenizer")
+    if isinstance(value, Mapping):
+        raise refusal(f"{type(value).__name__}; pass its input_ids")
+    if isinstance(value, Set) or not isinstance(value, Iterable):
+        raise refusal(f"{type(value).__name__}; pass a list of ints")
+    ids: list[Any] = [entry.item() if isinstance(entry, Tensor) and not entry.ndim else entry for entry in value]
+    for place, entry in enumerate(ids):
+        if hasattr(entry, "__len__") and not isinstance(entry, str | bytes):
+            raise refusal(f"a {type(entry).__name__} at place {place}; pass one sequence, such as {name}[{place}]")
+        if isinstance(entry, bool | float):
+            raise refusal(f"{entry} at place {place}; convert them with int()", "int64 token ids")
+        if not isinstance(entry, Integral):
+            raise refusal(f"{reprlib.repr(entry)} at place {place}; pass a list of ints")
+        if not -(1 << 63) <= int(entry) < 1 << 63:
+            raise refusal(f"{reprlib.repr(entry)} at place {place}, beyond int64; use the model's own tokenizer")
+    return ids
 
 
 def check_position(position: int, length: int) -> int:
@@ -746,18 +806,25 @@ def classifier_config(adapted: PeftModel) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
+def is_float32(value: object) -> bool:
+    """Whether a value is a number that float32 has room for."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
 def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
     """A plain LoRA configuration.
 
     Raises:
         ValueError: a number out of range, or none at all.
     """
-    if not isinstance(rank, Integral) or rank < 1:
-        raise ValueError(f"rank: expected 1 or more, got {rank!r}; the published rank is 16")
-    if not isinstance(alpha, int | float) or not 0.0 < alpha < math.inf:
-        raise ValueError(f"alpha: expected a number above 0, got {alpha!r}; the published value is 32")
-    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r}; the published value is 0.05")
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank: expected 1 or more, got {rank!r:.80}; the published rank is 16")
+    if not is_float32(alpha) or alpha <= 0:
+        raise ValueError(
+            f"alpha: expected a number above 0 that float32 holds, got {alpha!r:.80}; the published value is 32"
+        )
+    if not is_float32(dropout) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r:.80}; the published value is 0.05")
     return LoraConfig(r=int(rank), lora_alpha=alpha, lora_dropout=dropout)  # type: ignore[arg-type]
 
 
@@ -776,7 +843,7 @@ def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
         if name == "init_lora_weights" and (isinstance(given, bool | None) or given == "gaussian"):
             continue  # the weights come from the file
         raise ValueError(
-            f"adapter_config.json: expected a plain LoRA adapter with {name} {plain!r}, got {given!r}; "
+            f"expected a plain LoRA adapter with {name} {plain!r}, got {given!r:.200}; "
             "use one that save_pretrained wrote"
         )
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -24,15 +24,23 @@ class RequestPolicy:
         top_k: number of largest logits that count, clamped to the vocabulary.
 
     Raises:
-        ValueError: a NaN threshold, or top_k below 1.
+        TypeError: a threshold that is no number.
+        ValueError: a NaN threshold or one that no float holds, or top_k below 1.
     """
 
     threshold: float
     top_k: int = 64
 
     def __post_init__(self) -> None:
-        if math.isnan(self.threshold):
-            raise ValueError("threshold: expected a number of nats, got NaN; use inf to never ask")
+        try:
+            wrong = "NaN" if math.isnan(self.threshold) else None
+        except OverflowError:
+            wrong = "one that no float holds"
+        except TypeError:
+            kind = type(self.threshold).__name__
+            raise TypeError(f"threshold: expected a number of nats, got {kind}; convert it with float()") from None
+        if wrong is not None:
+            raise ValueError(f"threshold: expected a number of nats, got {wrong}; use inf to never ask")
         if not isinstance(self.top_k, Integral) or self.top_k < 1:
             raise ValueError(f"top_k: expected 1 or more, got {self.top_k}; the published value is 64")
 
@@ -46,8 +54,12 @@ class RequestPolicy:
             top_k: the number of logits that the entropies were taken over.
 
         Raises:
+            TypeError: a quantile that is no number.
             ValueError: no entropies, one that is not finite, or a quantile outside [0, 1].
         """
+        if not isinstance(quantile, Real):
+            kind = type(quantile).__name__
+            raise TypeError(f"quantile: expected a number from 0 to 1, got {kind}; convert it with float()")
         if not 0.0 <= quantile <= 1.0:
             raise ValueError(f"quantile: expected 0 to 1, got {quantile}; the published value is 0.99")
         ordered = torch.as_tensor(entropies, dtype=torch.float64).flatten().sort().values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
 DESCRIPTION = "futurebridge.json"
 FORMAT = 1  # of the description
+LONGEST_JSON = 1 << 20  # bytes
 APART = "the directory's config and weights do not belong together"
 FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
 
@@ -282,6 +282,11 @@ class TokenReranker(nn.Module):
         """
         hf.check_supported(model)
         folder = Path(directory)
+        if not (folder / DESCRIPTION).is_file():
+            raise ValueError(
+                f"{folder}: expected the folder of an adapter with {DESCRIPTION} in it, got none; name one that "
+                "save_pretrained wrote, such as reranker/seed-0 of a run"
+            )
         description = _read_json(folder / DESCRIPTION)
         if description.get("format") != FORMAT:
             raise ValueError(
@@ -299,19 +304,27 @@ class TokenReranker(nn.Module):
                 "weights or architecture; load that base model"
             )
         features = description.get("features")
-        if not isinstance(features, dict) or not all(_is_finite(weight) for weight in features.values()):
+        if not isinstance(features, dict) or not all(
+            name in FEATURES and hf.is_float32(weight) for name, weight in features.items()
+        ):
             raise ValueError(
-                f"{folder / DESCRIPTION}: expected features as names with finite weights, got {features!r}; "
-                "save the adapter again"
+                f"{folder / DESCRIPTION}: expected features among {', '.join(FEATURES)} with weights that float32 "
+                f"holds, got {str(features)[:200]}; save the adapter again"
             )
-        config = hf.read_adapter_config(_read_json(folder / "adapter_config.json"))
+        settings = folder / "adapter_config.json"
+        values = _read_json(settings)
+        try:
+            config = hf.read_adapter_config(values)
+        except ValueError as problem:
+            raise ValueError(f"{settings}: {problem}") from None
         file = folder / "adapter_model.safetensors"
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{file}: expected a safetensors file, got {problem}; save the adapter again") from problem
-        for name, have in tensors.items():  # before a stated rank costs memory
-            if ".lora_A." in name and have.shape[:1] != (config.r,):
+        ranks = {name: have for name, have in tensors.items() if ".lora_A." in name}
+        for name, have in ranks.items() or [("any lora_A", None)]:  # before a stated rank costs memory
+            if have is None or have.shape[:1] != (config.r,):
                 raise ValueError(
                     f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"
                 )
@@ -324,9 +337,13 @@ class TokenReranker(nn.Module):
                     f"{file}: expected {name} of shape {_shape(want)} for rank and base model, "
                     f"got {_shape(have)}; {APART}"
                 )
-            if not have.is_floating_point() or not bool(have.isfinite().all()):
-                raise ValueError(f"{file}: expected finite floats, got others in {name}; save the adapter again")
-            want.copy_(have)
+            kept = have.to(want)
+            if not have.is_floating_point() or not bool(kept.isfinite().all()):
+                kind = str(want.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"{file}: expected finite floats that {kind} holds, got others in {name}; save the adapter again"
+                )
+            want.copy_(kept)
         reranker.feature_weight.detach().copy_(torch.tensor(list(features.values()), dtype=torch.float32))
         return reranker
 
@@ -372,10 +389,6 @@ def _standardised(values: Tensor) -> Tensor:
     return (values - values.mean()) / (values.std(correction=0) + 1e-6)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _shape(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else str(list(tensor.shape))
 
@@ -388,15 +401,13 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 def _read_json(path: Path) -> dict:
     try:
-        if path.stat().st_size > 1 << 20:
-            raise ValueError(
-                f"{path}: expected a small JSON file, got {path.stat().st_size} bytes; save the adapter again"
-            )
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        if (size := path.stat().st_size) > LONGEST_JSON:
+            raise ValueError(f"{size} bytes")
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(type(value).__name__)
+    except (OSError, ValueError, RecursionError) as problem:
         raise ValueError(
-            f"{path}: expected a JSON file of an adapter, got {problem}; save the adapter again"
-        ) from problem
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; save the adapter again")
+            f"{path}: expected a small JSON object of an adapter, got {problem}; save the adapter again"
+        ) from None
     return value

@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace, TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
 
@@ -31,9 +31,12 @@ SHAPES, LONGEST_SHAPE = 4_096, 100  # how many shapes of answers a worker keeps,
 BATCH = 32  # pairs sent to a worker at once
 SMALLEST_MEMORY = 256 << 20  # math-verify with sympy takes some 60 MiB
 LONGEST_TIMEOUT = 86_400.0  # seconds
-START_LIMIT = 120.0  # seconds for a worker to import math-verify
+START_LIMIT = 600.0  # seconds for a worker to import math-verify
+PATIENCE, SHORTEST_WAIT = 20.0, 60.0  # times the timeout, and seconds, that an answer may take on a busy machine
 BAD_GOLD = "bad gold"
 Pair = tuple[str, str]  # what math-verify is to read, and the gold answer
+BARE_WORD = re.compile(r"[A-Za-z]{3,}")
+COMMAND = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 BOX_COMMANDS = ("\\boxed{", "\\boxed {")
 TEX_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not group
 FINAL_STOP = re.compile(r"(?<!\.)\.$")  # math-verify cannot read "15."
@@ -70,6 +73,36 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def tally(answers: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, int]:
+    r"""How many answers got each verdict, and two faults that are the prompt's to mend.
+
+    Args:
+        answers: the models' whole texts.
+        verdicts: one for each.
+
+    Returns:
+        a count for each verdict; "unboxed" for those of the unparsable that hold no closed `\boxed{...}`, "worded" for
+        those of the wrong whose box holds bare words ("34 cows"), which math-verify takes for products of letters.
+    """
+    counts = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)} | {"unboxed": 0, "worded": 0}
+    for answer, verdict in zip(answers, verdicts, strict=True):
+        content = boxed(answer) if verdict in ("wrong", "unparsable") else ""
+        counts["unboxed"] += verdict == "unparsable" and content is None
+        counts["worded"] += verdict == "wrong" and bool(BARE_WORD.search(COMMAND.sub(" ", content or "")))
+    return counts
+
+
+def tally_words(counts: Mapping[str, int]) -> str:
+    """The counts of `tally` that are not 0 as one line, "" where there are none."""
+    inside = {"wrong": ("worded", "with words in the box"), "unparsable": ("unboxed", "without a closed box")}
+    parts = []
+    for verdict in get_args(Verdict):
+        if counts.get(verdict):
+            fault, words = inside.get(verdict, ("", ""))
+            parts.append(f"{counts[verdict]} {verdict}" + (f" ({counts[fault]} {words})" if counts.get(fault) else ""))
+    return ", ".join(parts)
+
+
 class Verifier:
     """Judges answers against gold answers; nothing in an answer can hang or bring down this process.
 
@@ -89,7 +122,8 @@ class Verifier:
 
         Args:
             workers: how many processes at most.
-            timeout: seconds for one answer, without the start of a worker.
+            timeout: seconds of CPU time for one answer, without the start of a worker. On a busy machine an answer may
+                wait for its CPU: it is given up after 20 times as long by the clock, a minute at least.
             memory_bytes: address space of one worker, where the system can limit it; 256 MiB or more.
             require_boxed: an answer without `\boxed{...}` is "unparsable"; otherwise math-verify searches its last
                 10,000 characters, and finds a 5 in "so=5.".
@@ -129,7 +163,9 @@ class Verifier:
 
         Returns:
             "correct", "wrong", "unparsable" (no closed box, or nothing mathematical in it), or "timeout" (not finished
-            within the limits of time and memory).
+            within the limits of time and memory). What is equal is math-verify's to say: it leaves out \text{...} and
+            the units that it knows ("34\text{ cows}", "34 cm"); to it other bare words are products of letters, and so
+            "34 cows" is wrong against 34.
 
         Raises:
             TypeError: an argument is no string.
@@ -300,7 +336,7 @@ class _Worker:
         try:
             for _ in range(2):  # a second time where the process had died between two requests
                 process = self._alive()
-                replies = self._exchange(process, request, self._timeout, lines=2 * len(pairs))
+                replies = self._exchange(process, request, _longest_wait(self._timeout), lines=2 * len(pairs))
                 outcomes = replies[1::2]
                 if len(outcomes) == len(pairs):
                     return outcomes
@@ -388,12 +424,12 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         for question, gold in json.loads(line):
             replies.write(b"started\n")
-            _end_alone_after(2 * timeout)
+            _end_after(timeout, 2 * _longest_wait(timeout))
             try:
                 outcome = _judge(question, gold)
             except MemoryError:
                 return
-            _end_alone_after(0)
+            _end_after(0, 0)
             replies.write(outcome.encode() + b"\n")
             if _resident_bytes() > memory_bytes // 2:  # caches that hold a monster would spoil the next answer
                 return
@@ -465,11 +501,20 @@ def _limit_memory(memory_bytes: int) -> None:
             resource.setrlimit(kind, (limit, limit))
 
 
-def _end_alone_after(seconds: float) -> None:
-    """A hung worker ends even if its parent was killed; 0 calls it off."""
-    if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+def _longest_wait(timeout: float) -> float:
+    """Seconds by the clock for an answer that may take `timeout` of CPU time."""
+    return max(PATIENCE * timeout, SHORTEST_WAIT)
+
+
+def _end_after(cpu: float, clock: float) -> None:
+    """End this process after seconds of CPU time, or by the clock should its parent be gone; 0 calls it off."""
+    if hasattr(signal, "setitimer"):  # not on Windows: there the clock of the parent decides
+        for kind, ends, seconds in (
+            (signal.ITIMER_PROF, signal.SIGPROF, cpu),
+            (signal.ITIMER_REAL, signal.SIGALRM, clock),
+        ):
+            signal.signal(ends, signal.SIG_DFL)
+            signal.setitimer(kind, seconds)
 
 
 def _resident_bytes() -> int:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+
+from fb_core.cli import SHIPPED, _folder
+from fb_core.config import RunSettings, settings_of
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments):
@@ -44,10 +53,198 @@ def test_explain_wants_a_run(tmp_path):
     assert "expected a run's settings" in result.stderr
 
 
-def test_a_misspelt_setting_is_named(tmp_path):
+@pytest.mark.parametrize("command", ["report", "explain", "collect", "futures", "experiment", "generate", "chat"])
+def test_a_wrong_name_is_answered_before_torch_is_imported(tmp_path, command):
+    arguments = {
+        "report": ["nope"],
+        "explain": ["nope", "1"],
+        "experiment": ["all", "--config", "nope"],
+        "generate": ["hello", "--slm", "a"],
+        "chat": ["--slm", "a"],
+    }.get(command, ["--config", "nope"])
+    code = (
+        "import sys\nfrom fb_core.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == "[]\n"
+    assert "expected" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package():
+    result = run("--version")
+    assert (result.returncode, result.stdout) == (0, f"futurebridge {metadata.version('futurebridge')}\n")
+
+
+def test_shells_can_complete():
+    assert "--install-completion" in run("--help").stdout
+    code = "import sys; sys.argv[0] = 'futurebridge'; from fb_core.cli import main; main()"
+    asked = {"_FUTUREBRIDGE_COMPLETE": "complete_bash", "COMP_WORDS": "futurebridge ro", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
+    assert done.stdout.split() == ["rollouts"]
+
+
+def test_the_help_of_config_names_all_that_is_shipped():
+    shipped = {path.name.removesuffix(".yaml") for path in (ROOT / "fb_core" / "configs").iterdir()}
+    assert len(shipped) > 4
+    assert set(SHIPPED) == shipped
+    assert all(RunSettings.load(name) for name in shipped)
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "folder"),
+    [
+        ("qwen3-1.7b", None, "runs/qwen3-1.7b"),
+        ("qwen3-0.6b", None, "runs/qwen3-0.6b"),
+        ("configs/qwen3-1.7b.yaml", None, "runs/qwen3-1.7b"),
+        ("tiny", None, "runs/tiny"),
+        ("/a/my.run.yaml", None, "runs/my.run"),
+        ("my.yml", None, "runs/my"),
+        ("tiny", Path("here"), "here"),
+    ],
+)
+def test_a_run_has_the_folder_of_its_settings(config, run, folder):
+    assert _folder(config, run) == Path(folder)
+
+
+BAD_SETTINGS = {
+    "collect: {quantle: 0.9}": ["collect.quantle: expected a known key such as quantile, got 0.9"],
+    "quantile: 0.9": ["quantile: expected a known key such as collect.quantile, got 0.9"],
+    "trian: {rank: 4}": ["trian: expected a known key such as train, got {'rank': 4}"],
+    "zzz: 1": ["zzz: expected a known key, got 1"],
+    "train: {rank: 0}": ["train.rank: expected greater than or equal to 1, got 0"],
+    f"train: {{rank: {10**400}}}": ["train.rank: expected a number below 2**63, got 1000"],
+    f"train: {{horizons: [1], seeds: [{2**63}]}}": [
+        "train.seeds: expected a number below 2**63, got 9223372036854775808"
+    ],
+    "train: {rank: x}": ["train.rank: expected a valid integer, got 'x'"],
+    "train: {rank: 1.5}": ["train.rank: expected a valid integer, got 1.5"],
+    "train: {rank: null}": ["train.rank: expected a valid integer, got None"],
+    "train: {target: futures}": ["train.target: expected 'future', 'calibrated' or 'select', got 'futures'"],
+    "train: [1]": ["train: expected keys with values, got [1]"],
+    "train: {horizons: [8, x]}": ["train.horizons.1: expected a valid integer, got 'x'"],
+    "train: {horizons: [256]}": ["train.horizons: expected at most the scored horizon 128, got 256; raise"],
+    "train: {seeds: [0, 0]}": ["train.seeds: expected one or more different numbers, got [0, 0]; name each once"],
+    "train: {hindsight: 2, target: select}": ['train.hindsight: expected 0 with target "select", got 2'],
+    "score: {token_budget: many}": ["score.token_budget: expected a valid integer or 'auto', got 'many'"],
+    "score: {horizon: .nan}": ["score.horizon: expected a finite number, got nan"],
+    "collect: {quantile: .nan}": ["collect.quantile: expected less than or equal to 1, got nan"],
+    "collect: {quantile: 2, slm_k: 0}": [
+        "collect.quantile: expected less than or equal to 1, got 2",
+        "collect.slm_k: expected greater than or equal to 1, got 0",
+    ],
+    "models: {slm: a}": ["models.llm: expected a value, got none"],
+    "models: {slm: a, llm: b, llm_server: {url: x, flavor: vllm}}": [
+        "models.llm_server.flavor: expected a known key such as flavour, got 'vllm'"
+    ],
+    "models: {slm: a, llm: b, llm_server: x}": ["models.llm_server: expected keys with values, got 'x'"],
+    "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got 'solve'; put it in"],
+    "compare: {methods: [greedy, gredy]}": ["compare.methods.1: expected 'greedy', "],
+    "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\ntrain: [*c, *c, *c]": [
+        "train: expected keys with values, got [[[[",
+        "a: expected a known key, got ['x', 'x', 'x']",
+        "b: expected a known key, got [[",
+        "c: expected a known key, got [[[",
+    ],
+    "a: &a [*a]": ["a: expected a known key, got [[["],
+}
+
+
+@pytest.mark.parametrize("text", BAD_SETTINGS)
+def test_wrong_settings_are_a_line_each(tmp_path, text):
     config = tmp_path / "a.yaml"
-    config.write_text("models: {slm: a, llm: b}\ncollect: {quantle: 0.9}\n")
+    config.write_text(text if text.startswith("models") else f"models: {{slm: a, llm: b}}\n{text}\n")
+    with pytest.raises(ValueError) as raised:
+        RunSettings.load(str(config))
+    lines = str(raised.value).splitlines()
+    assert len(lines) == len(BAD_SETTINGS[text])
+    for line, words in zip(lines, BAD_SETTINGS[text], strict=True):
+        assert line.startswith(f"{config}: {words}")
+        assert len(line) < 300 + len(str(config))
+
+
+def test_the_command_prints_them_so(tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text("models: {slm: a, llm: b}\ncollect: {quantle: 0.9}\ntrain: {rank: 0}\n")
     result = run("collect", "--config", str(config))
     assert result.returncode == 2
-    assert "collect.quantle" in result.stderr
+    assert result.stderr.splitlines() == [
+        f"futurebridge: {config}: collect.quantle: expected a known key such as quantile, got 0.9",
+        f"futurebridge: {config}: train.rank: expected greater than or equal to 1, got 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--slm", "a"], "llm: expected --llm or --server, got neither; say where candidates come from"),
+        (["--slm", "a", "--llm", "b", "--max-length", "1"], "max_length: expected greater than or equal to 2, got 1"),
+        (
+            ["--slm", "a", "--llm", "b", "--dtype", "int8"],
+            "dtype: expected 'auto', 'float32', ",
+        ),
+        (
+            ["--slm", "a", "--server", "b", "--flavour", "vlm"],
+            "flavour: expected 'vllm', 'sglang' or ",
+        ),
+        (
+            ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
+            "certainty: expected --adapter beside it, ",
+        ),
+    ],
+)
+def test_wrong_options_of_a_pair_are_a_line(options, words):
+    result = run("generate", "hello", *options)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"futurebridge: {words}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
+def test_damaged_settings_of_a_run_are_one_sentence(tmp_path, text):
+    (tmp_path / "settings.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"settings\.json: expected") as raised:
+        settings_of(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_generate_takes_a_pair_of_the_demo():
+    from fb_core.demo.worlds import WORLDS
+
+    prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
+    room = ["--max-length", "96", "--max-new-tokens", "45"]
+    result = run("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    assert result.returncode == 0, result.stderr
+    assert "boxed" in result.stdout
+    result = run("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    assert result.returncode == 2
+    assert "futurebridge: prompt: expected words of the tokenizer's vocabulary, got 'hello'" in result.stderr
     assert "Traceback" not in result.stderr
+    result = run("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
+    assert result.returncode == 2
+    assert "expected one of plans" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "place", ["./nope", "/nope/nope", "nope", "here/nope", "a/b/c", "~/nope", "C:\\models\\nope", ""]
+)
+def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, place):
+    from fb_core import hf
+
+    def no_hub(*arguments, **options):
+        raise AssertionError("asked the hub")
+
+    (tmp_path / "here").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(getattr(hf, name), "from_pretrained", no_hub)
+    monkeypatch.setattr(hf, "snapshot_download", no_hub)
+    for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_hash):
+        with pytest.raises(OSError, match=re.escape(f"{place}: expected a folder or hub id of a ")):
+            load(place)
+    assert hf.checkpoint_size("./nope") is None
+    with pytest.raises(AssertionError, match="asked the hub"):
+        hf.load_tokenizer("owner/name")

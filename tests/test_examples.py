@@ -41,6 +41,12 @@ def test_example(name: str) -> None:
     assert shown in done.stdout
 
 
+def test_one_process_without_torchrun_has_the_whole_head() -> None:
+    done = run(str(EXAMPLES / "vocab_parallel.py"))
+    assert done.returncode == 0, done.stderr
+    assert "process 0 of 1: ids 0 to 1001" in done.stdout
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_docstring_says_how_to_run_it(name: str) -> None:
     docstring = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""

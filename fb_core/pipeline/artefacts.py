@@ -2,6 +2,7 @@
 
 A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, beside each shard its receipt `<shard>.json`
 (hashes, counts, time), written last, and `manifest.json`. A shard counts as done where its receipt and all files agree.
+Receipts and manifests end with a hash of themselves: what was edited or damaged is named and not read.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ LOCK = ".lock"
 PART = ".part"  # ends the name of a file that is being written
 NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
 LONGEST_JSON = 64 << 20  # bytes
+SEAL = "sha256"  # of the rest of a receipt or manifest
+BEGUN = (("identity", dict), ("chosen", dict), ("made_by", list), ("complete", bool))  # what a manifest holds
+FINISHED = (*BEGUN, ("counts", dict), ("summary", dict), ("digest", str), ("cost", dict))
 SOFTWARE = ("futurebridge", "torch", "transformers", "peft", "accelerate", "pyarrow", "safetensors", "math-verify")
 
 log = logging.getLogger(__name__)
@@ -113,6 +117,11 @@ def json_bytes(value: Any) -> bytes:
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
+def sealed_bytes(value: dict[str, Any]) -> bytes:
+    """`json_bytes` of plain values by name, with a hash of them."""
+    return json_bytes(value | {SEAL: digest(value)})
+
+
 class Artefact:
     """One stage's folder.
 
@@ -157,8 +166,9 @@ class Artefact:
         path = self.path / MANIFEST
         if not path.is_file():
             return None
-        manifest = _read_json(path)
-        if manifest.get("stage") != self.stage or not isinstance(manifest.get("identity"), dict):
+        manifest = _read_sealed(path)
+        kinds = FINISHED if manifest.get("complete") else BEGUN
+        if manifest.get("stage") != self.stage or any(type(manifest.get(name)) is not kind for name, kind in kinds):
             raise ValueError(
                 f"{path}: expected the manifest of {self.stage}, got another one; choose another run folder"
             )
@@ -221,7 +231,7 @@ class Artefact:
         if not path.is_file():
             return None
         try:
-            receipt = Receipt(**_read_json(path))
+            receipt = Receipt(**_read_sealed(path))
             names = [Path(name) for name in receipt.files]
             if not names or any(".." in name.parts or not name.parts[0].startswith(shard) for name in names):
                 raise TypeError(f"files {sorted(receipt.files)}")
@@ -245,7 +255,7 @@ class Artefact:
             write_file(self.path / name, data)
             known[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         receipt = Receipt(self._identity(), known, dict(counts), round(float(seconds), 3), device)
-        write_file(self.path / f"{shard}.json", json_bytes(asdict(receipt)))
+        write_file(self.path / f"{shard}.json", sealed_bytes(asdict(receipt)))
 
     def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
         """Close the stage: counts, cost and the digest of its files go into the manifest."""
@@ -315,7 +325,7 @@ class Artefact:
         """
         path, name = self.path / f"{shard}.json", f"{shard}.{suffix}"
         try:
-            known = _read_json(path)["files"][name]
+            known = _read_sealed(path)["files"][name]
             return _checked_bytes(self.path / name, known)
         except (KeyError, TypeError):
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
@@ -326,7 +336,7 @@ class Artefact:
         return "" if manifest is None else digest(manifest["identity"])
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        write_file(self.path / MANIFEST, json_bytes(manifest))
+        write_file(self.path / MANIFEST, sealed_bytes(manifest))
 
 
 def digest(value: Any) -> str:
@@ -349,19 +359,24 @@ def _checked_bytes(path: Path, known: dict[str, Any]) -> bytes:
     return data
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_sealed(path: Path) -> dict[str, Any]:
+    """What `sealed_bytes` wrote, without its hash.
+
+    Raises:
+        ValueError: something else there.
+    """
     try:
         if (size := path.stat().st_size) > LONGEST_JSON:
             raise ValueError(f"{size} bytes")
         value = json.loads(path.read_bytes())
+        seal = value.pop(SEAL, None) if isinstance(value, dict) else None
+        if seal is None or seal != digest(value):
+            raise ValueError("one damaged or edited")
     except (OSError, ValueError, RecursionError) as problem:
         raise ValueError(
-            f"{path}: expected a small JSON file, got {problem}; remove it and run the stage again"
+            f"{path}: expected the JSON file that a stage wrote, got {problem}; put it back, or remove it and run the "
+            "stage again"
         ) from None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path}: expected a JSON object, got {type(value).__name__}; remove it and run the stage again"
-        )
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ class Worker:
     def ready(self) -> None:
         """Returns once the process is up."""
 
-    def work(self, shard: str) -> None:
-        """Compute and write a shard."""
-        work_and_put(self.stage, shard)
+    def work(self, shard: str) -> Mapping[str, int]:
+        """Compute and write a shard; what it holds, by name."""
+        return work_and_put(self.stage, shard)
 
 
-def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], None]) -> None:
+def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
     """Compute and write shards on as many workers as the cluster has GPUs, or cores where it has none.
 
     The shard of a worker that dies, with its process or its node, goes to another one. Without RAY_ADDRESS in the
@@ -71,7 +71,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], No
                 continue
             worker, shard = under_way.pop(done[0])
             try:
-                ray.get(done[0])
+                counts = ray.get(done[0])
             except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as problem:
                 place = shard or "start"
                 died[place] += 1
@@ -88,7 +88,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str], No
             if shard is None:
                 died["start"] = 0
             else:
-                on_done(shard)
+                on_done(shard, counts)
             if waiting:
                 following = waiting.popleft()
                 under_way[worker.work.remote(following)] = (worker, following)

@@ -24,10 +24,11 @@ from fb_core.pipeline.deploy import (
     frozen_policy,
     pool_options,
 )
-from fb_core.pipeline.inputs import problems_hash, splits_of
+from fb_core.pipeline.inputs import problems_hash, splits_of, verifier_of
 from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.policy import RequestPolicy
+from fb_core.verify import tally
 from fb_kernels import topk_entropy
 
 ROWS = 16_384  # of a teacher-forced forward
@@ -218,8 +219,11 @@ class TrajectoryStage(Stage):
             "tokens": lists((trajectory.tokens for trajectory in found), pa.int32()),
             "entropy": lists((trajectory.entropy for trajectory in found), pa.float32()),
         }
-        tokens = sum(len(trajectory.output) for trajectory in found)
-        return Output({f"{shard}.parquet": table_bytes(columns)}, {"trajectories": len(found), "tokens": tokens})
+        texts = texts_of([trajectory.output for trajectory in found], self.models.tokenizer)
+        golds = [problem.answer for problem in problems]
+        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        counts = {"trajectories": len(found), "tokens": sum(len(trajectory.output) for trajectory in found)}
+        return Output({f"{shard}.parquet": table_bytes(columns)}, counts | tally(texts, verdicts))
 
     def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
         """What the deployed reranker of another run makes of prompts, together with the LLM."""
@@ -232,7 +236,8 @@ class TrajectoryStage(Stage):
         return deployed_decoder(self.settings, run, chosen_reranker(self.settings, run, self.settings.train.seeds[0]))
 
     def cost(self) -> Cost:
-        return Cost("generated and teacher-forced", 2 * self.settings.collect.max_new_tokens)
+        tokens = self.longest_prompt + self.settings.collect.max_new_tokens
+        return Cost("generated and teacher-forced, prompts included", 2 * tokens)
 
 
 class PolicyStage(Stage):
@@ -320,7 +325,12 @@ class StateStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
-        return Cost("teacher-forced", self.settings.collect.max_new_tokens)
+        return Cost("teacher-forced", self.longest_prompt + self.settings.collect.max_new_tokens)
+
+
+def texts_of(outputs: Sequence[Tensor], tokenizer: hf.Tokenizer) -> list[str]:
+    """The texts of token ids, as answers are judged by them."""
+    return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
 
 
 def read_trajectories(folder: Artefact, shard: str, device: torch.device | str = "cpu") -> list[Trajectory]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from fb_core.config import RunSettings
+from fb_core.config import SETTINGS, RunSettings
 from fb_core.pipeline.artefacts import write_file
 from fb_core.pipeline.calibrate import CalibrationStage
 from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
@@ -20,7 +20,6 @@ from fb_core.pipeline.select import RerankerStage, SelectionStage
 from fb_core.pipeline.stage import Engine, Stage, plan, run_stage
 from fb_core.pipeline.train import TrainStage
 
-SETTINGS = "settings.json"  # of the last finished command, in the run's folder
 Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
@@ -79,16 +78,3 @@ def run_command(
             run_stage(stage, leads=False)
     if leads and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
-
-
-def settings_of(run: Path) -> RunSettings:
-    """The settings of a run's last finished command.
-
-    Raises:
-        ValueError: no run there, or damaged settings.
-    """
-    path = run / SETTINGS
-    try:
-        return RunSettings.model_validate_json(path.read_bytes())
-    except OSError as problem:
-        raise ValueError(f"{path}: expected a run's settings, got {problem.strerror}; name a run's folder") from None

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from fb_core.pipeline.problems import Problem, prompt_ids
 from fb_core.pipeline.router import RouterStage
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.verify import Verdict
+from fb_core.verify import tally
 
 AT_ONCE = 256  # problems of a shard
 
@@ -85,6 +85,9 @@ class CompareStage(Stage):
                         trials[shard] = Trial(benchmark, method, seed, problems[start : start + AT_ONCE])
         return trials
 
+    def asked(self) -> list[Problem]:
+        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
+
     def shards(self) -> dict[str, int]:
         return {shard: len(trial.problems) for shard, trial in self._trials.items()}
 
@@ -115,7 +118,7 @@ class CompareStage(Stage):
             for problem, one, verdict in zip(trial.problems, found, verdicts, strict=True)
         ]
         counts = {"decoded": len(rows), "tokens": sum(len(row["tokens"]) for row in rows)}
-        counts |= {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
+        counts |= tally(texts, verdicts)
         return Output({f"{shard}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}, counts)
 
     def _generate(self, method: str, seed: int | None) -> Generate:
@@ -144,4 +147,4 @@ class CompareStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded in batches", self.settings.evaluate.max_new_tokens)
+        return Cost("decoded in batches", self.longest_prompt + self.settings.evaluate.max_new_tokens)

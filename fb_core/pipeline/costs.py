@@ -81,6 +81,9 @@ class DeploymentStage(Stage):
         routed = router is not None and router["complete"]
         return [method for method in self.settings.compare.methods if routed or method not in ROUTED]
 
+    def asked(self) -> list[Problem]:
+        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
+
     def shards(self) -> dict[str, int]:
         return {shard: len(self._problems) for shard in self._timings}
 
@@ -138,7 +141,7 @@ class DeploymentStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", self.settings.evaluate.max_new_tokens)
+        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)
 
 
 def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:

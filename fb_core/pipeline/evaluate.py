@@ -9,7 +9,7 @@ import re
 import time
 from dataclasses import asdict
 from functools import cached_property, lru_cache
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from fb_core.pipeline.problems import BENCHMARKS, Problem, prompt_ids
 from fb_core.pipeline.select import RerankerStage
 from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.runtime import LowLatencyDecoder
-from fb_core.verify import Verdict
+from fb_core.verify import tally
 
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
 
@@ -99,6 +99,9 @@ class EvaluateStage(Stage):
                     trials[shard] = (name, seed, problems[start : start + size])
         return trials
 
+    def asked(self) -> list[Problem]:
+        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
+
     def shards(self) -> dict[str, int]:
         return {shard: len(problems) for shard, (_, _, problems) in self._trials().items()}
 
@@ -133,7 +136,7 @@ class EvaluateStage(Stage):
         for row, verdict in zip(rows, verdicts, strict=True):
             row["verdict"] = verdict
         counts = {"decoded": len(rows), "tokens": sum(len(row["tokens"]) for row in rows)}
-        counts |= {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)}
+        counts |= tally([row["text"] for row in rows], verdicts)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         return Output({f"{shard}.jsonl": lines.encode()}, counts)
 
@@ -226,4 +229,4 @@ class EvaluateStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", self.settings.evaluate.max_new_tokens)
+        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)

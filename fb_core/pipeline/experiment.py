@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fb_core.config import Method, RunSettings
+from fb_core.config import SETTINGS, Method, RunSettings
 from fb_core.pipeline.agreement import AgreementStage
 from fb_core.pipeline.artefacts import Artefact, json_bytes, write_file
-from fb_core.pipeline.commands import SETTINGS, Command, run_command, stages_of
+from fb_core.pipeline.commands import Command, run_command, stages_of
 from fb_core.pipeline.compare import CompareStage
 from fb_core.pipeline.costs import DeploymentStage
 from fb_core.pipeline.methods import EXTERNAL, LABELS, ROUTED

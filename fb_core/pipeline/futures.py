@@ -14,10 +14,17 @@ from fb_core import hf
 from fb_core.decoding import merge_candidates
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
-from fb_core.pipeline.collect import LoggedState, StateStage, Trajectory, TrajectoryStage, read_trajectories
+from fb_core.pipeline.collect import (
+    LoggedState,
+    StateStage,
+    Trajectory,
+    TrajectoryStage,
+    read_trajectories,
+    texts_of,
+)
 from fb_core.pipeline.inputs import verifier_of
 from fb_core.pipeline.stage import Cost, Output, Stage
-from fb_core.verify import Verdict, Verifier
+from fb_core.verify import Verdict, Verifier, tally
 
 SERVED_AT_ONCE = 4  # shards that keep a server busy while the last continuations of one of them are written
 
@@ -156,8 +163,7 @@ def verdicts_of(
     outputs: Sequence[Tensor], golds: Sequence[str], tokenizer: hf.Tokenizer, verifier: Verifier
 ) -> list[Verdict]:
     """Verdicts of whole solutions, given by token ids."""
-    texts = [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
-    return verifier.verify_many(texts, golds, bad_golds="unparsable")
+    return verifier.verify_many(texts_of(outputs, tokenizer), golds, bad_golds="unparsable")
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,10 @@ class FutureStage(Stage):
             found[shard] = receipt.counts["states"]
         return found
 
+    def most(self) -> int:
+        problems = TrajectoryStage(self.settings, self.run).most()
+        return problems * self.settings.collect.max_states
+
     def work(self, shard: str) -> Output:
         problems = TrajectoryStage(self.settings, self.run).problems()[shard]
         trajectories, states = read_trajectories(self.source("trajectories"), shard), self.source("states").table(shard)
@@ -240,7 +250,8 @@ class FutureStage(Stage):
             for state, tokens, new in zip(states, prefixes, written, strict=True)
         ]
         golds = [problems[state["trajectory"]].answer for state in states]
-        verdicts = verdicts_of(outputs, golds, self.models.tokenizer, verifier_of(self.settings.verify))
+        texts = texts_of(outputs, self.models.tokenizer)
+        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
         columns = {
             "first": pa.array([int(new[0]) for new in written], pa.int32()),
             "tokens": lists((new[1:] for new in written), pa.int32()),
@@ -250,11 +261,12 @@ class FutureStage(Stage):
             "pool_llm_logprob": lists((logprob for _, _, logprob in pools), pa.float32()),
         }
         counts = {"futures": len(states), "tokens": sum(len(new) for new in written)}
-        counts |= {verdict: verdicts.count(verdict) for verdict in ("correct", "wrong", "unparsable", "timeout")}
+        counts |= tally(texts, verdicts)
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
-        return Cost("generated behind their prefixes", self.settings.futures.max_new_tokens, "llm")
+        prefix, new = self.longest_prompt + self.settings.collect.max_new_tokens, self.settings.futures.max_new_tokens
+        return Cost("generated behind their prefixes", prefix + new, "llm")
 
 
 def read_futures(folder: Artefact, shard: str) -> tuple[list[Future], list[dict[str, Any]]]:

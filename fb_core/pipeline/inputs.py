@@ -20,6 +20,16 @@ from fb_core.verify import Verifier
 DEMO = "demo:"  # in front of the name of one of the demo's worlds
 
 
+def load_model(path: str, role: str, device: str, dtype: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
+    """The "slm" or "llm" of a pair and its tokenizer: a folder's, the hub's or the demo's; raises as hf's own."""
+    if not path.startswith(DEMO):
+        return hf.load_model(path, device, dtype)
+    from fb_core.demo.pairs import load_pair
+
+    pair = load_pair(path.removeprefix(DEMO))
+    return (pair.slm if role == "slm" else pair.llm), pair.world.tokenizer
+
+
 class Models:
     """SLM, LLM and tokenizer; make it with `models_of`."""
 
@@ -42,6 +52,12 @@ class Models:
         if self.settings.slm.startswith(DEMO):
             return self._slm[1]
         return hf.load_tokenizer(self.settings.slm)
+
+    @property
+    def tokenizer_here(self) -> hf.Tokenizer | None:
+        """`tokenizer` where nothing has to be downloaded for it."""
+        path = self.settings.slm
+        return self.tokenizer if path.startswith(DEMO) or hf.has_tokenizer(path) else None
 
     @property
     def vocabulary(self) -> int:
@@ -126,12 +142,7 @@ class Models:
         return self._load(path, role)[0].num_parameters() if path.startswith(DEMO) else hf.checkpoint_size(path)
 
     def _load(self, path: str, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-        if not path.startswith(DEMO):
-            return hf.load_model(path, self.settings.device, self.settings.dtype)
-        from fb_core.demo.pairs import load_pair
-
-        pair = load_pair(path.removeprefix(DEMO))
-        return (pair.slm if role == "slm" else pair.llm), pair.world.tokenizer
+        return load_model(path, role, self.settings.device, self.settings.dtype)
 
     def _valid(self, model: hf.CausalLM) -> int:
         return min(self.vocabulary, hf.vocabulary(model))

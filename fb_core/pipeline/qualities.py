@@ -38,6 +38,9 @@ class OwnFutureStage(Stage):
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()
 
+    def most(self) -> int:
+        return FutureStage(self.settings, self.run).most()
+
     def work(self, shard: str) -> Output:
         problems = TrajectoryStage(self.settings, self.run).problems()[shard]
         trajectories, states = read_trajectories(self.source("trajectories"), shard), self.source("states").table(shard)
@@ -65,7 +68,7 @@ class OwnFutureStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
-        return Cost("sampled", self.settings.samples.slm * self.settings.futures.max_new_tokens)
+        return Cost("sampled", self.settings.samples.slm * FutureStage(self.settings, self.run).cost().tokens)
 
 
 class SampleStage(Stage):
@@ -100,6 +103,9 @@ class SampleStage(Stage):
 
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()
+
+    def most(self) -> int:
+        return FutureStage(self.settings, self.run).most()
 
     def work(self, shard: str) -> Output:
         problems = TrajectoryStage(self.settings, self.run).problems()[shard]
@@ -148,7 +154,7 @@ class SampleStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
-        return Cost("sampled at most", self.settings.samples.llm * self.settings.futures.max_new_tokens, "llm")
+        return Cost("sampled", self.settings.samples.llm * FutureStage(self.settings, self.run).cost().tokens, "llm")
 
 
 def futures_of_quality(

@@ -13,7 +13,7 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.llm import LocalLLM, seeded
 from fb_core.pipeline.artefacts import Artefact, lists, table_bytes
-from fb_core.pipeline.collect import LoggedState, StateStage, Trajectory, TrajectoryStage, read_trajectories
+from fb_core.pipeline.collect import LoggedState, StateStage, Trajectory, TrajectoryStage, read_trajectories, texts_of
 from fb_core.pipeline.futures import FutureStage, verdicts_of
 from fb_core.pipeline.inputs import verifier_of
 from fb_core.pipeline.pools import logged_pool
@@ -74,7 +74,7 @@ def roll_out_candidates(
     counts = [len(pool) for pool in pools]
     asked = [gold for gold, count in zip(golds, counts, strict=True) for _ in range(count)]
     verdicts = verdicts_of(outputs, asked, tokenizer, verifier)
-    texts = [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
+    texts = texts_of(outputs, tokenizer)
     flat = torch.tensor([verdict == "correct" for verdict in verdicts], dtype=torch.bool)
     ends = torch.tensor(counts).cumsum(0).tolist()
     return list(flat.split(counts)), [texts[end - count : end] for end, count in zip(ends, counts, strict=True)]
@@ -99,6 +99,9 @@ class RolloutStage(Stage):
 
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()
+
+    def most(self) -> int:
+        return FutureStage(self.settings, self.run).most()
 
     def work(self, shard: str) -> Output:
         problems = TrajectoryStage(self.settings, self.run).problems()[shard]
@@ -153,7 +156,7 @@ class RolloutStage(Stage):
 
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.settings.futures.llm_k
-        tokens = self.settings.collect.max_new_tokens * candidates
+        tokens = (self.longest_prompt + 2 * self.settings.collect.max_new_tokens + 1) * candidates
         return Cost("rolled out behind every candidate, of the chosen states", tokens)
 
 

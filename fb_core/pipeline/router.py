@@ -76,7 +76,8 @@ class RouterLabelStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
 
     def cost(self) -> Cost:
-        return Cost("solved, then continued behind differing tokens", self.settings.futures.max_new_tokens, "llm")
+        tokens = self.longest_prompt + self.settings.futures.max_new_tokens
+        return Cost("solved, then continued behind differing tokens", tokens, "llm")
 
 
 class RouterStage(Stage):

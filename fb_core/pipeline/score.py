@@ -95,6 +95,9 @@ class ScoreStage(Stage):
     def shards(self) -> dict[str, int]:
         return FutureStage(self.settings, self.run).shards()
 
+    def most(self) -> int:
+        return FutureStage(self.settings, self.run).most()
+
     def work(self, shard: str) -> Output:
         slm, settings = self.models.slm, self.settings.score
         budget = settings.token_budget
@@ -156,7 +159,8 @@ class ScoreStage(Stage):
 
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.settings.futures.llm_k
-        return Cost("scored behind shared prefixes", self.settings.score.horizon * candidates)
+        prefix = self.longest_prompt + self.settings.collect.max_new_tokens
+        return Cost("scored behind shared prefixes", prefix + (1 + self.settings.score.horizon) * candidates)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,7 +115,7 @@ class SelectionStage(Stage):
         return selection_table(manifest["summary"], len(splits_of(self.settings.problems)["validation"]))
 
     def cost(self) -> Cost:
-        return Cost("decoded together with the LLM", self.settings.collect.max_new_tokens)
+        return Cost("decoded together with the LLM", self.longest_prompt + self.settings.collect.max_new_tokens)
 
 
 class RerankerStage(Stage):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,7 +19,9 @@ from rich.text import Text
 
 from fb_core.config import RunSettings
 from fb_core.pipeline.artefacts import Artefact, Receipt
-from fb_core.pipeline.inputs import Models, models_of
+from fb_core.pipeline.inputs import Models, models_of, splits_of
+from fb_core.pipeline.problems import Problem, prompt_ids
+from fb_core.verify import tally_words
 
 Engine = Literal["local", "ray"]
 
@@ -33,7 +38,7 @@ class Cost(NamedTuple):
     """What one unit of a stage takes, before anything is measured."""
 
     words: str
-    tokens: int = 0  # at most
+    tokens: int = 0  # at most, those of prompts and prefixes included
     role: str = "slm"  # of the model that they pass
 
 
@@ -113,6 +118,22 @@ class Stage(ABC):
     def cost(self) -> Cost:
         """What one of its units takes."""
 
+    def asked(self) -> list[Problem]:
+        """The problems whose prompts it reads."""
+        return [problem for problems in splits_of(self.settings.problems).values() for problem in problems]
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, 0 where the tokenizer is not on this machine."""
+        tokenizer, template = self.models.tokenizer_here, self.settings.problems.prompt
+        if tokenizer is None:
+            return 0
+        return max((len(prompt_ids(tokenizer, problem, template)) for problem in self.asked()), default=0)
+
+    def most(self) -> int:
+        """Units at most, by the settings alone."""
+        return sum(self.shards().values())
+
     def choose(self) -> dict[str, Any]:
         """What is decided for this machine when the stage begins, and then stays."""
         return {}
@@ -189,32 +210,30 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
             else:
                 stage.on_progress = board.within
                 for shard in pending:
-                    work_and_put(stage, shard)
-                    board.shard_done(shard)
+                    board.shard_done(shard, work_and_put(stage, shard))
         return stage.folder.complete(list(shards), stage.summary())
 
 
-def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str], None]) -> None:
+def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
     """Several shards at once in this process, whose threads wait for a server."""
     for shard in shards[:1]:  # alone: what all of them use is loaded once
-        work_and_put(stage, shard)
-        on_done(shard)
+        on_done(shard, work_and_put(stage, shard))
     threads = ThreadPoolExecutor(stage.at_once)
     try:
         under_way = {threads.submit(work_and_put, stage, shard): shard for shard in shards[1:]}
         for done in as_completed(under_way):
-            done.result()
-            on_done(under_way[done])
+            on_done(under_way[done], done.result())
     finally:
         threads.shutdown(cancel_futures=True)
 
 
-def work_and_put(stage: Stage, shard: str) -> None:
-    """Compute one shard and write it."""
+def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:
+    """Compute one shard and write it; what it holds, by name."""
     began = time.perf_counter()
     output = stage.work(shard)
     seconds = time.perf_counter() - began + output.seconds
     stage.folder.put(shard, output.files, output.counts, seconds, stage.device)
+    return output.counts
 
 
 def plan(stage: Stage) -> str:
@@ -225,16 +244,16 @@ def plan(stage: Stage) -> str:
             stage.folder.check(manifest, identity)
         shards = stage.shards()
     except (OSError, ValueError) as problem:
-        return f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"
+        lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
+        with suppress(OSError, ValueError):  # what the settings themselves do not tell
+            most = stage.most()
+            lines += [f"  by the settings alone, at most {most:,} {stage.unit}", _price(stage, most)]
+        return "\n".join(lines)
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
-    left, cost = units - finished, stage.cost()
+    left = units - finished
     lines = [f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"]
-    if cost.tokens and (size := stage.models.parameters(cost.role)) is not None:
-        flop = f"{2e-12 * size * cost.tokens * left:,.3g} TFLOP by {size / 1e9:.3g}B weights"
-        lines.append(f"  at most {cost.tokens * left:,} tokens {cost.words}, {flop}")
-    else:
-        lines.append(f"  {cost.words}")
+    lines.append(_price(stage, left))
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
         devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
@@ -243,14 +262,30 @@ def plan(stage: Stage) -> str:
     return "\n".join(lines)
 
 
+def _price(stage: Stage, units: int) -> str:
+    """What so many units cost at most, in words."""
+    cost = stage.cost()
+    if not cost.tokens or (size := stage.models.parameters(cost.role)) is None:
+        return f"  {cost.words}"
+    unknown = "" if stage.longest_prompt else ", prompts not counted: the tokenizer is not on this machine"
+    flop = f"{2e-12 * size * cost.tokens * units:,.3g} TFLOP by {size / 1e9:.3g}B weights"
+    return f"  at most {cost.tokens * units:,} tokens {cost.words}, {flop}{unknown}"
+
+
 class Board:
-    """Progress of one stage: a bar with rate and remaining time on a terminal, a line a shard elsewhere."""
+    """Progress of one stage: a bar with rate and remaining time on a terminal, a line a shard elsewhere.
+
+    Where answers are judged it says what became of them so far.
+    """
 
     def __init__(self, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
         self._stage, self._shards = stage, shards
         self._done = sum(shards[shard] for shard in done)
         self._before = self._done
         self._of = sum(shards.values())
+        self._counts: Counter[str] = Counter()
+        for receipt in done.values():
+            self._counts.update(receipt.counts)
         self._began = time.perf_counter()
         self._bars = Progress(
             TextColumn("{task.description:<13}"),
@@ -258,6 +293,7 @@ class Board:
             MofNCompleteColumn(),
             _Rate(stage.unit),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[verdicts]}"),
             console=Console(),
             speed_estimate_period=1e9,  # shards may take hours
         )
@@ -266,7 +302,7 @@ class Board:
     def __enter__(self) -> Board:
         if self._terminal:
             self._bars.start()
-            self._task = self._bars.add_task(self._stage.name, total=self._of, completed=self._done)
+            self._task = self._bars.add_task(self._stage.name, total=self._of, completed=self._done, verdicts="")
         elif self._done:
             print(f"{self._stage.name}: {self._done} of {self._of} {self._stage.unit} were done before", flush=True)
         return self
@@ -279,16 +315,19 @@ class Board:
         if self._terminal:
             self._bars.update(self._task, completed=self._done + done)
 
-    def shard_done(self, shard: str) -> None:
-        """A shard is written."""
+    def shard_done(self, shard: str, counts: Mapping[str, int]) -> None:
+        """A shard is written; `counts` are what it holds."""
         self._done += self._shards[shard]
+        self._counts.update(counts)
+        verdicts = tally_words(self._counts)
         if self._terminal:
-            self._bars.update(self._task, completed=self._done)
+            self._bars.update(self._task, completed=self._done, verdicts=verdicts)
             return
         rate = (self._done - self._before) / max(time.perf_counter() - self._began, 1e-9)
         left = _clock((self._of - self._done) / rate) if rate else "?"
         print(
-            f"{self._stage.name}: {shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left",
+            f"{self._stage.name}: {shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left"
+            + (f"; {verdicts}" if verdicts else ""),
             flush=True,
         )
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +22,14 @@ from fb_core.calibration import calibrated_target
 from fb_core.pipeline.artefacts import Artefact, tensor_bytes
 from fb_core.pipeline.calibrate import CalibrationStage, read_weights, terms_of
 from fb_core.pipeline.collect import StateStage, TrajectoryStage, read_trajectories
+from fb_core.pipeline.futures import FutureStage
+from fb_core.pipeline.inputs import splits_of
 from fb_core.pipeline.score import ScoredGroup, ScoreStage, read_groups
 from fb_core.pipeline.stage import Cost, Output, Stage
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.targets import group_targets, without_hindsight
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
+from fb_core.verify import tally_words
 
 CHECKPOINT = re.compile(r"step-(\d{7})")
 
@@ -54,6 +58,10 @@ class TrainStage(Stage):
     def shards(self) -> dict[str, int]:
         groups = self.source("scores").finished()["counts"].get("train groups", 0)
         return {f"epoch-{epoch}": groups for epoch in range(1, self.settings.train.epochs + 1)}
+
+    def most(self) -> int:
+        problems = len(splits_of(self.settings.problems)["train"])
+        return self.settings.train.epochs * problems * self.settings.collect.max_states
 
     def runs(self) -> list[tuple[int, int]]:
         """(horizon, seed) of every run, in order."""
@@ -231,11 +239,32 @@ class TrainStage(Stage):
         trajectories = self.groups("train")
         for split, found in (("train", trajectories), ("validation", self.groups("validation"))):
             if not found:
-                raise ValueError(
-                    f"{self.name}: expected scored groups of the {split} problems, got none; collect more states, or "
-                    "score a shorter horizon"
-                )
+                raise ValueError(self._no_groups(split))
         return Sweep(runs, trajectories, recipe, accelerator)
+
+    def _no_groups(self, split: str) -> str:
+        """Why a split has no groups: what became of its states, and what that asks for."""
+        counts: dict[str, Counter[str]] = {}
+        for stage in (FutureStage.name, ScoreStage.name):
+            folder = self.source(stage)
+            counts[stage] = Counter()
+            for shard in TrajectoryStage(self.settings, self.run).shards():
+                if shard.startswith(split) and (receipt := folder.receipt(shard)) is not None:
+                    counts[stage].update(receipt.counts)
+        futures, scored = counts[FutureStage.name], counts[ScoreStage.name]
+        horizon, prompt = self.settings.score.horizon, self.settings.problems.prompt
+        remedy = f'see that the LLM answers as the prompt asks, in \\boxed{{}} (problems.prompt is "{prompt}")'
+        if not scored["admitted"]:
+            remedy = "lower collect.quantile or take more problems"
+        elif scored["long_enough"]:
+            remedy = "take more candidates (collect.slm_k, futures.llm_k)"
+        elif scored["verified"]:
+            remedy = f"{scored['verified']} right ones are all shorter than score.horizon {horizon}; lower that"
+        words = tally_words(futures) or "none"
+        return (
+            f"{self.name}: expected scored groups of the {split} problems, got none of {scored['admitted']} states "
+            f"with futures: {words}; {remedy}"
+        )
 
     def _accelerator(self) -> Any:
         """Accelerate's, where this process is one of several."""

@@ -53,7 +53,7 @@ SMALL = {
     "experiment": {"alphas": [0.5], "temperatures": [1.0], "quantiles": [0.92], "hindsight": 2},
     "verify": {"workers": 1},
 }
-TIMES = ("cost", "seconds", "made_by")  # what may differ between two runs
+TIMES = ("cost", "seconds", "made_by", "sha256")  # what may differ between two runs
 
 
 def settings(**changes: Any) -> RunSettings:

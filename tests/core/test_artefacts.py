@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.pipeline.artefacts import Artefact, json_bytes, lists, table_bytes, tensor_bytes, write_file
+from fb_core.pipeline.artefacts import (
+    Artefact,
+    json_bytes,
+    lists,
+    sealed_bytes,
+    table_bytes,
+    tensor_bytes,
+    write_file,
+)
 
 IDENTITY = {"settings": {"quantile": 0.99, "max_states": 8}, "models": {"tokenizer": "abc"}, "inputs": {}}
 
@@ -41,7 +50,8 @@ def filled(folder: Path, shards: int = 3) -> tuple[Artefact, list[str]]:
 def test_what_is_put_is_read_back_and_counted(tmp_path):
     artefact, names = filled(tmp_path)
     manifest = artefact.complete(names, {"threshold": 1.25})
-    assert artefact.finished() == manifest == json.loads((artefact.path / "manifest.json").read_text())
+    written = json.loads((artefact.path / "manifest.json").read_text())
+    assert artefact.finished() == manifest == {key: value for key, value in written.items() if key != "sha256"}
     assert manifest["counts"] == {"states": 3}
     assert manifest["summary"] == {"threshold": 1.25}
     assert manifest["chosen"] == {"token_budget": 7}
@@ -117,7 +127,8 @@ def test_a_damaged_shard_is_named_and_not_done(tmp_path, caplog, suffix, damage)
 )
 def test_a_receipt_of_another_kind_is_no_receipt(tmp_path, receipt):
     artefact, names = filled(tmp_path, 1)
-    (artefact.path / f"{names[0]}.json").write_text(json.dumps(receipt))
+    data = sealed_bytes(receipt) if isinstance(receipt, dict) else json.dumps(receipt).encode()
+    (artefact.path / f"{names[0]}.json").write_bytes(data)
     with pytest.raises(ValueError, match=names[0]):
         artefact.receipt(names[0])
     assert artefact.receipts(names) == {}
@@ -162,6 +173,113 @@ def test_a_damaged_manifest_is_named(tmp_path, text):
     (artefact.path / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"manifest\.json"):
         artefact.begin(IDENTITY, {})
+
+
+DAMAGES = {  # of one field, or of the whole file
+    "missing": lambda value, name: {key: old for key, old in value.items() if key != name},
+    "null": lambda value, name: value | {name: None},
+    "number": lambda value, name: value | {name: 7},
+    "negative": lambda value, name: value | {name: -1.5},
+    "text": lambda value, name: value | {name: "x"},
+    "list": lambda value, name: value | {name: [1]},
+    "object": lambda value, name: value | {name: {"a": 1}},
+    "empty": lambda value, name: value | {name: {}},
+    "NaN": lambda value, name: value | {name: math.nan},
+    "infinity": lambda value, name: value | {name: math.inf},
+    "huge": lambda value, name: value | {name: 10**400},
+    "inside": lambda value, name: value | {name: {"a": math.nan, "b": [10**4000]}},
+}
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def damaged_texts(text: str) -> dict[str, bytes]:
+    """The file with each of its fields damaged in every way, and damaged as a whole."""
+    value = json.loads(text)
+    found = {
+        f"{name} {damage}": json.dumps(change(value, name)).encode()
+        for name in [*value, "unknown"]
+        for damage, change in DAMAGES.items()
+        if change(value, name) != value
+    }
+    for name in value:
+        for depth in (100, 900, 10_000, 1_000_000):
+            whole = json.dumps(value | {name: "@"})
+            found[f"{name} nested {depth}"] = whole.replace('"@"', nested(depth)).encode()
+        found[f"{name} of many digits"] = json.dumps(value | {name: "@"}).replace('"@"', "1" * 5_000).encode()
+    found |= {f"cut at {at}": text.encode()[:at] for at in range(0, len(text) - 2, 97)}
+    found |= {"not UTF-8": b"\xff" + text.encode(), "NUL": b"\0" * 100}
+    found |= {"a list": b"[]", "a number": b"3", "null": b"null", "twice": text.encode() * 2, "nested": b"[" * 10_000}
+    return found
+
+
+def test_every_edit_of_a_manifest_is_one_sentence_with_its_name(tmp_path):
+    artefact, names = filled(tmp_path)
+    artefact.complete(names, {"threshold": 1.25})
+    path = artefact.path / "manifest.json"
+    whole = path.read_text()
+    wrong, tried = [], damaged_texts(whole)
+    uses = [artefact.manifest, artefact.finished, lambda: artefact.begin(IDENTITY, {}), artefact._identity]
+    for name, data in tried.items():
+        path.write_bytes(data)
+        for use in uses:
+            try:
+                use()
+            except ValueError as problem:
+                if str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1000:
+                    continue
+                wrong.append((name, problem))
+            except Exception as problem:
+                wrong.append((name, repr(problem)[:100]))
+            else:
+                wrong.append((name, "taken"))
+    assert not wrong, f"{len(wrong)} of {len(uses) * len(tried)}"
+    path.write_text(whole)
+    assert artefact.finished()["complete"]
+
+
+def test_every_edit_of_a_receipt_is_one_sentence_with_its_name(tmp_path):
+    artefact, names = filled(tmp_path)
+    path = artefact.path / f"{names[1]}.json"
+    whole = path.read_text()
+    wrong, tried = [], damaged_texts(whole)
+    for name, data in tried.items():
+        path.write_bytes(data)
+        for use in (artefact.receipt, artefact.table):
+            try:
+                use(names[1])
+            except ValueError as problem:
+                if str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1000:
+                    continue
+                wrong.append((name, problem))
+            except Exception as problem:
+                wrong.append((name, repr(problem)[:100]))
+            else:
+                wrong.append((name, "taken"))
+        with pytest.raises(ValueError, match="damaged meanwhile"):
+            artefact.complete(names, {})
+    assert not wrong, f"{len(wrong)} of {2 * len(tried)}"
+    path.write_text(whole)
+    assert artefact.complete(names, {})["counts"] == {"states": 3}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {},
+        {"stage": "states"},
+        {"stage": "states", "identity": {}, "chosen": {}, "made_by": [], "complete": True},
+        {"stage": "states", "identity": {}, "chosen": {}, "made_by": None, "complete": False},
+        {"stage": "futures", "identity": {}, "chosen": {}, "made_by": [], "complete": False},
+    ],
+)
+def test_a_manifest_of_another_kind_is_no_manifest(tmp_path, manifest):
+    artefact, _ = filled(tmp_path)
+    (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
+    with pytest.raises(ValueError, match=r"manifest\.json: expected the manifest of states"):
+        artefact.finished()
 
 
 def test_an_unfinished_stage_is_not_finished(tmp_path):

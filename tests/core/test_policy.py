@@ -31,6 +31,7 @@ def test_calibration_takes_tensors_of_any_shape_and_keeps_top_k():
     ("call", "sentence"),
     [
         (lambda: RequestPolicy(math.nan), r"threshold: expected .*, got NaN; use inf"),
+        (lambda: RequestPolicy(10**400), r"threshold: expected a number of nats, got one that no float holds; use inf"),
         (lambda: RequestPolicy(1.0, 0), r"top_k: expected 1 or more, got 0;"),
         (lambda: RequestPolicy.calibrate([]), r"entropies: expected at least one"),
         (lambda: RequestPolicy.calibrate([1.0, math.nan]), r"entropies: expected finite numbers, got 1 "),
@@ -43,6 +44,14 @@ def test_calibration_takes_tensors_of_any_shape_and_keeps_top_k():
 def test_bad_arguments(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("value", ["1.2", b"1", None, [1.0], 1j])
+def test_a_threshold_or_quantile_that_is_no_number_is_named(value):
+    with pytest.raises(TypeError, match=f"threshold: expected a number of nats, got {type(value).__name__}; convert"):
+        RequestPolicy(value)
+    with pytest.raises(TypeError, match=f"quantile: expected a number.*, got {type(value).__name__}; convert"):
+        RequestPolicy.calibrate([1.0], value)
 
 
 def test_policy_is_frozen():

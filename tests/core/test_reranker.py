@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -315,8 +317,16 @@ def test_bad_settings():
         ("r", -1),
         ("r", "16"),
         ("r", 200_000_000),  # 25 GB, were it believed before the weights are read
+        ("r", 10**400),
+        ("r", True),
         ("lora_alpha", "x"),
+        ("lora_alpha", 1e300),  # inf in float32
+        ("lora_alpha", 10**400),
+        ("lora_alpha", True),
+        ("lora_alpha", math.nan),
         ("lora_dropout", 2),
+        ("lora_dropout", 10**400),
+        ("lora_dropout", False),
     ],
 )
 def test_hostile_adapter_config(entry, value, tmp_path):
@@ -332,7 +342,16 @@ def test_hostile_adapter_config(entry, value, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": 2}, {"features": ["slm"]}, {"features": {"slm": "x"}}, {"features": {"slm": float("nan")}}],
+    [
+        {"format": 2},
+        {"features": ["slm"]},
+        {"features": {"slm": "x"}},
+        {"features": {"slm": float("nan")}},
+        {"features": {"slm": 1e300}},
+        {"features": {"slm": 10**400}},
+        {"features": {"slm": True}},
+        {"features": {"nope": 1.0}},
+    ],
 )
 def test_hostile_features_and_format(change, tmp_path):
     model = tiny("qwen3")
@@ -343,14 +362,55 @@ def test_hostile_features_and_format(change, tmp_path):
         TokenReranker.from_pretrained(tmp_path, model)
 
 
-@pytest.mark.parametrize("spoil", [lambda tensor: tensor * float("nan"), lambda tensor: tensor.int()])
-def test_weights_that_are_no_finite_floats_are_refused(spoil, tmp_path):
+@pytest.mark.parametrize("key", ["lora_A", "lora_B", "score"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensor: tensor * float("nan"),
+        lambda tensor: tensor - float("inf"),
+        lambda tensor: tensor.int(),
+        lambda tensor: tensor.double() + 1e300,  # inf in float32
+    ],
+    ids=["NaN", "inf", "int", "double"],
+)
+def test_weights_that_are_no_finite_floats_are_refused(spoil, key, tmp_path):
     model = tiny("qwen3")
     TokenReranker.from_base(model).save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
-    save_file({name: spoil(tensor) for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ValueError, match="expected finite floats"):
+    save_file({name: spoil(tensor) if key in name else tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: expected finite floats.*{key}"):
         TokenReranker.from_pretrained(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["futurebridge.json", "adapter_config.json"])
+@pytest.mark.parametrize("content", [b"1" * 5_000, b'{"a": ' + b"1" * 5_000 + b"}", b"[" * 900 + b"]" * 900, b"null"])
+def test_hostile_json_names_its_file(name, content, tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: expected")) as raised:
+        TokenReranker.from_pretrained(tmp_path, model)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_rank_is_believed_only_where_the_weights_have_it(tmp_path):
+    model = tiny("qwen3")
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    config, file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 1 << 40}))
+    save_file({name: tensor for name, tensor in load_file(file).items() if "lora_A" not in name}, file)
+    with pytest.raises(ValueError, match="expected rank 1099511627776 by the config, got nothing"):
+        TokenReranker.from_pretrained(tmp_path, model)
+
+
+def test_a_folder_without_an_adapter_is_named_as_such(tmp_path):
+    model = tiny("qwen3")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for place in ("absent", "absent/deeper", "file", "empty"):
+        with pytest.raises(ValueError, match=re.escape(f"{tmp_path / place}: expected the folder of an adapter")) as no:
+            TokenReranker.from_pretrained(tmp_path / place, model)
+        assert "save the adapter again" not in str(no.value)
 
 
 def test_a_model_with_adapters_in_it_is_no_base():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -392,10 +393,45 @@ def test_parts_of_a_multimodal_model_keep_their_own_attention():
     assert now == ["sdpa", "eager", "sdpa"]
 
 
-@pytest.mark.parametrize("ids", [["a"], None, 5, [[1, 2], [3]], [2**70], [None], "abc"])
-def test_what_is_no_list_of_ids_is_named(ids):
-    with pytest.raises(TypeError, match="prefix: expected a sequence of token ids"):
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ("abc", "a sequence of token ids, got a text; encode it with the tokenizer"),
+        (b"abc", "a sequence of token ids, got a text; encode it with the tokenizer"),
+        ({"input_ids": [1]}, "a sequence of token ids, got dict; pass its input_ids"),
+        (None, "a sequence of token ids, got NoneType; pass a list of ints"),
+        (5, "a sequence of token ids, got int; pass a list of ints"),
+        ({1, 2}, "a sequence of token ids, got set; pass a list of ints"),
+        (["a"], "a sequence of token ids, got 'a' at place 0; pass a list of ints"),
+        ([1, None], "a sequence of token ids, got None at place 1; pass a list of ints"),
+        ([[1, 2]], "a sequence of token ids, got a list at place 0; pass one sequence, such as prefix[0]"),
+        ([[1, 2], [3]], "a sequence of token ids, got a list at place 0; pass one sequence, such as prefix[0]"),
+        ([torch.tensor([1, 2])], "a sequence of token ids, got a Tensor at place 0; pass one sequence, such as"),
+        ([torch.tensor([[1], [2]])], "a sequence of token ids, got a Tensor at place 0; pass one sequence, such as"),
+        ([1, 2**63], "a sequence of token ids, got 9223372036854775808 at place 1, beyond int64; use"),
+        ([2**64], "a sequence of token ids, got "),
+        ([-(2**63) - 1], "a sequence of token ids, got "),
+        ([10**400], "a sequence of token ids, got "),
+        ([1.0], "int64 token ids, got 1.0 at place 0; convert them with int()"),
+        ([True], "int64 token ids, got True at place 0; convert them with int()"),
+        ([torch.tensor(1.5)], "int64 token ids, got 1.5 at place 0; convert them with int()"),
+        ([float("nan")], "int64 token ids, got nan at place 0"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_named(ids, words):
+    with pytest.raises(TypeError, match=re.escape(f"prefix: expected {words}")) as raised:
         CompatibilityScorer(tiny("qwen3")).score(ids, [1], [2])
+    assert len(str(raised.value)) < 200
+
+
+def test_ids_of_every_kind_of_whole_number_are_taken():
+    prefix, candidates, future = GROUP
+    scorer = CompatibilityScorer(tiny("qwen3"))
+    expected = scorer.score(*GROUP)
+    for same in (tuple(prefix.tolist()), iter(prefix), prefix.numpy(), list(prefix.numpy()), prefix.int()):
+        assert torch.equal(scorer.score(same, candidates, future), expected)
+    with pytest.raises(ValueError, match=r"got shape \[1, 10\]; pass one sequence, such as prefix\[0\]"):
+        scorer.score(prefix[None], candidates, future)
 
 
 def test_position_is_a_whole_number_of_any_kind():

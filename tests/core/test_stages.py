@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,12 +30,15 @@ from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, l
 from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.pipeline.deploy import frozen_policy
 from fb_core.pipeline.futures import FutureStage, read_futures
+from fb_core.pipeline.inputs import splits_of
 from fb_core.pipeline.pools import logged_pool
+from fb_core.pipeline.problems import prompt_ids
 from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.stage import plan, run_stage
 from fb_core.pipeline.train import TrainStage
 from fb_core.scorer import token_budget
+from fb_core.verify import Verdict, tally_words
 
 
 @pytest.fixture(scope="module")
@@ -338,10 +342,15 @@ def test_nothing_to_validate_on_is_said_before_training(undisturbed, tmp_path):
         table = pq.read_schema(path)
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns, schema=table), buffer)
-        Artefact(run, "futures").put(path.stem, {path.name: buffer.getvalue()}, {"futures": len(rows)}, 1.0, "cpu")
+        counts = {"futures": len(rows), "wrong": 1, "unparsable": len(rows) - 1, "unboxed": len(rows) - 1}
+        Artefact(run, "futures").put(path.stem, {path.name: buffer.getvalue()}, counts, 1.0, "cpu")
     run_command("score", settings(), run, show=lambda text: None)
-    with pytest.raises(ValueError, match="expected scored groups of the validation problems, got none"):
+    words = (
+        r"expected scored groups of the validation problems, got none of \d+ states with futures: .*\\boxed{}.*prompt"
+    )
+    with pytest.raises(ValueError, match=words) as raised:
         run_command("train", settings(), run, show=lambda text: None)
+    assert "horizon" not in str(raised.value)
 
 
 def test_an_earlier_stage_is_asked_for_by_its_command(tmp_path):
@@ -357,7 +366,13 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
     before = contents(run)
     text = plan(TrajectoryStage(settings(), run))
     assert "1 of 8 shards, 6 of 48 problems to do" in text
-    assert f"at most {6 * 90} tokens generated and teacher-forced" in text
+    longest = max(
+        len(prompt_ids(load_pair("plans").world.tokenizer, p, "{problem}"))
+        for ps in splits_of(settings().problems).values()
+        for p in ps
+    )
+    assert longest > 0
+    assert f"at most {6 * 2 * (longest + 45)} tokens generated and teacher-forced, prompts included" in text
     assert "TFLOP" in text
     assert "problems a second" in text
     shown: list[str] = []
@@ -366,6 +381,72 @@ def test_a_plan_tells_what_is_left_and_what_it_costs(undisturbed, tmp_path):
     run_command("collect", settings(collect={"top_k": 3}), run, dry_run=True, show=shown.append)
     assert "settings.collect.top_k 64, got 3" in shown[1]
     assert contents(run) == before
+
+
+def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undisturbed, tmp_path):
+    bounds: dict[str, int] = {}
+    for command in COMMANDS:
+        shown: list[str] = []
+        run_command(command, settings(), tmp_path, dry_run=True, show=shown.append)
+        for text in shown:
+            name = text.partition(":")[0]
+            if "cannot run yet" in text:
+                bound = re.search(r"by the settings alone, at most ([\d,]+) (\w+)", text)
+                assert bound, text
+                bounds[name] = int(bound[1].replace(",", ""))
+    assert bounds["futures"] == bounds["scores"] == bounds["rollouts"] == 48 * 8
+    assert bounds["training"] == 2 * 36 * 8
+    assert not any(tmp_path.iterdir())
+    run = undisturbed[0]["evaluate"]
+    for kind in (FutureStage, ScoreStage, TrainStage):
+        assert sum(kind(settings(), run).shards().values()) <= bounds[kind.name]
+
+
+def test_tokens_of_a_plan_are_not_exceeded(undisturbed):
+    run, counts = undisturbed[0]["evaluate"], {}
+    for stage in ("trajectories", "futures"):
+        counts[stage] = Artefact(run, stage).finished()["counts"]
+    trajectories = [
+        t
+        for s in TrajectoryStage(settings(), run).shards()
+        for t in read_trajectories(Artefact(run, "trajectories"), s)
+    ]
+    assert 2 * sum(len(t.tokens) for t in trajectories) <= TrajectoryStage(settings(), run).cost().tokens * 48
+    stage, passed = FutureStage(settings(), run), 0
+    for shard in stage.shards():
+        futures, _ = read_futures(Artefact(run, "futures"), shard)
+        states = Artefact(run, "states").table(shard)
+        passed += sum(s["position"] + 1 + len(f.tokens) for s, f in zip(states, futures, strict=True))
+    assert passed <= stage.cost().tokens * counts["futures"]["futures"]
+
+
+def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, capsys):
+    chosen = settings(problems={"limit": 12, "validation": 6})
+    for command, stage in (("collect", "trajectories"), ("futures", "futures")):
+        run_command(command, chosen, tmp_path, show=lambda text: None)
+        counts = Artefact(tmp_path, stage).finished()["counts"]
+        judged = sum(counts[verdict] for verdict in get_args(Verdict))
+        assert judged == counts["trajectories" if stage == "trajectories" else "futures"] > 0
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{stage}: ") and "done" in line
+        ]
+        assert len(lines) == 2
+        assert lines[-1].endswith(f"; {tally_words(counts)}")
+        assert "correct" in lines[-1]
+
+
+def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fb_core.pipeline.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.pipeline.futures.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    chosen = settings(problems={"limit": 12, "validation": 6})
+    for command in ("collect", "futures", "score"):
+        run_command(command, chosen, tmp_path, show=lambda text: None)
+        out = capsys.readouterr().out
+        assert command == "score" or re.search(r"; (\d+) unparsable \(\1 without a closed box\)", out)
+    with pytest.raises(
+        ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); see .*prompt is \"\{problem"
+    ):
+        run_command("train", chosen, tmp_path, show=lambda text: None)
 
 
 @pytest.mark.parametrize("k", [1, 3, V])

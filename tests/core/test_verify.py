@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ def test_boxed_takes_the_last_closed_box(text: str, content: str | None) -> None
         (r"\boxed{x=5}", "5", "correct"),
         (r"\boxed{2,1}", "1, 2", "correct"),
         (r"\boxed{\text{(B)}}", "B", "correct"),
+        (r"\boxed{34 \text{ cows}}", "34", "correct"),
+        (r"\boxed{34 cm}", "34", "correct"),
+        (r"\boxed{34 \mathrm{cm}^2}", "34", "correct"),
+        (r"\boxed{34}", r"34\text{ cows}", "correct"),
+        (r"\boxed{34 cows}", "34", "wrong"),  # by math-verify a product: 34*c*o*s*w
+        (r"\boxed{34 \text{ cows}}", "35", "wrong"),
         ("so=15.", "15", "unparsable"),
         (r"\boxed{15", "15", "unparsable"),
         (r"\boxed{}", "15", "unparsable"),
@@ -164,6 +171,24 @@ def test_workers_parse_quickly() -> None:
     assert ran.stdout == "correct\n", ran.stderr  # an unknown latex2sympy would only make the workers slow
 
 
+def test_a_tally_tells_what_the_prompt_must_mend() -> None:
+    judged: list[tuple[str, verify.Verdict]] = [
+        (r"\boxed{5}", "correct"),
+        (r"\boxed{6 cows}", "wrong"),
+        (r"\boxed{6}", "wrong"),
+        (r"\boxed{\text{six}}", "wrong"),
+        ("so 5", "unparsable"),
+        (r"\boxed{5", "unparsable"),
+        (r"\boxed{?!}", "unparsable"),
+        ("x", "timeout"),
+    ]
+    counts = verify.tally([answer for answer, _ in judged], [verdict for _, verdict in judged])
+    assert counts == {"correct": 1, "wrong": 3, "unparsable": 3, "timeout": 1, "unboxed": 2, "worded": 1}
+    words = "1 correct, 3 wrong (1 with words in the box), 3 unparsable (2 without a closed box), 1 timeout"
+    assert verify.tally_words(counts) == words
+    assert verify.tally_words({"states": 3, "wrong": 0}) == ""
+
+
 HOSTILE = {
     "tower of powers": HANGING,
     "long product": r"\boxed{1000000000!}",
@@ -194,16 +219,92 @@ HOSTILE = {
     "Python": "\\boxed{__import__('os').write(3, b'correct')}",
     "many digits": "\\boxed{" + "1" * 9_000 + "}",
 }
+MORE_HOSTILE = {
+    "lambda": r"\boxed{lambda: 1}",
+    "lambda that calls itself": r"\boxed{(lambda f: f(f))(lambda f: f(f))}",
+    "attributes": r"\boxed{().__class__.__base__.__subclasses__()}",
+    "open": r"\boxed{open('/dev/zero').read()}",
+    "exec": r"\boxed{exec('while True: pass')}",
+    "eval in eval": r"\boxed{eval('eval(' * 100 + '1' + ')' * 100)}",
+    "quit": r"\boxed{quit()}",
+    "exit": r"\boxed{__import__('os')._exit(0)}",
+    "kill": r"\boxed{__import__('os').kill(1, 9)}",
+    "sleep": r"\boxed{__import__('time').sleep(1000)}",
+    "signals": r"\boxed{__import__('signal').setitimer(0, 0)}",
+    "format string": r"\boxed{'%1000000000d' % 1}",
+    "list in Python": r"\boxed{[0]*10**10}",
+    "shift": r"\boxed{1<<10**10}",
+    "text": "\\boxed{" + "word " * 1_900 + "}",
+    "units": "\\boxed{6" + r"\text{ cm}" * 900 + "}",
+    "percent signs": "\\boxed{5" + r"\%" * 4_000 + "}",
+    "double factorial": r"\boxed{100000001!!}",
+    "factorials in a row": r"\boxed{9!!!!!!!!!!!!!!!!!!!!}",
+    "factorial of a fraction": r"\boxed{(\frac{1}{3})!}",
+    "binomial": r"\boxed{\binom{10^{9}}{5 \cdot 10^{8}}}",
+    "gamma": r"\boxed{\Gamma(10^{9})}",
+    "primes": r"\boxed{\prod_{n=1}^{10^{9}} (n^2 + 1)}",
+    "finite sum": r"\boxed{\sum_{n=1}^{10^{9}} \frac{1}{n}}",
+    "sums in sums": r"\boxed{\sum_{a=1}^{99}\sum_{b=1}^{99}\sum_{c=1}^{99}\sum_{d=1}^{99} (a b c d)^{-1}}",
+    "limit": r"\boxed{\lim_{x \to \infty} \left(1 + \frac{1}{x}\right)^{x^{x}}}",
+    "limit of an oscillation": r"\boxed{\lim_{x \to 0} \sin\left(\frac{1}{x}\right)^{\frac{1}{x}}}",
+    "derivative": r"\boxed{\frac{d^{50}}{dx^{50}} \left(\sin(x^{x})\right)}",
+    "integrals in integrals": r"\boxed{\int_0^1\int_0^1\int_0^1 e^{x y z} \sin(x^y) dx dy dz}",
+    "continued fraction": "\\boxed{" + r"1+\frac{1}{" * 300 + "2" + "}" * 300 + "}",
+    "roots": "\\boxed{" + r"\sqrt{1+" * 400 + "2" + "}" * 400 + "}",
+    "root of a large number": r"\boxed{\sqrt[7]{123456789^{12345}+1}}",
+    "many roots": "\\boxed{" + "+".join(rf"\sqrt{{{n}}}" for n in range(2, 200)) + "}",
+    "exponents": "\\boxed{" + "2^{" * 1_000 + "2" + "}" * 1_000 + "}",
+    "indices": "\\boxed{" + "x_{" * 1_000 + "1" + "}" * 1_000 + "}",
+    "absolute values": "\\boxed{" + "|" * 3_000 + "1" + "|" * 3_000 + "}",
+    "floors": "\\boxed{" + r"\lfloor " * 500 + "1" + r"\rfloor " * 500 + "}",
+    "negations": "\\boxed{" + "-" * 9_000 + "1}",
+    "equalities": "\\boxed{" + "=".join("abcdefgh" * 100) + "}",
+    "inequalities": r"\boxed{" + " < ".join("abcdefghijklmnopqrstuvwxyz") + "}",
+    "equation of a high degree": r"\boxed{x^{500} - 3x^{499} + 7x = 1}",
+    "nested sets": "\\boxed{" + r"\{" * 500 + "1" + r"\}" * 500 + "}",
+    "a large set": r"\boxed{\{" + ",".join(map(str, range(2_000))) + r"\}}",
+    "sets of sums": r"\boxed{\{" + ",".join(rf"\frac{{{n}}}{{{n + 1}}}" for n in range(400)) + r"\}}",
+    "intervals": r"\boxed{" + r" \cup ".join(f"({n}, {n + 1})" for n in range(600)) + "}",
+    "intersections": r"\boxed{" + r" \cap ".join(rf"[{n}, \infty)" for n in range(600)) + "}",
+    "determinant": r"\boxed{\det\begin{pmatrix}" + r"\\".join(["&".join("abcdefgh")] * 8) + r"\end{pmatrix}}",
+    "power of a matrix": r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}^{10^{9}}}",
+    "logarithms": "\\boxed{" + r"\log(" * 300 + "2" + ")" * 300 + "}",
+    "trigonometry": r"\boxed{" + r"\sin(\cos(\tan(" * 60 + "x" + ")))" * 60 + "}",
+    "decimal places": r"\boxed{0." + "3" * 9_000 + "}",
+    "repeating decimal": r"\boxed{0.\overline{" + "142857" * 1_000 + "}}",
+    "small number": r"\boxed{10^{-999999999}}",
+    "infinity": r"\boxed{\infty^{\infty} - \infty}",
+    "NaN": r"\boxed{nan}",
+    "division by zero": r"\boxed{\frac{1}{0}}",
+    "combining marks": "\\boxed{5" + "\u0301" * 9_000 + "}",
+    "other digits": "\\boxed{\u0665\uff15\u096b}",
+    "terminal": "\\boxed{\x1b]52;c;NQ==\x07\x1b[2J5}",
+}
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "text",
+    [*HOSTILE.values(), *(pytest.param(t, marks=pytest.mark.slow) for t in MORE_HOSTILE.values())],
+    ids=[*HOSTILE, *MORE_HOSTILE],
+)
 def test_hostile_answers_end_in_a_logged_verdict(
-    verifier: Verifier, name: str, caplog: pytest.LogCaptureFixture
+    verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="fb_core.verify"):
-        start = time.monotonic()
-        verdict = verifier.verify(HOSTILE[name], "5")
-        assert time.monotonic() - start < HANG
+        verdict = verifier.verify(text, "5")
+    assert verdict in ("wrong", "unparsable", "timeout")
+    assert verdict == "wrong" or verdict in caplog.text
+    assert len(caplog.text) < 2_000
+    verifier._known.clear()
+    assert verifier.verify(r"\boxed{0.5}", r"\frac{1}{2}") == "correct"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [*HOSTILE.values(), *MORE_HOSTILE.values()], ids=[*HOSTILE, *MORE_HOSTILE])
+def test_hostile_golds_end_in_a_logged_verdict(verifier: Verifier, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    gold = boxed(text) or text
+    with caplog.at_level(logging.INFO, logger="fb_core.verify"):
+        (verdict,) = verifier.verify_many([r"\boxed{5}"], [gold], bad_golds="unparsable")
     assert verdict in ("wrong", "unparsable", "timeout")
     assert verdict == "wrong" or verdict in caplog.text
     assert len(caplog.text) < 2_000
@@ -296,6 +397,43 @@ def test_a_worker_killed_among_many_answers_costs_one_at_most() -> None:
         wrong = [(got, right) for got, right in zip(verdicts.result(), expected, strict=True) if got != right]
     assert len(wrong) <= 1
     assert all(got == "timeout" for got, _ in wrong)
+
+
+@contextmanager
+def stopped_at_work(verifier: Verifier, question: str, gold: str) -> Iterator[Future[str]]:
+    """The verdict to come of an answer over which the worker is stopped; it goes on at the end."""
+    assert verifier.verify(r"\boxed{15}", "15") == "correct"
+    pid = worker_pid(verifier)
+    before = cpu_seconds([pid])
+    with ThreadPoolExecutor(1) as thread:
+        verdict = thread.submit(verifier.verify, question, gold)
+        while cpu_seconds([pid]) < before + 0.1:
+            assert not verdict.done()
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield verdict
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_time_without_a_cpu_does_not_count() -> None:
+    long = "+".join(f"x^{{{power}}}" for power in range(60))  # half a second
+    with Verifier(timeout=3.0) as patient:
+        with stopped_at_work(patient, rf"\boxed{{{long}}}", long) as verdict:
+            time.sleep(3.5)
+            assert not verdict.done()
+        assert verdict.result() == "correct"
+
+
+def test_a_worker_that_gets_no_cpu_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "SHORTEST_WAIT", 0.5)
+    monkeypatch.setattr(verify, "PATIENCE", 0.1)
+    with Verifier(timeout=5.0) as patient:
+        with stopped_at_work(patient, HANGING, "5") as verdict:
+            assert verdict.result() == "timeout"
+        assert patient.verify(r"\boxed{16}", "16") == "correct"
 
 
 @pytest.mark.parametrize("question", [HANGING, r"\boxed{0.5}"], ids=["hanging", "idle"])
