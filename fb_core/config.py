@@ -577,10 +577,12 @@ def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list
             text = text.partition(", ")[0]  # why it is none, which its value shows
         elif error["type"] == "value_error":  # names the key itself, and what it got
             inner, _, text = text.partition(": ")
-            key = ".".join(filter(None, (key, inner)))
+            key = key if key.split(".")[-1] == inner else ".".join(filter(None, (key, inner)))
         if error["type"] != "value_error":
-            shown = "none" if error["type"] == "missing" else reprlib.repr(error["input"])[:80]
-            got[key] = "a URL, which may hold a secret" if "://" in str(error["input"]) else shown
+            shown = reprlib.repr(error["input"])[:80]
+            if any(mark in str(error["input"]) for mark in ("://", "@")):
+                shown = "what looks like a URL, which may hold a secret"
+            got[key] = "none" if error["type"] == "missing" else shown
         said.setdefault(key, []).append(text[:1].lower() + text[1:])
     lines = []
     for key, texts in said.items():

@@ -136,8 +136,15 @@ BAD_SETTINGS = {
         "collect.slm_k: expected greater than or equal to 1, got 0",
     ],
     "models: {slm: a}": ["models.llm: expected a value, got none"],
-    "models: {slm: a, llm: b, llm_server: {url: x, flavor: vllm}}": [
+    "models: {slm: a, llm: b, llm_server: {url: 'http://x', flavor: vllm}}": [
         "models.llm_server.flavor: expected a known key such as flavour, got 'vllm'"
+    ],
+    "models: {slm: a, llm: b, llm_server: 'http://me:s3cret@host'}": [
+        "models.llm_server: expected keys with values, got what looks like a URL, which may hold a secret"
+    ],
+    "models: {slm: a, llm: b, llm_server: {ulr: 'me:s3cret@host'}}": [
+        "models.llm_server.url: expected a value, got none",
+        "models.llm_server.ulr: expected a known key such as url, got what looks like a URL, which may hold a secret",
     ],
     "models: {slm: a, llm: b, llm_server: x}": ["models.llm_server: expected keys with values, got 'x'"],
     "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got 'solve'; put it in"],
@@ -186,7 +193,7 @@ def test_the_command_prints_them_so(tmp_path):
             "dtype: expected 'auto', 'float32', ",
         ),
         (
-            ["--slm", "a", "--server", "b", "--flavour", "vlm"],
+            ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
             "flavour: expected 'vllm', 'sglang' or ",
         ),
         (

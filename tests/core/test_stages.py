@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pyarrow as pa
@@ -22,13 +23,14 @@ import yaml
 from runs import SMALL, contents, settings
 from tiny import V, tiny
 
-from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf
+from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
 from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
 from fb_core.pipeline.deploy import frozen_policy
+from fb_core.pipeline.evaluate import EvaluateStage
 from fb_core.pipeline.futures import FutureStage, read_futures
 from fb_core.pipeline.inputs import splits_of
 from fb_core.pipeline.pools import logged_pool
@@ -589,3 +591,35 @@ def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
 @pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])
 def test_shipped_settings_load(name):
     assert RunSettings.load(name).models.slm
+
+
+def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
+    """Two problems of one set and one of another, greedy once and two rerankers."""
+    stage = EvaluateStage(settings(evaluate={"benchmarks": ["a", "b"]}), tmp_path)
+    right = {("a", None): "10", ("a", 0): "11", ("a", 1): "10", ("b", None): "0", ("b", 0): "1", ("b", 1): "1"}
+
+    def rows(benchmark, seed):
+        for problem, verdict in enumerate(right[benchmark, seed]):
+            row = {"problem": problem, "verdict": "correct" if verdict == "1" else "wrong", "events": [], "seconds": 1}
+            yield json.dumps(row | {"tokens": [0] * (3 if benchmark == "a" else 9)})
+
+    trials = {f"{benchmark}.{seed}": (benchmark, seed, []) for benchmark, seed in right}
+    monkeypatch.setattr(EvaluateStage, "_trials", lambda self: trials)
+    monkeypatch.setattr("fb_core.pipeline.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
+    read = SimpleNamespace(read=lambda shard, _: "\n".join(rows(*trials[shard][:2])))
+    monkeypatch.setattr(stage, "folder", read)
+    summary = stage.summary()
+    assert [(row["benchmark"], row["method"], row["problems"], row["runs"]) for row in summary["table"]] == [
+        ("a", "greedy", 2, 1),
+        ("a", "FutureBridge", 2, 2),
+        ("b", "greedy", 1, 1),
+        ("b", "FutureBridge", 1, 2),
+        ("average", "greedy", 3, 1),
+        ("average", "FutureBridge", 3, 2),
+    ]
+    average = summary["table"][-1]
+    assert average["accuracy"] == list(statistics.average_interval([[1, 0.5], [1]]))
+    assert average["minus greedy"] == list(statistics.average_interval([[1, 0.5], [1]], [[1, 0], [0]]))
+    assert average["accuracy"][0] == (0.75 + 1) / 2
+    assert average["tokens"] == 6  # a benchmark counts alike, however many problems it has
+    assert "| average | FutureBridge | 3 x 2 | 87.5 [" in stage.report({"summary": summary})
