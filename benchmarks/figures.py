@@ -1,4 +1,4 @@
-"""Write the README's tables, and plots of GPU results, from committed result files: `python -m benchmarks.figures`."""
+"""Write the tables of README and docs, and plots of GPU results, from result files: `python -m benchmarks.figures`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,95 @@ from typing import Any
 from benchmarks import roofline, stages, targets
 from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
-from fb_core.demo import report
 from fb_core.pipeline import comparisons
 from fb_core.pipeline.tables import percent
 
 ROOT = Path(__file__).parent.parent
 GPU = "h200"  # folder of its results, and of their plots in docs
+ACCURACY = (  # label, row of the findings
+    ("SLM alone", "greedy"),
+    ("direct LLM score", "direct"),
+    ("**FutureBridge**, candidate features and override", "features-override"),
+    ("Takeover: the LLM writes on from the first event", "takeover"),
+)
+SHOWN = {"tiny": "plans"}  # a run's world, where its name is another
+SPEED = (  # label, result file, op, what the shape says
+    ("score a group of candidates", "scorer", "score_group", "H=128"),
+    ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
+    ("one decode step", "decode", "decode_step", ""),
+    ("rerank at an event", "decode", "rerank_event", "(deployed)"),
+    ("one training step", "training", "training_step", ""),
+)
 
 
 def render(readme: str, root: Path = ROOT) -> str:
-    """The README with its generated blocks made anew; of a GPU only where there are results."""
-    demo = json.loads((root / "docs" / "demo" / "results.json").read_text())
-    settings = demo["settings"]
-    note = (
-        f"*`futurebridge demo --seed {settings['seed']}`, top-{settings['pool_k']} pools, at most "
-        f"{settings['max_events']} events, one reranker seed, {demo['seconds']:.0f} s on {demo['machine']}.*"
-    )
-    readme = _replace(readme, "demo table", [*report.summary(demo), "", note])
+    """The README with its two tables made anew."""
     found = root / "docs" / "experiments" / "findings.json"
     if found.is_file():
-        readme = _replace(readme, "experiment table", recipes(json.loads(found.read_text())))
+        readme = _replace(readme, "accuracy", accuracy(json.loads(found.read_text())))
+    results = load(root, GPU) or load(root, "cpu")
+    return _replace(readme, "speed", speed(results))
+
+
+def accuracy(findings: Sequence[dict[str, Any]]) -> list[str]:
+    """Four ways to decode in every world at its own quantile, with the large model's tokens a problem beside them."""
+    lines = [
+        f"| accuracy, % (LLM tokens a problem) | {' | '.join(SHOWN.get(w['name'], w['name']) for w in findings)} |"
+    ]
+    lines.append("|---" * (len(findings) + 1) + "|")
+    for label, key in ACCURACY:
+        lines.append(f"| {label} | {' | '.join(_accuracy(world, key) for world in findings)} |")
+    plain = ", ".join(f"{_row(world, 'futurebridge')['accuracy'][0]:.1%}" for world in findings)
+    problems = sorted({_row(world, "greedy")["problems"] for world in findings})
+    seeds = sorted({len(world["seeds"]) for world in findings})
+    note = f"*{', '.join(map(str, problems))} test problems a world, {', '.join(map(str, seeds))} reranker seeds. As "
+    return [*lines, "", f"{note}published, without features and override, FutureBridge reaches {plain}.*"]
+
+
+def _accuracy(world: dict[str, Any], key: str) -> str:
+    row = _row(world, key)
+    written = sum(one["suffix"] for one in world["costs"]["deployment"] if one["key"] == key)  # takeover writes on
+    return f"{percent(row['accuracy'])} ({row['calls'] + written:.1f})"
+
+
+def _row(world: dict[str, Any], key: str) -> dict[str, Any]:
+    return next(row for row in world["rows"] if row["key"] == key and row["table"] in ("methods", "repairs"))
+
+
+def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Five things at the longest-running shape that was timed, beside the quickest other way to do each."""
+    lines = ["| what | shape | ours | quickest other way | its time / ours |", "|---|---|---|---|---|"]
+    device = ""
+    for label, file, op, said in SPEED:
+        cases = [case for case in results.get(file, {}).get("cases", ()) if case["op"] == op and said in case["shape"]]
+        best = roofline.best_peers(cases)
+        ours = [case for case in cases if case["impl"] == OURS and case["median_us"] and (op, case["shape"]) in best]
+        if ours:
+            case = max(ours, key=lambda one: one["median_us"])
+            peer = best[op, case["shape"]]
+            time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
+            lines.append(f"| {label} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
+            device = device or f"{results[file]['device']}, torch {results[file]['torch']}"
+    return [*lines, "", f"*Measured on {device}.*"]
+
+
+def render_experiments(text: str, root: Path = ROOT) -> str:
+    """docs/experiments.md with its table of recipes made anew."""
+    found = root / "docs" / "experiments" / "findings.json"
+    return _replace(text, "recipes", recipes(json.loads(found.read_text()))) if found.is_file() else text
+
+
+def render_benchmarks(text: str, root: Path = ROOT) -> str:
+    """docs/benchmarks.md with its tables made anew; of a GPU only where there are results."""
     cpu, gpu = load(root, "cpu"), load(root, GPU)
-    speed = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
-    readme = _replace(
-        readme, "speed", [*speed, headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(speed))]
-    )
+    headlines = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
+    headlines.append(headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(headlines)))
     lines = [line for result in gpu.values() for line in against_the_best(result)]
-    lines += [f"![{name}](docs/{GPU}/{name}.svg)" for name in plot_names(root)]
+    lines += [f"![{name}]({GPU}/{name}.svg)" for name in plot_names(root)]
     if gpu:
         lines += ["", *targets.table(gpu), "", *deployment(gpu)]
     lines += [line for result in cpu.values() for line in ratios(result)]
-    return _replace(readme, "bench table", [*lines, *deployment(cpu)])
+    return _replace(_replace(text, "headline", headlines), "bench table", [*lines, *deployment(cpu)])
 
 
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -151,17 +209,23 @@ def render_notes(text: str, root: Path = ROOT) -> str:
     return _replace(text, "targets", targets.table(load(root, GPU)))
 
 
+RENDERED = {  # by file
+    "README.md": render,
+    "docs/experiments.md": render_experiments,
+    "docs/benchmarks.md": render_benchmarks,
+    "docs/scale.md": render_scale,
+    "benchmarks/NOTES.md": render_notes,
+}
+
+
 def main(root: Path = ROOT) -> None:
-    """Write the blocks of README, docs/scale.md and NOTES.md and, where there are GPU results, their plots."""
+    """Write the generated blocks of every file and, where there are GPU results, their plots."""
     gpu = load(root, GPU)
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
-    readme = root / "README.md"
-    readme.write_text(render(readme.read_text(), root))
-    scale = root / "docs" / "scale.md"
-    scale.write_text(render_scale(scale.read_text(), root))
-    notes = root / "benchmarks" / "NOTES.md"
-    notes.write_text(render_notes(notes.read_text(), root))
+    for name, rendered in RENDERED.items():
+        file = root / name
+        file.write_text(rendered(file.read_text(), root))
 
 
 if __name__ == "__main__":

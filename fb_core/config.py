@@ -502,22 +502,38 @@ class RunSettings(BaseModel):
     def load(cls, source: str) -> RunSettings:
         """From a YAML file, or from one shipped under that name, such as tiny or qwen3-1.7b.
 
+        A file may name another as its `base`: what it leaves out is as there.
+
         Raises:
             OSError: no such file, and none shipped under that name.
             ValueError: no YAML, or settings that do not fit.
         """
-        path = Path(source)
-        shipped = resources.files("fb_core") / "configs"
-        if not path.is_file() and str(path.parent) in (".", "configs"):
-            path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"  # type: ignore[assignment]
-        if not path.is_file():
-            known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
-            raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, ValueError, RecursionError) as problem:
-            raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
+        values = _read_yaml(source)
+        if isinstance(values, dict) and "base" in values:
+            values = _over(_read_yaml(str(values["base"])), {key: one for key, one in values.items() if key != "base"})
         return checked(cls, values, source)
+
+
+def _read_yaml(source: str) -> Any:
+    """What a YAML file holds, or one shipped under that name."""
+    path = Path(source)
+    shipped = resources.files("fb_core") / "configs"
+    if not path.is_file() and str(path.parent) in (".", "configs"):
+        path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"  # type: ignore[assignment]
+    if not path.is_file():
+        known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
+        raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
+
+
+def _over(base: Any, values: Any) -> Any:
+    """Values over those of a base, key by key."""
+    if not (isinstance(base, dict) and isinstance(values, dict)):
+        return values
+    return base | {key: _over(base.get(key), value) for key, value in values.items()}
 
 
 def settings_of(run: Path) -> RunSettings:

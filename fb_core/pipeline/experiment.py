@@ -225,9 +225,14 @@ def run_experiment(
         show: takes finished stages' reports in Markdown.
 
     Raises:
-        ValueError: settings, models or files that do not fit the run.
+        ValueError: settings, models or files that do not fit the run, or another recipe than the published one.
         OSError: no room, no model, no server, or a worker that was ended; what is finished is kept.
     """
+    if settings.train.features or settings.evaluate.certainty is not None:
+        raise ValueError(
+            "experiment: expected the published recipe, to which every row is compared, got train.features or "
+            "evaluate.certainty; name a configuration without them, such as qwen3-1.7b-published"
+        )
     for command in ("collect", "futures", "score", "train", "rollouts"):
         run_command(command, settings, run, show=show)  # type: ignore[arg-type]
     _finish([AgreementStage], settings, run, show)

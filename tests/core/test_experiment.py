@@ -423,8 +423,15 @@ def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, publish
 
 
 def test_shipped_settings_are_published_where_they_say_so():
-    names = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
-    assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False, False]
+    names = ("qwen3-1.7b-published", "qwen3-1.7b", "qwen3-0.6b-published", "tiny")
+    assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("changes", [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}])
+def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
+    with pytest.raises(ValueError, match=r"experiment: expected the published recipe"):
+        run_experiment(["methods"], changed(RunSettings(**PAPER), changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_certainty_in_code_demo_settings_and_docs():

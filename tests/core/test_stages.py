@@ -24,7 +24,7 @@ from runs import SMALL, contents, settings
 from tiny import V, tiny
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
-from fb_core.config import RunSettings
+from fb_core.config import CERTAINTY, RunSettings, TrainSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.pipeline.artefacts import Artefact
 from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
@@ -39,6 +39,7 @@ from fb_core.pipeline.rollouts import RolloutStage
 from fb_core.pipeline.score import ScoreStage, read_groups
 from fb_core.pipeline.stage import plan, run_stage
 from fb_core.pipeline.train import TrainStage
+from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget
 from fb_core.verify import Verdict, tally_words
 
@@ -586,6 +587,30 @@ def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
         RunSettings.load(str(path))
     with pytest.raises(OSError, match=r"tiny\.yaml"):
         RunSettings.load("no-such-settings")
+
+
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-0.6b"])
+def test_the_recipe_for_new_pairs_is_shipped_and_the_published_one_beside_it(name):
+    repaired, published = RunSettings.load(name), RunSettings.load(f"{name}-published")
+    assert repaired.train.features == FEATURES
+    assert repaired.evaluate.certainty == CERTAINTY
+    without = {"train": repaired.train.model_copy(update={"features": ()})}
+    without["evaluate"] = repaired.evaluate.model_copy(update={"certainty": None})
+    assert published == repaired.model_copy(update=without)
+    assert published.train == TrainSettings()  # all of its values are the paper's
+
+
+def test_a_file_may_change_another(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: tiny\ntrain: {rank: 4}\nevaluate: {limit: 7}\n")
+    mine, tiny = RunSettings.load(str(tmp_path / "mine.yaml")), RunSettings.load("tiny")
+    assert (mine.train.rank, mine.evaluate.limit) == (4, 7)
+    assert mine.train.model_copy(update={"rank": tiny.train.rank}) == tiny.train
+    (tmp_path / "other.yaml").write_text(f"base: {tmp_path / 'mine.yaml'}\n")
+    with pytest.raises(ValueError, match=r"other\.yaml: base: expected a known key"):
+        RunSettings.load(str(tmp_path / "other.yaml"))
+    (tmp_path / "other.yaml").write_text("base: nothing\n")
+    with pytest.raises(OSError, match="nothing: expected a YAML file or one of"):
+        RunSettings.load(str(tmp_path / "other.yaml"))
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])
