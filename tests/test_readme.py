@@ -41,7 +41,7 @@ def test_the_readme_is_a_first_screen_and_what_follows_from_it():
     assert len(lines) <= 130
     assert lines.index("## Install") < 20
     assert "FutureBridge: Token Selection Beyond Local Preference in Collaborative Decoding" in README
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
         assert (ROOT / target).exists(), target
 
 
