@@ -38,7 +38,7 @@ import test_topk_entropy_gpu as topk_entropy
 if os.environ["TRITON_INTERPRET"] == "1":
     import interpreter
 
-    interpreter.mend()
+    interpreter.refuse_bfloat16()
 
 MODULES = (swiglu, rms_norm, qk_norm_rope, merge_attention_states, candidate_head, topk_entropy, linear_logprob)
 REPEATS = 1  # of a thousand
