@@ -137,14 +137,14 @@ def rms_norm(dtype: torch.dtype, width: int) -> Launch:
 def rms_norm_backward(dtype: torch.dtype, rows: int, width: int) -> Launch:
     """ROWS rows a program, each of which writes a row of the weight's gradient."""
     block, each = min(next_power_of_2(width), 4096), _rows_each(rows)
-    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block)}
+    default = {"BLOCK": block, "ROWS": each, "num_warps": _warps(block), **_registers(short=True)}
     return _tuned("rms_norm_backward", dtype, (each, block), default)
 
 
 def qk_norm_rope(dtype: torch.dtype, head_dim: int) -> Launch:
     """HEADS heads of a row a program."""
     half = next_power_of_2(head_dim // 2)
-    default = {"HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4}
+    default = {"HEADS": max(512 // half, 1), "HALF": half, "num_warps": 4, **_registers(short=True)}
     return _tuned("qk_norm_rope", dtype, (half,), default)
 
 

@@ -160,7 +160,7 @@ def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPa
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("for machines without a GPU")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
-    importlib.import_module("interpreter").mend()
+    importlib.import_module("interpreter").refuse_bfloat16()
     monkeypatch.setattr(shapes, "BRANCHES", [(1, 2, 8)])
     monkeypatch.setattr(shapes, "ONE_TOKEN_BRANCHES", [(1, 1, 8)])
     monkeypatch.setattr(shapes, "TRAINED_BRANCHES", [(1, 1, 8)])

@@ -16,6 +16,7 @@ from rich.console import Console
 from runs import settings
 
 from fb_core.explain import COLUMNS, explain, find_rows, html_page, print_rows, token_text
+from fb_core.pipeline.artefacts import SEAL, sealed_bytes
 from fb_core.pipeline.inputs import models_of
 from fb_core.terminal import escaped
 
@@ -144,8 +145,11 @@ def rewrite(run: Path, change) -> Path:
     data = "".join(change(json.loads(line)) + "\n" for line in path.read_bytes().splitlines()).encode()
     path.write_bytes(data)
     receipt = json.loads(path.with_suffix(".json").read_bytes())
+    del receipt[SEAL]
     receipt["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.with_suffix(".json").write_text(json.dumps(receipt))
+    path.with_suffix(".json").write_bytes(
+        sealed_bytes({name: value for name, value in receipt.items() if name != SEAL})
+    )
     return path
 
 
