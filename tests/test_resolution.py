@@ -1,4 +1,4 @@
-"""What the package index serves can be installed: every tested set, and the newest of everything, for every Python.
+"""What the package index serves can be installed: every set, and the newest of everything, for every Python.
 
 Nothing that lies on this machine counts: no local wheels, no configuration file, no installed package.
 """
