@@ -215,26 +215,29 @@ def damaged_texts(text: str) -> dict[str, bytes]:
     return found
 
 
+def unsaid(path, use):
+    """What a use of a damaged file does other than to name it in one sentence; None where it does that."""
+    try:
+        use()
+    except ValueError as problem:
+        said = str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1000
+        return None if said else problem
+    except Exception as problem:
+        return repr(problem)[:100]
+    return "taken"
+
+
 def test_every_edit_of_a_manifest_is_one_sentence_with_its_name(tmp_path):
     artefact, names = filled(tmp_path)
     artefact.complete(names, {"threshold": 1.25})
     path = artefact.path / "manifest.json"
     whole = path.read_text()
-    wrong, tried = [], damaged_texts(whole)
+    tried = damaged_texts(whole)
     uses = [artefact.manifest, artefact.finished, lambda: artefact.begin(IDENTITY, {}), artefact._identity]
+    wrong = []
     for name, data in tried.items():
         path.write_bytes(data)
-        for use in uses:
-            try:
-                use()
-            except ValueError as problem:
-                if str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1000:
-                    continue
-                wrong.append((name, problem))
-            except Exception as problem:
-                wrong.append((name, repr(problem)[:100]))
-            else:
-                wrong.append((name, "taken"))
+        wrong += [(name, fault) for use in uses if (fault := unsaid(path, use))]
     assert not wrong, f"{len(wrong)} of {len(uses) * len(tried)}"
     path.write_text(whole)
     assert artefact.finished()["complete"]
@@ -247,17 +250,8 @@ def test_every_edit_of_a_receipt_is_one_sentence_with_its_name(tmp_path):
     wrong, tried = [], damaged_texts(whole)
     for name, data in tried.items():
         path.write_bytes(data)
-        for use in (artefact.receipt, artefact.table):
-            try:
-                use(names[1])
-            except ValueError as problem:
-                if str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1000:
-                    continue
-                wrong.append((name, problem))
-            except Exception as problem:
-                wrong.append((name, repr(problem)[:100]))
-            else:
-                wrong.append((name, "taken"))
+        uses = (lambda: artefact.receipt(names[1]), lambda: artefact.table(names[1]))
+        wrong += [(name, fault) for use in uses if (fault := unsaid(path, use))]
         with pytest.raises(ValueError, match="damaged meanwhile"):
             artefact.complete(names, {})
     assert not wrong, f"{len(wrong)} of {2 * len(tried)}"
