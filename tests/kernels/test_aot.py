@@ -31,7 +31,8 @@ def test_compiles_without_a_fault(op: str, arch: str) -> None:
     assert done.returncode == 0, done.stderr
     for kernel in {(row["kernel"], row["shape"]) for row in rows}:
         variants = {(row["arch"], row["variant"]) for row in rows if (row["kernel"], row["shape"]) == kernel}
-        assert variants == {(arch, "aligned"), (arch, "unaligned"), (arch, "ones")}
+        ones = {(arch, "ones")} if arch == "sm_90" else set()
+        assert variants == {(arch, "aligned"), (arch, "unaligned"), *ones}
     assert {row["kernel"] for row in rows} == kernels_of(op)
 
 
