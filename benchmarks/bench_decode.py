@@ -30,7 +30,7 @@ from fb_core import (
     hf,
 )
 from fb_core.decoding import Pool, ScoringSelector, State
-from fb_core.runtime import LowLatencyDecoder
+from fb_core.engine import LowLatencyDecoder
 
 NEVER = RequestPolicy(math.inf)
 STEPS = 32 if shapes.ON_GPU else 8  # of one timed call

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks import roofline, stages, targets
 from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
-from fb_core.pipeline import comparisons
-from fb_core.pipeline.tables import percent
+from fb_core.report import comparisons
+from fb_core.report.tables import percent
 
 ROOT = Path(__file__).parent.parent
 GPU = "h200"  # folder of its results, and of their plots in docs

@@ -15,10 +15,10 @@ from torch import Tensor
 from benchmarks import harness
 from fb_core import BranchGroup, hf
 from fb_core.config import RunSettings
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
-from fb_core.pipeline.futures import read_futures
-from fb_core.pipeline.score import read_groups
+from fb_core.stages.commands import COMMANDS, run_command, stages_of
+from fb_core.stages.futures import read_futures
+from fb_core.stages.scores import read_groups
+from fb_core.stages.trajectories import TrajectoryStage, read_trajectories
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
         SLMPreference,
         State,
     )
+    from fb_core.engine import LowLatencyDecoder
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
     from fb_core.reranker import TokenReranker, candidate_features
-    from fb_core.runtime import LowLatencyDecoder
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.server import ServerError, ServerLLM
     from fb_core.targets import future_compatibility, group_targets
@@ -55,7 +55,7 @@ _HOMES = {
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
     "fb_core.reranker": ("TokenReranker", "candidate_features"),
-    "fb_core.runtime": ("LowLatencyDecoder",),
+    "fb_core.engine": ("LowLatencyDecoder",),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.server": ("ServerError", "ServerLLM"),
     "fb_core.targets": ("future_compatibility", "group_targets"),

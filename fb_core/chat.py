@@ -20,12 +20,12 @@ from fb_core.decoding import (
     Selector,
     overridden,
 )
+from fb_core.engine import LowLatencyDecoder
 from fb_core.llm import LLM
-from fb_core.pipeline.inputs import load_model
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
-from fb_core.runtime import LowLatencyDecoder
 from fb_core.server import ServerLLM, key_in
+from fb_core.stages.inputs import load_model
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"

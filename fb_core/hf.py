@@ -43,7 +43,7 @@ from transformers import (
 )
 from transformers import Cache as HFCache
 
-from fb_core.decoder import NativeDecoder
+from fb_core.native import NativeDecoder
 from fb_kernels import branch_attention, linear_logprob
 
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
@@ -237,7 +237,7 @@ def packed_forward(
     """Hidden states (after the final norm) of packed rows, every decoder layer run once.
 
     Without gradients and autocast a model of the Llama family runs in its native decoder, which packs its weights on
-    first sight (`fb_core.decoder`); everything else goes through the model's own modules.
+    first sight (`fb_core.native`); everything else goes through the model's own modules.
 
     Args:
         model: a causal LM that `check_supported` lets pass.

@@ -116,7 +116,7 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_core/demo/a.py", "from peft import LoraConfig"),
         ("fb_core/a.py", "from transformers import AutoModel"),
         ("fb_core/a.py", "from . import cli"),
-        ("fb_core/pipeline/a.py", "from ..cli import main"),
+        ("fb_core/stages/a.py", "from ..cli import main"),
         ("fb_core/a.py", "from tests import conftest"),
         ("fb_core/a.py", "import pickle"),
         ("fb_core/a.py", "x = torch.load('a.pt')"),

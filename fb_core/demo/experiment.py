@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from fb_core import statistics
-from fb_core.baselines.majority import majority
-from fb_core.baselines.takeover import takeover
 from fb_core.config import DemoSettings, WorldSettings
 from fb_core.decoding import (
     CertainLLM,
@@ -28,14 +26,16 @@ from fb_core.decoding import (
 )
 from fb_core.demo.pairs import Pair
 from fb_core.llm import LocalLLM
-from fb_core.pipeline.accuracy import Evaluation, evaluate
-from fb_core.pipeline.collect import LoggedState, Trajectory, collect, log_states
-from fb_core.pipeline.futures import Filters, Future, llm_futures, own_futures, usable
-from fb_core.pipeline.rollouts import roll_out
-from fb_core.pipeline.score import score_states
+from fb_core.methods.majority import majority
+from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.scorer import CompatibilityScorer
+from fb_core.stages.accuracy import Evaluation, evaluate
+from fb_core.stages.futures import Filters, Future, llm_futures, own_futures, usable
+from fb_core.stages.rollouts import roll_out
+from fb_core.stages.scores import score_states
+from fb_core.stages.trajectories import LoggedState, Trajectory, collect, log_states
 from fb_core.targets import future_compatibility, group_targets
 from fb_core.training import Recipe, TrainingGroup, TrainingTrajectory, train_reranker
 from fb_core.verify import Verifier

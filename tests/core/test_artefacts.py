@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.pipeline.artefacts import (
+from fb_core.stages.artefacts import (
     Artefact,
     json_bytes,
     lists,
@@ -287,7 +287,7 @@ def test_an_unfinished_stage_is_not_finished(tmp_path):
 def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
     code = (
-        "import sys, pathlib\nfrom fb_core.pipeline.artefacts import Artefact\n"
+        "import sys, pathlib\nfrom fb_core.stages.artefacts import Artefact\n"
         "with Artefact(pathlib.Path(sys.argv[1]), 'states').held():\n    pass\n"
     )
     with artefact.held():
@@ -318,7 +318,7 @@ def test_a_file_is_replaced_whole(before, after):
 def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
     code = (
         "import pathlib, resource, signal, sys\n"
-        "from fb_core.pipeline.artefacts import write_file\n"
+        "from fb_core.stages.artefacts import write_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "write_file(path, b'before')\n"

@@ -13,17 +13,17 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
-from fb_core.baselines.direct import direct, one_token_takeover
-from fb_core.baselines.external import external, load_external
-from fb_core.baselines.greedy import greedy
-from fb_core.baselines.majority import majority, majority_vote
-from fb_core.baselines.preferences import distilled_preference, preference_target, random_choice, slm_preference
-from fb_core.baselines.s2t import s2t
-from fb_core.baselines.s2t_local import KL_WEIGHT, MARGIN, NoLLM, original_target, s2t_local
-from fb_core.baselines.takeover import takeover
 from fb_core.decoding import LARGE, SLM, CollaborativeDecoder, LLMPreference
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods.direct import direct, one_token_takeover
+from fb_core.methods.external import external, load_external
+from fb_core.methods.greedy import greedy
+from fb_core.methods.majority import majority, majority_vote
+from fb_core.methods.preferences import distilled_preference, preference_target, random_choice, slm_preference
+from fb_core.methods.s2t import s2t
+from fb_core.methods.s2t_local import KL_WEIGHT, MARGIN, NoLLM, original_target, s2t_local
+from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy

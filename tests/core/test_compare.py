@@ -13,25 +13,25 @@ import torch
 from runs import linked, settings
 
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
-from fb_core.baselines.majority import majority
-from fb_core.baselines.r2r import r2r
-from fb_core.baselines.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
 from fb_core.config import Method
 from fb_core.decoding import Event, Generation, LLMPreference, RandomChoice, SLMPreference
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.compare import CompareStage
-from fb_core.pipeline.costs import DeploymentStage, deployment_rows, offline_rows
-from fb_core.pipeline.deploy import deployed_decoder, frozen_policy
-from fb_core.pipeline.evaluate import benchmark_problems
-from fb_core.pipeline.inputs import Models
-from fb_core.pipeline.methods import EXTERNAL, LABELS, SEEDED, Usage, generator, usage
-from fb_core.pipeline.problems import prompt_ids
-from fb_core.pipeline.rollouts import RolloutStage
-from fb_core.pipeline.router import RouterLabelStage, RouterStage, read_router
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.methods.majority import majority
+from fb_core.methods.r2r import r2r
+from fb_core.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.comparison import CompareStage
+from fb_core.stages.deploy import deployed_decoder, frozen_policy
+from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
+from fb_core.stages.evaluation import benchmark_problems
+from fb_core.stages.inputs import Models
+from fb_core.stages.methods import EXTERNAL, LABELS, SEEDED, Usage, generator, usage
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.router import RouterLabelStage, RouterStage, read_router
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
 
 METHODS = get_args(Method)
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")

@@ -22,11 +22,8 @@ from fb_core import statistics
 from fb_core.cli import app
 from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, Method, ModelSettings, RunSettings
 from fb_core.decoding import CertainLLM, LLMPreference
-from fb_core.pipeline import experiment
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.deploy import frozen_policy
-from fb_core.pipeline.evaluate import benchmark_problems
-from fb_core.pipeline.experiment import (
+from fb_core.experiment import experiment
+from fb_core.experiment.experiment import (
     PROBLEM,
     TABLES,
     UNSEEN,
@@ -35,9 +32,12 @@ from fb_core.pipeline.experiment import (
     run_experiment,
     settings_of_variant,
 )
-from fb_core.pipeline.findings import findings, is_published
-from fb_core.pipeline.inputs import models_of
-from fb_core.pipeline.variants import Variant, changed
+from fb_core.experiment.variants import Variant, changed
+from fb_core.report.findings import findings, is_published
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.evaluation import benchmark_problems
+from fb_core.stages.inputs import models_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")

@@ -16,8 +16,8 @@ from rich.console import Console
 from runs import settings
 
 from fb_core.explain import COLUMNS, explain, find_rows, html_page, print_rows, token_text
-from fb_core.pipeline.artefacts import SEAL, sealed_bytes
-from fb_core.pipeline.inputs import models_of
+from fb_core.stages.artefacts import SEAL, sealed_bytes
+from fb_core.stages.inputs import models_of
 from fb_core.terminal import escaped
 
 HOSTILE = [

@@ -21,9 +21,9 @@ from tiny import EOS, tiny
 
 from fb_core import ServerError, ServerLLM, server
 from fb_core.decoding import SLM, CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.engine import LowLatencyDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.runtime import LowLatencyDecoder
 
 V = 272
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "Ġ"), ("4", "2")]

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
-from fb_core.pipeline.collect import admitted, collect, log_states
-from fb_core.pipeline.futures import Future, llm_futures, usable
-from fb_core.pipeline.rollouts import roll_out
-from fb_core.pipeline.score import score_states
+from fb_core.stages.futures import Future, llm_futures, usable
+from fb_core.stages.rollouts import roll_out
+from fb_core.stages.scores import score_states
+from fb_core.stages.trajectories import admitted, collect, log_states
 from fb_core.verify import Verifier
 
 LENGTH = 12

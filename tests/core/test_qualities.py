@@ -13,15 +13,15 @@ from runs import linked, settings
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import run_command
-from fb_core.pipeline.futures import Future, read_futures, usable
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.qualities import OwnFutureStage, SampleStage, futures_of_quality
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import run_command
+from fb_core.stages.futures import Future, read_futures, usable
+from fb_core.stages.pools import logged_pool
+from fb_core.stages.samples import OwnFutureStage, SampleStage, futures_of_quality
+from fb_core.stages.scores import ScoreStage, read_groups
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage, read_trajectories
 
 QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")

@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from tiny import EOS, V, tiny
 from torch.nn import functional as F
 
-from fb_core.baselines.r2r import (
+from fb_core.decoding import LARGE, SLM
+from fb_core.demo.pairs import load_pair
+from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods.r2r import (
     R2RRouter,
     RouterFeatures,
     divergence_labels,
@@ -19,9 +22,6 @@ from fb_core.baselines.r2r import (
     router_features,
     train_router,
 )
-from fb_core.decoding import LARGE, SLM
-from fb_core.demo.pairs import load_pair
-from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.verify import Verifier
 

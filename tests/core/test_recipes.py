@@ -10,22 +10,22 @@ import torch
 from runs import linked, settings
 
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker
-from fb_core.baselines.s2t_local import KL_WEIGHT, MARGIN
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.calibrate import CalibrationStage
-from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import run_command
-from fb_core.pipeline.deploy import chosen_reranker, frozen_policy
-from fb_core.pipeline.futures import FutureStage
-from fb_core.pipeline.inputs import splits_of
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.problems import prompt_ids
-from fb_core.pipeline.rollouts import RolloutStage
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.methods.s2t_local import KL_WEIGHT, MARGIN
 from fb_core.reranker import FEATURES, candidate_features
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.commands import run_command
+from fb_core.stages.deploy import chosen_reranker, frozen_policy
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.pools import logged_pool
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage, read_groups
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage, read_trajectories
 from fb_core.targets import without_hindsight
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")

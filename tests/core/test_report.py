@@ -21,12 +21,12 @@ import yaml
 from markdown_it import MarkdownIt
 
 from fb_core.config import AVERAGE, ModelSettings, RunSettings
-from fb_core.pipeline import figures
-from fb_core.pipeline import findings as found_in
-from fb_core.pipeline.comparisons import caveats, orderings, recipes
-from fb_core.pipeline.findings import published
-from fb_core.pipeline.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
-from fb_core.pipeline.report import PARTS, TABLES, render, write_report
+from fb_core.report import figures
+from fb_core.report import findings as found_in
+from fb_core.report.comparisons import caveats, orderings, recipes
+from fb_core.report.findings import published
+from fb_core.report.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
+from fb_core.report.report import PARTS, TABLES, render, write_report
 from fb_core.terminal import escaped
 
 HOSTILE = [
@@ -508,7 +508,7 @@ OFFLINE, DEPLOYMENT = (
 
 def test_the_papers_figures_are_data_of_the_package():
     """Its deployment is of a benchmark that is not known here, so it stands beside none."""
-    text = (resources.files("fb_core.pipeline") / "published.yaml").read_text()
+    text = (resources.files("fb_core.report") / "published.yaml").read_text()
     assert {name: one["rows"] for name, one in yaml.safe_load(text).items()} == {
         "offline": OFFLINE,
         "deployment": DEPLOYMENT,

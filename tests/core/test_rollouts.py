@@ -18,12 +18,12 @@ from runs import linked, settings
 from typer.testing import CliRunner
 
 from fb_core import TokenReranker, Verifier, statistics
-from fb_core.calibration import Calibration, Weights, calibrate, calibrated_target, calibration_terms
+from fb_core.calibrated import Calibration, Weights, calibrate, calibrated_target, calibration_terms
 from fb_core.cli import app
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline import advice as advising
-from fb_core.pipeline.advice import advice
-from fb_core.pipeline.agreement import (
+from fb_core.experiment import recommendation as advising
+from fb_core.experiment.recommendation import advice
+from fb_core.stages.agreement import (
     AgreementStage,
     Judged,
     agreement_rows,
@@ -32,14 +32,14 @@ from fb_core.pipeline.agreement import (
     judge,
     judged_states,
 )
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.calibrate import CalibrationStage, read_weights
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.rollouts import RolledOut, RolloutStage, read_rollouts, token_kind
-from fb_core.pipeline.score import read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.calibration import CalibrationStage, read_weights
+from fb_core.stages.pools import logged_pool
+from fb_core.stages.rollouts import RolledOut, RolloutStage, read_rollouts, token_kind
+from fb_core.stages.scores import read_groups
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage, read_trajectories
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")

@@ -22,12 +22,12 @@ from fb_core import (
     TokenReranker,
     hf,
 )
-from fb_core.decoder import FAMILIES
-from fb_core.runtime import LowLatencyDecoder
-from fb_core.runtime.llm import InStepLLM
-from fb_core.runtime.reranker import ROWS, MergedReranker
-from fb_core.runtime.static import BUCKETS, StaticModel
-from fb_core.runtime.step import DecodeStep
+from fb_core.engine import LowLatencyDecoder
+from fb_core.engine.in_step import InStepLLM
+from fb_core.engine.merged import ROWS, MergedReranker
+from fb_core.engine.static import BUCKETS, StaticModel
+from fb_core.engine.step import DecodeStep
+from fb_core.native import FAMILIES
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
 

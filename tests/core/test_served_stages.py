@@ -12,11 +12,11 @@ from tiny import tiny
 
 from fb_core import ServerError, server
 from fb_core.config import RunSettings
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage
-from fb_core.pipeline.futures import FutureStage
-from fb_core.pipeline.score import ScoreStage
-from fb_core.pipeline.stage import run_stage
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import run_stage
+from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage
 
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]
 

@@ -27,21 +27,21 @@ from tiny import V, tiny
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
 from fb_core.config import CERTAINTY, RunSettings, TrainSettings
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
-from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
-from fb_core.pipeline.deploy import frozen_policy
-from fb_core.pipeline.evaluate import EvaluateStage
-from fb_core.pipeline.futures import FutureStage, read_futures
-from fb_core.pipeline.inputs import splits_of
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.problems import prompt_ids
-from fb_core.pipeline.rollouts import RolloutStage
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import plan, run_stage
-from fb_core.pipeline.train import TrainStage
 from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import COMMANDS, run_command, stages_of
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.evaluation import EvaluateStage
+from fb_core.stages.futures import FutureStage, read_futures
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.pools import logged_pool
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage, read_groups
+from fb_core.stages.stage import plan, run_stage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
 from fb_core.verify import Verdict, tally_words
 
 
@@ -440,8 +440,8 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
 
 
 def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fb_core.pipeline.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
-    monkeypatch.setattr("fb_core.pipeline.futures.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.stages.trajectories.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.stages.futures.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
     chosen = settings(problems={"limit": 12, "validation": 6})
     for command in ("collect", "futures", "score"):
         run_command(command, chosen, tmp_path, show=lambda text: None)
@@ -631,7 +631,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
 
     trials = {f"{benchmark}.{seed}": (benchmark, seed, []) for benchmark, seed in right}
     monkeypatch.setattr(EvaluateStage, "_trials", lambda self: trials)
-    monkeypatch.setattr("fb_core.pipeline.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
+    monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: {"a": [], "b": []})
     read = SimpleNamespace(read=lambda shard, _: "\n".join(rows(*trials[shard][:2])))
     monkeypatch.setattr(stage, "folder", read)
     summary = stage.summary()

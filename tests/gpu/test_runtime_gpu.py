@@ -20,9 +20,9 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.runtime import LowLatencyDecoder
-from fb_core.runtime.static import StaticModel
-from fb_core.runtime.step import DecodeStep
+from fb_core.engine import LowLatencyDecoder
+from fb_core.engine.static import StaticModel
+from fb_core.engine.step import DecodeStep
 from fb_kernels import backend, cuda
 
 pytestmark = pytest.mark.gpu

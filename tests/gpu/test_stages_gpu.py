@@ -12,10 +12,10 @@ from gpu_checks import DEVICE
 
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.commands import COMMANDS, run_command
-from fb_core.pipeline.experiment import run_experiment
-from fb_core.pipeline.findings import findings
+from fb_core.experiment.experiment import run_experiment
+from fb_core.report.findings import findings
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import COMMANDS, run_command
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone

@@ -1,0 +1,150 @@
+"""All methods on the same benchmark problems, in batches: what each of them gets right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from fb_core import hf
+from fb_core.stages.deploy import pool_options
+from fb_core.stages.evaluation import benchmark_problems
+from fb_core.stages.inputs import problems_hash, verifier_of
+from fb_core.stages.methods import EXTERNAL, LABELS, ROUTED, SEEDED, Generate, generator, usage
+from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.router import RouterStage
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.trajectories import PolicyStage
+from fb_core.verify import tally
+
+AT_ONCE = 256  # problems of a shard
+
+
+class Trial(NamedTuple):
+    """One method on some problems of a benchmark."""
+
+    benchmark: str
+    method: str
+    seed: int | None
+    problems: Sequence[Problem]
+
+
+class CompareStage(Stage):
+    """A JSONL file for every method, seed and part of a benchmark, a row a problem."""
+
+    name = "comparison"
+    command = "experiment"
+    uses = ("slm", "llm", "tokenizer")
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        methods = self.settings.compare.methods
+        routers = (RouterStage,) if set(ROUTED) & set(methods) else ()
+        return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
+
+    def relevant(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "checkpoints": self._checkpoints(),
+            **settings.evaluate.model_dump(exclude={"per_shard"}),
+            **pool_options(settings),
+            **settings.compare.model_dump(exclude={"router", "timed"}),
+            "futures": settings.futures.llm_k,
+            "seeds": list(settings.train.seeds),
+            "prompt": settings.problems.prompt,
+            "verify": settings.verify.model_dump(exclude={"workers"}),
+            "hash": {name: problems_hash(problems) for name, problems in benchmark_problems(settings).items()},
+        }
+
+    def _checkpoints(self) -> dict[str, str]:
+        """Hashes of the external ones."""
+        try:
+            return {name: hf.checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
+        except OSError as problem:  # the row cannot be made, the others can
+            raise ValueError(f"compare.external: {problem}") from None
+
+    @cached_property
+    def _trials(self) -> dict[str, Trial]:
+        compare, trials = self.settings.compare, {}
+        methods = [*compare.methods, *(EXTERNAL + name for name in compare.external)]
+        for benchmark, problems in benchmark_problems(self.settings).items():
+            for method in methods:
+                for seed in self.settings.train.seeds if method in SEEDED else (None,):
+                    for start in range(0, len(problems), AT_ONCE):
+                        stem = "-".join(re.findall(r"[\w.]+", f"{benchmark}.{method}"))[-100:]
+                        shard = f"{stem}.{'only' if seed is None else seed}.{start // AT_ONCE:05d}"
+                        if shard in trials:
+                            raise ValueError(
+                                "compare: expected benchmarks and methods that differ by letters and digits, got "
+                                f"{benchmark!r} and {method!r} again; rename one"
+                            )
+                        trials[shard] = Trial(benchmark, method, seed, problems[start : start + AT_ONCE])
+        return trials
+
+    def asked(self) -> list[Problem]:
+        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(trial.problems) for shard, trial in self._trials.items()}
+
+    def work(self, shard: str) -> Output:
+        trial, settings, tokenizer = self._trials[shard], self.settings, self.models.tokenizer
+        prompts = [
+            torch.tensor(prompt_ids(tokenizer, problem, settings.problems.prompt), device=self.models.slm.device)
+            for problem in trial.problems
+        ]
+        found = self._generate(trial.method, trial.seed)(prompts, settings.evaluate.max_new_tokens)
+        texts = [
+            tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) if one.text is None else one.text
+            for one in found
+        ]
+        golds = [problem.answer for problem in trial.problems]
+        verdicts = verifier_of(settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        rows = [
+            {
+                "benchmark": trial.benchmark,
+                "method": trial.method,
+                "seed": trial.seed,
+                "problem": problem.id,
+                "verdict": verdict,
+                "tokens": one.token_ids.tolist(),
+                "steps": [event.step for event in one.events],
+                **usage(trial.method, one)._asdict(),
+            }
+            for problem, one, verdict in zip(trial.problems, found, verdicts, strict=True)
+        ]
+        counts = {"decoded": len(rows), "tokens": sum(len(row["tokens"]) for row in rows)}
+        counts |= tally(texts, verdicts)
+        return Output({f"{shard}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}, counts)
+
+    def _generate(self, method: str, seed: int | None) -> Generate:
+        """What decodes; the last one is kept."""
+        if self._kept is None or self._kept[0] != (method, seed):
+            self._kept = None  # its memory first
+            self._kept = ((method, seed), generator(method, self.settings, self.run, seed))
+        return self._kept[1]
+
+    _kept: tuple[tuple[str, int | None], Generate] | None = None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Of all finished shards."""
+        for shard in self._trials:
+            yield from (json.loads(line) for line in self.folder.read(shard, "jsonl").splitlines())
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        right: dict[tuple[str, str], list[bool]] = {}
+        for row in self.rows():
+            right.setdefault((row["benchmark"], row["method"]), []).append(row["verdict"] == "correct")
+        lines = ["| benchmark | method | accuracy, % | runs |", "|---|---|---|---|"]
+        for (benchmark, method), outcomes in right.items():
+            label = LABELS.get(method, method).format(votes=self.settings.compare.votes)
+            accuracy = 100 * sum(outcomes) / len(outcomes)
+            lines.append(f"| {benchmark} | {label} | {accuracy:.1f} | {len(outcomes)} |")
+        return "\n".join(lines)
+
+    def cost(self) -> Cost:
+        return Cost("decoded in batches", self.longest_prompt + self.settings.evaluate.max_new_tokens)

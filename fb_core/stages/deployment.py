@@ -1,0 +1,184 @@
+"""What a run costs: its offline stages by their receipts, and its methods decoding one prompt at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fb_core import statistics
+from fb_core.config import Method
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.deploy import FAST, fast_decoder, pool_options
+from fb_core.stages.evaluation import benchmark_problems
+from fb_core.stages.inputs import problems_hash
+from fb_core.stages.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
+from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.router import RouterStage
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.trajectories import PolicyStage
+
+PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
+WARM_UP = 3  # prompts
+
+
+class Timing(NamedTuple):
+    """A method in one of the two loops."""
+
+    method: Method
+    fast: bool
+
+
+class DeploymentStage(Stage):
+    """Methods on the first problems of the first benchmark, one at a time, each beside greedy decoding in its loop.
+
+    "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method; a method is compared with greedy
+    decoding in the same loop, problem by problem.
+    """
+
+    name = "deployment"
+    command = "experiment"
+    uses = ("slm", "llm", "tokenizer")
+    parallel = False
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (PolicyStage, RerankerStage, *((RouterStage,) if set(ROUTED) & set(self._methods) else ()))
+
+    def relevant(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "methods": self._methods,
+            "timed": settings.compare.timed,
+            **settings.compare.model_dump(include={"votes", "delimiter", "judge"}),
+            "seed": settings.train.seeds[0],
+            "max_new_tokens": settings.evaluate.max_new_tokens,
+            "certainty": settings.evaluate.certainty,
+            **pool_options(settings),
+            "prompt": settings.problems.prompt,
+            "hash": problems_hash(self._problems),
+        }
+
+    @cached_property
+    def _problems(self) -> list[Problem]:
+        first = next(iter(benchmark_problems(self.settings).values()))
+        return first[: self.settings.compare.timed]
+
+    @cached_property
+    def _timings(self) -> dict[str, Timing]:
+        fast = {f"fast.{method}": Timing(method, True) for method in FAST if method in self._methods}
+        return fast | {f"plain.{method}": Timing(method, False) for method in PLAIN if method in self._methods}
+
+    @cached_property
+    def _methods(self) -> list[Method]:
+        """Those asked for, but for those of a router where none could be made."""
+        router = Artefact(self.run, RouterStage.name).manifest()
+        routed = router is not None and router["complete"]
+        return [method for method in self.settings.compare.methods if routed or method not in ROUTED]
+
+    def asked(self) -> list[Problem]:
+        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(self._problems) for shard in self._timings}
+
+    def work(self, shard: str) -> Output:
+        timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
+        generate = self._fast(timing.method) if timing.fast else self._plain(timing.method)
+        prompts = [
+            torch.tensor(prompt_ids(self.models.tokenizer, problem, settings.problems.prompt), device=device)
+            for problem in self._problems
+        ]
+        for prompt in prompts[:WARM_UP]:
+            generate([prompt], settings.evaluate.max_new_tokens)
+        rows = []
+        for done, (problem, prompt) in enumerate(zip(self._problems, prompts, strict=True)):
+            self.on_progress(done)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            began = time.perf_counter()
+            generation = generate([prompt], settings.evaluate.max_new_tokens)[0]
+            tokens = len(generation.token_ids.tolist())  # waits for the device
+            seconds = time.perf_counter() - began
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            used = usage(timing.method, generation)._asdict()
+            row = {"problem": problem.id, "tokens": tokens, "seconds": round(seconds, 5), "peak_bytes": peak}
+            rows.append({**timing._asdict(), **row, **used})
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        return Output({f"{shard}.jsonl": lines.encode()}, {"decoded": len(rows)})
+
+    def _plain(self, method: Method) -> Generate:
+        seed = self.settings.train.seeds[0] if method in SEEDED else None
+        return generator(method, self.settings, self.run, seed)
+
+    def _fast(self, method: Method) -> Generate:
+        settings, models = self.settings, self.models
+        prompts = (prompt_ids(models.tokenizer, problem, settings.problems.prompt) for problem in self._problems)
+        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
+        seed = settings.train.seeds[0] if method in SEEDED else None
+        return fast_decoder(settings, self.run, method, longest, seed).generate_many
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Of all finished shards."""
+        for shard in self._timings:
+            yield from (json.loads(line) for line in self.folder.read(shard, "jsonl").splitlines())
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        lines = ["| method | loop | calls | pool | appended | suffix | seconds | of greedy [95%] |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
+        for row in deployment_rows(self):
+            pool = "" if row["pool"] is None else f"{row['pool']:.1f}"
+            ratio = "" if row["relative"] is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row["relative"])
+            lines.append(
+                f"| {row['method']} | {row['loop']} | {row['calls']:.2f} | {pool} | {row['appended']:.2f} | "
+                f"{row['suffix']:.1f} | {row['seconds']:.3f} | {ratio} |"
+            )
+        return "\n".join(lines)
+
+    def cost(self) -> Cost:
+        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)
+
+
+def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
+    """A row a method and loop: what a problem takes on average, and its time relative to greedy decoding, paired."""
+    by_method: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for row in stage.rows():
+        by_method.setdefault((row["method"], row["fast"]), []).append(row)
+    table = []
+    for (method, fast), rows in by_method.items():
+        pools = [row["pool"] for row in rows if row["pool"] is not None]
+        peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
+        greedy = by_method.get(("greedy", fast))
+        relative = greedy and statistics.ratio_interval(
+            [row["seconds"] for row in rows], [row["seconds"] for row in greedy]
+        )
+        table.append(
+            {
+                "method": LABELS[method].format(votes=stage.settings.compare.votes),
+                "key": method,
+                "loop": "fast" if fast else "plain",
+                "problems": len(rows),
+                "pool": float(np.mean(pools)) if pools else None,
+                **{name: float(np.mean([row[name] for row in rows])) for name in ("calls", "appended", "suffix")},
+                "seconds": float(np.mean([row["seconds"] for row in rows])),
+                "relative": relative,
+                "peak_bytes": max(peaks) if peaks else None,
+            }
+        )
+    return table
+
+
+def offline_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """A row for every finished stage among these: units, seconds of work and GPU hours, as its receipts say."""
+    table = []
+    for stage in stages:
+        manifest = stage.folder.manifest()
+        if manifest is not None and manifest["complete"]:
+            row = {"stage": stage.name, "units": stage.units(manifest), "unit": stage.unit}
+            table.append(row | manifest["cost"])
+    return table
