@@ -29,8 +29,9 @@ from fb_core import (
     TokenReranker,
     hf,
 )
-from fb_core.decoding import Pool, ScoringSelector, State
 from fb_core.engine import LowLatencyDecoder
+from fb_core.pool import Pool
+from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
 STEPS = 32 if shapes.ON_GPU else 8  # of one timed call

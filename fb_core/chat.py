@@ -11,19 +11,12 @@ from rich.segment import Segment, Segments
 
 from fb_core import hf
 from fb_core.config import PairSettings
-from fb_core.decoding import (
-    CollaborativeDecoder,
-    Event,
-    FutureBridgeSelector,
-    Generation,
-    LLMPreference,
-    Selector,
-    overridden,
-)
+from fb_core.decoding import CollaborativeDecoder, Event, Generation
 from fb_core.engine import LowLatencyDecoder
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.inputs import load_model
 from fb_core.terminal import IN_TEXT, escaped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,48 +13,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
-from fb_core.config import CERTAINTY
 from fb_core.llm import (
     LLM,
-    Candidates,
     LocalLLM,
     Row,
     Step,
     check_max_new_tokens,
     checked_prompts,
     lockstep,
-    seeded,
 )
 from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker, candidate_features
-from fb_kernels import joint_pool, topk_entropy
+from fb_core.pool import SLM, PoolKind, candidate_pool
+from fb_core.selectors import Selector, State
 
-PoolKind = Literal["joint", "slm", "llm"]
 OnError = Literal["raise", "slm"]
-SLM, LARGE = 1, 2  # source bits
-
-
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """The candidates of one event, the SLM's first, none twice."""
-
-    ids: Tensor  # [K] int64
-    sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
-    slm_logprob: Tensor  # [K] float32, nats
-    llm_logprob: Tensor  # [K] float32
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """Where a token is to be chosen."""
-
-    tokens: Tensor  # [P] int64, prompt and prefix
-    step: int  # number of tokens generated so far
-    entropy: float  # nats
-    prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
 
 
 @dataclass
@@ -85,271 +56,6 @@ class Generation:
     token_ids: Tensor  # [n] int64, new tokens only, the end-of-sequence token included
     events: list[Event]
     text: str | None  # where the decoder has a tokenizer
-
-
-def candidate_pool(
-    logits: Tensor,
-    llm: LLM,
-    prompts: Sequence[Tensor],
-    pool: PoolKind = "joint",
-    slm_k: int = 8,
-    llm_k: int = 8,
-) -> list[Pool]:
-    """The candidates of many states, both models' log-probabilities beside each of them.
-
-    A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
-
-    Args:
-        logits: [n, V] the SLM's at each state, over the ids that both models share.
-        llm: asked for its candidates and for the log-probabilities of the SLM's.
-        prompts: the [P] tokens of each state.
-        pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
-        slm_k: candidates of the SLM, clamped to V.
-        llm_k: candidates of the LLM, clamped likewise.
-
-    Returns:
-        one pool a state, on the device of logits.
-
-    Raises:
-        ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
-    """
-    size = logits.shape[-1]
-    slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
-    if pool != "llm":
-        slm_ids = topk_entropy(logits, min(slm_k, size))[2]
-    answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
-    if pool == "slm":
-        answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
-    slm_logprob = logits.float().log_softmax(-1)
-    return [
-        Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
-        for row, (ids, sources, llm_logprob) in enumerate(merge_candidates(slm_ids, answers, size))
-    ]
-
-
-def merge_candidates(
-    slm_ids: Tensor, answers: Sequence[Candidates], vocabulary: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The SLM's candidates of many states, then what is new among the LLM's.
-
-    Args:
-        slm_ids: [n, Ks] int64, by falling probability.
-        answers: the LLM's of each state, with its log-probabilities of the SLM's candidates.
-        vocabulary: ids from here on are not shared and are left out.
-
-    Returns:
-        (ids [K] int64, source bits [K] int32, log p_T [K] float32) of each state, on the device of slm_ids.
-
-    Raises:
-        ValueError: a state without candidates, or an answer that leaves out log-probabilities.
-    """
-    device = slm_ids.device
-    proposed = [answer.ids.where(answer.ids < vocabulary, -1) for answer in answers]
-    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
-    pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
-    merged = []
-    for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
-        if not count:
-            raise ValueError(
-                f"llm: expected a candidate among the {vocabulary} common ids, got none; tell the LLM how many ids are "
-                "valid"
-            )
-        ids = pool_ids[row, :count]
-        asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
-        known = answer.logprob.to(device)
-        if slm_ids.shape[1]:
-            if answer.score_logprob is None:
-                raise ValueError(
-                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
-                    "beside the candidates"
-                )
-            known = torch.cat([answer.score_logprob.to(device), known])
-        place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
-        merged.append((ids, sources[row, :count], known[place]))
-    return merged
-
-
-def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:
-    there = [tokens.to(llm.device) for tokens in prompts]
-    scored = list(score_ids.to(llm.device)) if score_ids.shape[1] else None
-    if len(there) == 1:
-        return [llm.candidates(there[0], k, None if scored is None else scored[0])]
-    return llm.candidates_many(there, k, scored)
-
-
-class Selector(ABC):
-    """Takes one candidate of a pool."""
-
-    def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
-        """Called when a decoder is made. Raises ValueError where the selector was made for another small model."""
-
-    @abstractmethod
-    def choose(self, state: State, pool: Pool) -> int:
-        """The index of the candidate to append."""
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index, scores[K] or None) for every state; each as `choose` would have it."""
-        return [(self.choose(state, pool), None) for state, pool in zip(states, pools, strict=True)]
-
-
-class ScoringSelector(Selector):
-    """Takes the candidate of the highest score, ties to the first in the pool."""
-
-    @abstractmethod
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """float32 [K] for every pool; higher is better."""
-
-    def best(self, scores: Tensor, pool: Pool) -> Tensor:
-        """The index of the highest score."""
-        return scores.argmax()
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The index of the highest score."""
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index of the highest score, scores) for every state.
-
-        Raises:
-            ValueError: a NaN score.
-        """
-        chosen: list[tuple[int, Tensor | None]] = []
-        for scores, pool in zip(self.scores_many(states, pools), pools, strict=True):
-            if bool(scores.isnan().any()):
-                raise ValueError(
-                    f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
-                )
-            chosen.append((int(self.best(scores, pool)), scores))
-        return chosen
-
-
-class LLMPreference(ScoringSelector):
-    """The LLM's most likely candidate, ties to the lowest id: on the joint pool its argmax, on the SLM's own "S2T"."""
-
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The candidates' log p_T."""
-        return [pool.llm_logprob for pool in pools]
-
-    def best(self, scores: Tensor, pool: Pool) -> Tensor:
-        """Of equal ones the lowest id, which is the LLM's own rule."""
-        return pool.ids.where(scores == scores.max(), pool.ids.max() + 1).argmin()
-
-
-class SLMPreference(ScoringSelector):
-    """The SLM's most likely candidate: plain greedy decoding wherever the pool holds the SLM's token."""
-
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The candidates' log p_S."""
-        return [pool.slm_logprob for pool in pools]
-
-
-class RandomChoice(Selector):
-    """A uniformly random candidate: a function of the seed and the state's tokens alone, whatever the batch.
-
-    Args:
-        seed: another seed, another draw.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The same index for the same seed and tokens."""
-        return seeded(self.seed, state.tokens.tolist()).randrange(len(pool))
-
-
-class CertainLLM(Selector):
-    """The LLM's token where it is certain of it, another selector's otherwise.
-
-    Args:
-        selector: asked where the LLM is not certain, or its token is not in the pool.
-        certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
-            docs/experiments.md.
-
-    Raises:
-        ValueError: a certainty outside [0, 1].
-    """
-
-    def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
-        if not 0.0 <= certainty <= 1.0:
-            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
-        self.selector = selector
-        self.certainty = certainty
-
-    def check_slm(self, slm: hf.CausalLM) -> None:
-        """As the other selector's."""
-        self.selector.check_slm(slm)
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The LLM's token, or the other selector's."""
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """As `choose`, with the other selector's scores where it was asked."""
-        best = [int(pool.llm_logprob.argmax()) for pool in pools]
-        certain = [bool(pool.llm_logprob[top].exp() > self.certainty) for pool, top in zip(pools, best, strict=True)]
-        unsure = [row for row, sure in enumerate(certain) if not sure]
-        asked = self.selector.choose_many([states[row] for row in unsure], [pools[row] for row in unsure])
-        chosen: list[tuple[int, Tensor | None]] = [(top, None) for top in best]
-        for row, choice in zip(unsure, asked, strict=True):
-            chosen[row] = choice
-        return chosen
-
-
-def overridden(selector: Selector, certainty: float | None) -> Selector:
-    """The selector under a `CertainLLM` of that certainty; itself where that is None."""
-    return selector if certainty is None else CertainLLM(selector, certainty)
-
-
-class FutureBridgeSelector(ScoringSelector):
-    """The candidate that the reranker expects the SLM to continue from best.
-
-    Args:
-        reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
-            are scored in one forward.
-    """
-
-    def __init__(self, reranker: TokenReranker) -> None:
-        self.reranker = reranker
-
-    def check_slm(self, slm: hf.CausalLM) -> None:
-        """ValueError where the reranker was made on a model of other weights."""
-        base = self.reranker.base
-        if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
-            raise ValueError(
-                f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
-                "with other weights or architecture; make or load it on this SLM"
-            )
-
-    @torch.no_grad()
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores, candidate features included where it was trained with them.
-
-        Raises:
-            ValueError: a reranker in training mode.
-        """
-        if not states:
-            return []
-        reranker = self.reranker
-        if reranker.training:
-            raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
-        features = None
-        if reranker.feature_names:
-            features = [
-                candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
-                for pool in pools
-            ]
-        return self._scores(states, pools, features)
-
-    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
-        reranker = self.reranker
-        prefixes = [state.prefix for state in states if state.prefix is not None]
-        if reranker.scope == "candidate" and len(prefixes) == len(states):
-            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
-        return [
-            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
-            for row, (state, pool) in enumerate(zip(states, pools, strict=True))
-        ]
 
 
 class CollaborativeDecoder:

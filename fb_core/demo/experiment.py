@@ -15,15 +15,7 @@ from torch import Tensor
 
 from fb_core import statistics
 from fb_core.config import DemoSettings, WorldSettings
-from fb_core.decoding import (
-    CertainLLM,
-    CollaborativeDecoder,
-    FutureBridgeSelector,
-    LLMPreference,
-    RandomChoice,
-    Selector,
-    SLMPreference,
-)
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.demo.pairs import Pair
 from fb_core.llm import LocalLLM
 from fb_core.methods.majority import majority
@@ -31,6 +23,7 @@ from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.scorer import CompatibilityScorer
+from fb_core.selectors import CertainLLM, FutureBridgeSelector, LLMPreference, RandomChoice, Selector, SLMPreference
 from fb_core.stages.accuracy import Evaluation, evaluate
 from fb_core.stages.futures import Filters, Future, llm_futures, own_futures, usable
 from fb_core.stages.rollouts import roll_out

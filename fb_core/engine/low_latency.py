@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import (
-    CertainLLM,
-    CollaborativeDecoder,
-    Event,
-    FutureBridgeSelector,
-    Generation,
-    Selector,
-    State,
-)
+from fb_core.decoding import CollaborativeDecoder, Event, Generation
 from fb_core.engine.in_step import InStepLLM
 from fb_core.engine.merged import MergedReranker, MergedSelector
 from fb_core.engine.static import StaticModel
@@ -30,6 +22,7 @@ from fb_core.llm import LLM, LocalLLM, Row, check_max_new_tokens, checked_prompt
 from fb_core.native import NativeDecoder
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import CertainLLM, FutureBridgeSelector, Selector, State
 from fb_kernels import Halt
 
 MAX_LENGTH = 8192

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import FutureBridgeSelector, Pool, State
 from fb_core.engine.static import StaticModel
 from fb_core.native import Linear
+from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, State
 
 ROWS = 16
 """Candidates of a forward; a larger pool takes several forwards."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, LLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
 
 
 def direct(slm: hf.CausalLM, llm: LLM | hf.CausalLM, policy: RequestPolicy, **options: Any) -> CollaborativeDecoder:

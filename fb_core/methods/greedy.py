@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, Generation, SLMPreference
+from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.llm import Ids
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import SLMPreference
 
 
 def greedy(

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, SLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, RandomChoice, SLMPreference
 from fb_core.targets import group_targets
 
 

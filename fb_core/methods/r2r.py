@@ -36,9 +36,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
-from fb_core.decoding import LARGE, SLM, CollaborativeDecoder, Event, Generation, LLMPreference, candidate_pool
+from fb_core.decoding import CollaborativeDecoder, Event, Generation
 from fb_core.llm import LLM, MAX_ROWS, Ids, Row, Step, batches, check_max_new_tokens, checked_prompts, lockstep
 from fb_core.policy import RequestPolicy
+from fb_core.pool import LARGE, SLM, candidate_pool
+from fb_core.selectors import LLMPreference
 from fb_core.verify import Verifier
 
 Mode = Literal["token", "events", "entropy"]

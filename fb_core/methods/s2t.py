@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, LLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
 
 
 def s2t(slm: hf.CausalLM, llm: LLM | hf.CausalLM, policy: RequestPolicy, **options: Any) -> CollaborativeDecoder:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, FutureBridgeSelector
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM, Candidates, Ids
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector
 
 MARGIN, KL_WEIGHT = 1.0, 0.1  # of the original loss
 

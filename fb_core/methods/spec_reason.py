@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, Generation, LLMPreference
+from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, Generation, LLMPreference
+from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.llm import LLM
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
 
 
 def takeover(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fb_core import hf, statistics
 from fb_core.config import RunSettings
-from fb_core.decoding import LARGE, SLM
+from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.stages.artefacts import Artefact, lists, table_bytes
 from fb_core.stages.deploy import chosen_reranker

@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fb_core.config import Method, RunSettings
-from fb_core.decoding import (
-    CollaborativeDecoder,
-    FutureBridgeSelector,
-    LLMPreference,
-    Selector,
-    SLMPreference,
-    overridden,
-)
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.engine import LowLatencyDecoder
 from fb_core.llm import LLM
 from fb_core.methods.s2t_local import NoLLM
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, SLMPreference, overridden
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.inputs import models_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import merge_candidates
 from fb_core.llm import LLM, LocalLLM
+from fb_core.pool import merge_candidates
 from fb_core.stages.artefacts import Artefact, lists, table_bytes
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.stage import Cost, Output, Stage

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fb_core.decoding import LARGE, SLM
+from fb_core.pool import LARGE, SLM
 
 LoggedKind = Literal["joint", "slm", "llm", "slm-wide"]
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, Pool, PoolKind, candidate_pool
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
+from fb_core.pool import Pool, PoolKind, candidate_pool
 from fb_core.stages.artefacts import Artefact, lists, table_bytes
 from fb_core.stages.deploy import (
     chosen_reranker,

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
-from fb_core.decoding import LARGE, SLM, CollaborativeDecoder, LLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.methods.direct import direct, one_token_takeover
@@ -25,6 +25,8 @@ from fb_core.methods.s2t import s2t
 from fb_core.methods.s2t_local import KL_WEIGHT, MARGIN, NoLLM, original_target, s2t_local
 from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
+from fb_core.pool import LARGE, SLM
+from fb_core.selectors import LLMPreference
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
 

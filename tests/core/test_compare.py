@@ -14,12 +14,13 @@ from runs import linked, settings
 
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier
 from fb_core.config import Method
-from fb_core.decoding import Event, Generation, LLMPreference, RandomChoice, SLMPreference
+from fb_core.decoding import Event, Generation
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
 from fb_core.methods.majority import majority
 from fb_core.methods.r2r import r2r
 from fb_core.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
+from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import deployed_decoder, frozen_policy

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from fb_core import statistics
 from fb_core.cli import app
 from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, Method, ModelSettings, RunSettings
-from fb_core.decoding import CertainLLM, LLMPreference
 from fb_core.experiment import experiment
 from fb_core.experiment.experiment import (
     PROBLEM,
@@ -34,6 +33,7 @@ from fb_core.experiment.experiment import (
 )
 from fb_core.experiment.variants import Variant, changed
 from fb_core.report.findings import findings, is_published
+from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.evaluation import benchmark_problems

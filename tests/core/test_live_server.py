@@ -20,10 +20,12 @@ from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import EOS, tiny
 
 from fb_core import ServerError, ServerLLM, server
-from fb_core.decoding import SLM, CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.engine import LowLatencyDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
+from fb_core.pool import SLM
+from fb_core.selectors import LLMPreference, SLMPreference
 
 V = 272
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "Ġ"), ("4", "2")]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.decoding import candidate_pool, merge_candidates
 from fb_core.llm import LLM, Candidates
+from fb_core.pool import candidate_pool, merge_candidates
 from fb_core.stages.pools import logged_pool
 from fb_kernels import topk_entropy
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from tiny import EOS, V, tiny
 from torch.nn import functional as F
 
-from fb_core.decoding import LARGE, SLM
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.methods.r2r import (
@@ -23,6 +22,7 @@ from fb_core.methods.r2r import (
     train_router,
 )
 from fb_core.policy import RequestPolicy
+from fb_core.pool import LARGE, SLM
 from fb_core.verify import Verifier
 
 SMALL = {"logits_size": 10, "width": 16, "blocks": 2, "expansion": 2}

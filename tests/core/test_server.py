@@ -20,9 +20,10 @@ from tiny import EOS, V, tiny
 
 from fb_core import ServerError, ServerLLM, cli, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
-from fb_core.decoding import CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference, SLMPreference
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 SERVED = [("vllm", ""), ("vllm", OLD), ("sglang", ""), ("llama.cpp", "")]
