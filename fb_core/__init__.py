@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fb_core.decoding import CollaborativeDecoder, Event, Generation
     from fb_core.engine import LowLatencyDecoder
+    from fb_core.http import ServerError
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
     from fb_core.pool import Pool
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         SLMPreference,
         State,
     )
-    from fb_core.server import ServerError, ServerLLM
+    from fb_core.server import ServerLLM
     from fb_core.targets import future_compatibility, group_targets
     from fb_core.training import (
         GroupMetrics,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fb_core.decoding": ("CollaborativeDecoder", "Event", "Generation"),
+    "fb_core.http": ("ServerError",),
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
     "fb_core.pool": ("Pool",),
@@ -53,7 +55,7 @@ _HOMES = {
         "Selector",
         "State",
     ),
-    "fb_core.server": ("ServerError", "ServerLLM"),
+    "fb_core.server": ("ServerLLM",),
     "fb_core.targets": ("future_compatibility", "group_targets"),
     "fb_core.training": (
         "GroupMetrics",

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 
 def _server_url(url: str) -> str:
-    from fb_core.server import url_parts
+    from fb_core.http import url_parts
 
     url_parts(url)  # settings are stored and shown: no secret may be in them
     return url
