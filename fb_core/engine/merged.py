@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.static import StaticModel
+from fb_core.engine.sequence import StaticModel
 from fb_core.native import Linear
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
@@ -134,7 +134,7 @@ class MergedReranker:
             self._ids[: len(part)] = part
             self._ids[len(part) :] = part[-1]
             rows = ROWS if self.model.graphs.device.type == "cuda" else len(part)  # a graph has one size
-            self.model.graphs.run("rerank", partial(self._forward, rows))
+            self.model.graphs.ready("rerank", partial(self._forward, rows))()
             parts.append(self._out[: len(part)].clone())
         return torch.cat(parts)
 

@@ -22,11 +22,10 @@ from fb_core import (
     TokenReranker,
     hf,
 )
-from fb_core.engine import LowLatencyDecoder
+from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.in_step import InStepLLM
 from fb_core.engine.merged import ROWS, MergedReranker
-from fb_core.engine.static import BUCKETS, StaticModel
-from fb_core.engine.step import DecodeStep
+from fb_core.engine.sequence import BUCKETS, DecodeStep, StaticModel
 from fb_core.native import FAMILIES
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
@@ -476,7 +475,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
     options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
     fast = LowLatencyDecoder(slm, llm, FutureBridgeSelector(adapters[0]), RequestPolicy(1.0), **options)
     (ids,) = prompts(9, seed=2)
-    weights = [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)]
+    weights = [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)]
     seen = []
     for number, adapter in enumerate(adapters, 1):
         fast.load_adapter(tmp_path / str(number))
@@ -487,7 +486,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
         for mine, theirs in zip(got.events, want.events, strict=True):
             assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
     assert seen[0] != seen[1]
-    assert [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)] == weights
+    assert [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)] == weights
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
