@@ -78,36 +78,6 @@ class MergedReranker:
             self.layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
 
     @torch.no_grad()
-    def scores(
-        self, prefix: Tensor | Sequence[int], candidates: Tensor | Sequence[int], features: Tensor | None = None
-    ) -> Tensor:
-        """As `TokenReranker.scores`: the prefix goes through the model into its buffers, then candidates are scored.
-
-        Args:
-            prefix: [P] int64, no longer than the buffers; the model's sequence is this one from now on.
-            candidates: [K] int64.
-            features: [K, F] where the reranker was trained with features.
-
-        Returns:
-            float32 [K].
-
-        Raises:
-            ValueError: ids outside the vocabulary, or a prefix longer than the buffers.
-        """
-        model = self.model
-        tokens, pool = (hf.token_ids(n, x, model.model) for n, x in (("prefix", prefix), ("candidates", candidates)))
-        if not 0 < len(tokens) <= model.slots:
-            raise ValueError(
-                f"prefix: expected 1 to {model.slots} tokens, as the buffers hold, got {len(tokens)}; "
-                "make the decoder with a larger max_length"
-            )
-        model.refresh()
-        self.refresh()
-        model.extend(tokens.tolist(), 0)
-        prefixes = [hf.Prefix(model.kv, start=0, length=len(tokens))]
-        return self.scores_many(prefixes, [pool], None if features is None else [features])[0]
-
-    @torch.no_grad()
     def scores_many(
         self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
     ) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,9 @@ class Method:
     Attributes:
         name: the file's, with dashes.
         label: in tables; {votes} and {name} are filled in.
-        decode: from what a run has and a seed to what decodes.
+        decode: from what a run has and a seed (None where not seeded) to what decodes.
         source: the paper and software that it is from.
-        seeded: runs once a seed; `decode` of others gets None.
+        seeded: runs once a seed.
         routed: needs trained routers.
         timed: the loops in which its time is taken beside that of "greedy". In the fast one the decoders of the context
             run on buffers, a prompt at a time.
@@ -37,7 +37,7 @@ class Method:
 
     name: str
     label: str
-    decode: Callable[[Context, int | None], Generate]
+    decode: Callable[[Context, Any], Generate]
     source: str = ""
     seeded: bool = False
     routed: bool = False

@@ -6,18 +6,12 @@ validation problems, one a seed; where the run says so, the LLM's own token wher
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fb_core.methods import Method
 
-from fb_core.methods import Generate, Method
-
-if TYPE_CHECKING:
-    from fb_core.stages.deploy import Context
-
-
-def decode(run: Context, seed: int | None) -> Generate:
-    """By the reranker of the seed."""
-    assert seed is not None
-    return run.deployed(run.reranker(seed)).generate_many
-
-
-METHOD = Method(name="futurebridge", label="FutureBridge", decode=decode, seeded=True, timed=("fast", "plain"))
+METHOD = Method(
+    name="futurebridge",
+    label="FutureBridge",
+    decode=lambda run, seed: run.deployed(run.reranker(seed)).generate_many,
+    seeded=True,
+    timed=("fast", "plain"),
+)

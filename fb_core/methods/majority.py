@@ -78,9 +78,8 @@ def majority(
     return winners
 
 
-def decode(run: Context, seed: int | None) -> Generate:
+def decode(run: Context, seed: int) -> Generate:
     """The winning answers as texts; the tokens of the samples are not kept."""
-    assert seed is not None
     sampler, tokenizer, votes = run.models.local_slm, run.models.tokenizer, run.settings.compare.votes
 
     def generate(prompts: Sequence[Tensor], max_new_tokens: int) -> list[Generation]:

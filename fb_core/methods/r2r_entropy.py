@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
-from fb_core.methods import Generate, Method
+from fb_core.methods import Method
 from fb_core.methods.r2r import SOURCE
 from fb_core.methods.r2r.decoding import r2r
 
-if TYPE_CHECKING:
-    from fb_core.stages.deploy import Context
-
-
-def decode(run: Context, seed: int | None) -> Generate:
-    """At the threshold of the run's policy."""
-    models = run.models
-    return partial(r2r, models.slm, models.llm, None, threshold=run.policy.threshold, mode="entropy", **run.batched)
-
-
-METHOD = Method(name="r2r-entropy", label="R2R's entropy switch", source=SOURCE, decode=decode)
+METHOD = Method(
+    name="r2r-entropy",
+    label="R2R's entropy switch",
+    source=SOURCE,
+    decode=lambda run, _: partial(
+        r2r, run.models.slm, run.models.llm, None, threshold=run.policy.threshold, mode="entropy", **run.batched
+    ),
+)

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from fb_core.stages.deploy import Context
 
 
-def decode(run: Context, seed: int | None) -> Generate:
+def decode(run: Context, seed: int) -> Generate:
     """The router of the seed at the run's policy and budget."""
-    assert seed is not None
     models, router = run.models, run.router(seed)
     routed = partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold, mode="events")
     return partial(routed, policy=run.policy, max_events=run.settings.evaluate.max_events, **run.batched)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,9 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
 from fb_core.llm import LLM
-from fb_core.methods import Generate, Method
+from fb_core.methods import Method
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
-
-if TYPE_CHECKING:
-    from fb_core.stages.deploy import Context
 
 
 @dataclass
@@ -80,10 +76,9 @@ def takeover(
     return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
 
 
-def decode(run: Context, seed: int | None) -> Generate:
-    """At the run's policy."""
-    models = run.models
-    return partial(takeover, models.slm, models.llm, run.policy, tokenizer=models.tokenizer)
-
-
-METHOD = Method(name="takeover", label="Takeover", decode=decode, timed=("plain",))
+METHOD = Method(
+    name="takeover",
+    label="Takeover",
+    decode=lambda run, _: partial(takeover, run.models.slm, run.models.llm, run.policy, tokenizer=run.models.tokenizer),
+    timed=("plain",),
+)

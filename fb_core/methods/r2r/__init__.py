@@ -34,9 +34,8 @@ SOURCE = (
 )
 
 
-def decode(run: Context, seed: int | None) -> Generate:
+def decode(run: Context, seed: int) -> Generate:
     """The router of the seed at every token."""
-    assert seed is not None
     models, router = run.models, run.router(seed)
     return partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold, **run.batched)
 
