@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fb_core.decoding import CollaborativeDecoder, Event, Generation
-    from fb_core.engine import LowLatencyDecoder
+    from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
     from fb_core.http import ServerError
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
-    from fb_core.pool import Pool
+    from fb_core.pool import Event, Pool
     from fb_core.reranker import TokenReranker, candidate_features
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.selectors import (
@@ -38,13 +37,12 @@ if TYPE_CHECKING:
     from fb_core.verify import Verdict, Verifier
 
 _HOMES = {
-    "fb_core.decoding": ("CollaborativeDecoder", "Event", "Generation"),
+    "fb_core.decoding": ("CollaborativeDecoder", "Generation", "LowLatencyDecoder"),
     "fb_core.http": ("ServerError",),
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
-    "fb_core.pool": ("Pool",),
+    "fb_core.pool": ("Event", "Pool"),
     "fb_core.reranker": ("TokenReranker", "candidate_features"),
-    "fb_core.engine": ("LowLatencyDecoder",),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.selectors": (
         "CertainLLM",

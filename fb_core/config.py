@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
+
+from fb_core.methods import names
 
 
 def _server_url(url: str) -> str:
@@ -389,28 +392,18 @@ class RouterSettings(BaseModel):
     min_recall: float = Field(default=0.95, gt=0, le=1)
 
 
-Method = Literal[
-    "greedy",
-    "majority",
-    "takeover",
-    "one-token-takeover",
-    "s2t",
-    "direct",
-    "slm-preference",
-    "random",
-    "r2r",
-    "r2r-events",
-    "r2r-entropy",
-    "spec-reason",
-    "futurebridge",
-]
+def _known_method(name: Any) -> Any:
+    if name not in (known := names()):
+        *others, last = map(repr, known)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+    return name
 
 
 class CompareSettings(BaseModel):
     """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
 
     Attributes:
-        methods: which of them; those without training of their own first.
+        methods: which of them; all, where left out.
         external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
         votes: samples of a majority.
         delimiter: text behind which a step of SpecReason ends.
@@ -420,7 +413,7 @@ class CompareSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    methods: tuple[Method, ...] = get_args(Method)
+    methods: tuple[Annotated[str, BeforeValidator(_known_method)], ...] = Field(default_factory=names)
     external: dict[str, str] = {}
     votes: int = Field(default=8, ge=1)
     router: RouterSettings = RouterSettings()

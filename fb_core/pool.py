@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,15 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fb_core.llm import (
-    LLM,
-    Candidates,
-)
+from fb_core.llm import LLM, Candidates
 from fb_kernels import joint_pool, topk_entropy
 
 PoolKind = Literal["joint", "slm", "llm"]
-
-
 SLM, LARGE = 1, 2  # source bits
 
 
@@ -35,9 +31,55 @@ class Pool:
         return len(self.ids)
 
 
+@dataclass
+class Event:
+    """One admitted intervention, in plain numbers."""
+
+    step: int  # 0-based index of its token among the new ones
+    entropy: float  # nats
+    pool: list[int]  # ids
+    sources: list[int]  # bits, 1 = SLM, 2 = LLM
+    slm_logprob: list[float]
+    llm_logprob: list[float]  # NaN where the LLM was not asked
+    scores: list[float] | None  # the selector's, None where it has none
+    choice: int  # index into the pool
+    error: str | None = None  # of the LLM: then the pool is the SLM's token alone
+
+    @property
+    def token(self) -> int:
+        """The id that was appended."""
+        return self.pool[self.choice]
+
+    @property
+    def asked(self) -> bool:
+        """Whether the LLM said anything."""
+        return not all(map(math.isnan, self.llm_logprob))
+
+    @classmethod
+    def of(cls, step: int, entropy: float, pool: Pool, choice: int, scores: Tensor | None = None) -> Event:
+        """Of a choice from a pool."""
+        return cls(
+            step,
+            entropy,
+            pool.ids.tolist(),
+            pool.sources.tolist(),
+            pool.slm_logprob.tolist(),
+            pool.llm_logprob.tolist(),
+            None if scores is None else scores.tolist(),
+            choice,
+        )
+
+    @classmethod
+    def alone(cls, step: int, entropy: float, logits: Tensor, error: str | None = None) -> Event:
+        """Of the SLM's own token, the LLM not heard; logits [V] are the SLM's."""
+        token = int(logits.argmax())  # the first of equal ones
+        logprob = float(logits.float().log_softmax(-1)[token])
+        return cls(step, entropy, [token], [SLM], [logprob], [math.nan], None, 0, error)
+
+
 def candidate_pool(
     logits: Tensor,
-    llm: LLM,
+    llm: LLM | None,
     prompts: Sequence[Tensor],
     pool: PoolKind = "joint",
     slm_k: int = 8,
@@ -49,7 +91,8 @@ def candidate_pool(
 
     Args:
         logits: [n, V] the SLM's at each state, over the ids that both models share.
-        llm: asked for its candidates and for the log-probabilities of the SLM's.
+        llm: asked for its candidates and for the log-probabilities of the SLM's; None for pool "slm" alone, whose
+            llm_logprob is NaN then.
         prompts: the [P] tokens of each state.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
         slm_k: candidates of the SLM, clamped to V.
@@ -65,9 +108,13 @@ def candidate_pool(
     slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
     if pool != "llm":
         slm_ids = topk_entropy(logits, min(slm_k, size))[2]
-    answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
-    if pool == "slm":
-        answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
+    if llm is None:
+        nothing = slm_ids.new_empty(0)
+        answers = [Candidates(nothing, nothing.float(), torch.full(ids.shape, math.nan)) for ids in slm_ids]
+    else:
+        answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
+        if pool == "slm":
+            answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
     slm_logprob = logits.float().log_softmax(-1)
     return [
         Pool(ids, sources, slm_logprob[row, ids], llm_logprob)

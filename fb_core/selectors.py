@@ -11,9 +11,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.config import CERTAINTY
-from fb_core.llm import (
-    seeded,
-)
+from fb_core.llm import seeded
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker, candidate_features
 

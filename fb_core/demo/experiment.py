@@ -16,7 +16,7 @@ from torch import Tensor
 from fb_core import statistics
 from fb_core.config import DemoSettings, WorldSettings
 from fb_core.decoding import CollaborativeDecoder
-from fb_core.demo.pairs import Pair
+from fb_core.demo.pairs import DemoPair
 from fb_core.llm import LocalLLM
 from fb_core.methods.majority import majority
 from fb_core.methods.takeover import takeover
@@ -61,7 +61,7 @@ class Distilled:
 class WorldRun:
     """One world's run: the models, its problems and the clock."""
 
-    pair: Pair
+    pair: DemoPair
     settings: DemoSettings
     world: WorldSettings
     verifier: Verifier
@@ -166,7 +166,7 @@ def cross_state(states: Sequence[LoggedState], futures: Sequence[Tensor], seed: 
     return result
 
 
-def run_world(pair: Pair, settings: DemoSettings, world: WorldSettings, report: Report) -> dict[str, Any]:
+def run_world(pair: DemoPair, settings: DemoSettings, world: WorldSettings, report: Report) -> dict[str, Any]:
     """Everything the demo shows of one world, as plain JSON values."""
     began = time.perf_counter()
     with Verifier() as verifier:

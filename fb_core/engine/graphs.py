@@ -28,23 +28,19 @@ class Graphs:
         self._pool: Any = None
         self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether the computation needs no capture any more."""
-        return self.device.type != "cuda" or key in self._graphs
-
-    def run(self, key: Hashable, compute: Callable[[], None]) -> None:
-        """Compute; the first time on a GPU eagerly, and several times over: it must not matter how often.
+    def ready(self, key: Hashable, compute: Callable[[], None]) -> Callable[[], None]:
+        """What computes; on a GPU a replay of the graph, captured now where there is none yet.
 
         Args:
             key: names the computation.
-            compute: reads and writes the same tensors every time and never asks the host.
+            compute: reads and writes the same tensors every time and never asks the host. A capture runs it several
+                times over, which must not matter.
         """
         if self.device.type != "cuda":
-            compute()
-        elif key in self._graphs:
-            self._graphs[key].replay()
-        else:
+            return compute
+        if key not in self._graphs:
             self._capture(key, compute)
+        return self._graphs[key].replay
 
     def forget(self) -> None:
         """Drop all graphs: what they read has moved."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.static import StaticModel
+from fb_core.engine.sequence import StaticModel
 from fb_core.llm import LocalLLM
 
 

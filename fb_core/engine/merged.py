@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.static import StaticModel
+from fb_core.engine.sequence import StaticModel
 from fb_core.native import Linear
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
@@ -78,36 +78,6 @@ class MergedReranker:
             self.layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
 
     @torch.no_grad()
-    def scores(
-        self, prefix: Tensor | Sequence[int], candidates: Tensor | Sequence[int], features: Tensor | None = None
-    ) -> Tensor:
-        """As `TokenReranker.scores`: the prefix goes through the model into its buffers, then candidates are scored.
-
-        Args:
-            prefix: [P] int64, no longer than the buffers; the model's sequence is this one from now on.
-            candidates: [K] int64.
-            features: [K, F] where the reranker was trained with features.
-
-        Returns:
-            float32 [K].
-
-        Raises:
-            ValueError: ids outside the vocabulary, or a prefix longer than the buffers.
-        """
-        model = self.model
-        tokens, pool = (hf.token_ids(n, x, model.model) for n, x in (("prefix", prefix), ("candidates", candidates)))
-        if not 0 < len(tokens) <= model.slots:
-            raise ValueError(
-                f"prefix: expected 1 to {model.slots} tokens, as the buffers hold, got {len(tokens)}; "
-                "make the decoder with a larger max_length"
-            )
-        model.refresh()
-        self.refresh()
-        model.extend(tokens.tolist(), 0)
-        prefixes = [hf.Prefix(model.kv, start=0, length=len(tokens))]
-        return self.scores_many(prefixes, [pool], None if features is None else [features])[0]
-
-    @torch.no_grad()
     def scores_many(
         self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
@@ -134,7 +104,7 @@ class MergedReranker:
             self._ids[: len(part)] = part
             self._ids[len(part) :] = part[-1]
             rows = ROWS if self.model.graphs.device.type == "cuda" else len(part)  # a graph has one size
-            self.model.graphs.run("rerank", partial(self._forward, rows))
+            self.model.graphs.ready("rerank", partial(self._forward, rows))()
             parts.append(self._out[: len(part)].clone())
         return torch.cat(parts)
 

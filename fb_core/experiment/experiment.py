@@ -19,15 +19,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fb_core.config import SETTINGS, Method, RunSettings
+from fb_core.config import SETTINGS, RunSettings
 from fb_core.experiment.variants import Variant, changed, work_through
+from fb_core.methods import EXTERNAL, method
 from fb_core.reranker import FEATURES
 from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.artefacts import Artefact, json_bytes, write_file
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.comparison import CompareStage
+from fb_core.stages.deploy import label_of
 from fb_core.stages.deployment import DeploymentStage
-from fb_core.stages.methods import EXTERNAL, LABELS, ROUTED
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import SampleStage
@@ -37,7 +38,7 @@ Table = Literal[
     "methods", "pools", "horizons", "futures", "alpha", "scope", "temperature", "repairs", "quantiles", "costs"
 ]
 TABLES: tuple[Table, ...] = get_args(Table)
-REFERENCES: tuple[Method, ...] = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
+REFERENCES = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
 QUALITIES = {  # labels
     "verified": "verified greedy future",
     "sampled": "first correct sample",
@@ -121,8 +122,8 @@ class Rows:
         """The methods that every row is compared with."""
         return [self._method(name) for name in REFERENCES]
 
-    def _method(self, name: Method, x: float | None = None, inside: Variant | None = None) -> Variant:
-        return Variant(name, LABELS[name].format(votes=self.settings.compare.votes), {}, name, x, inside)
+    def _method(self, name: str, x: float | None = None, inside: Variant | None = None) -> Variant:
+        return Variant(name, label_of(name, self.settings), {}, name, x, inside)
 
     def _recipe(
         self, key: str, label: str, x: float | None = None, inside: Variant | None = None, **changes: dict[str, Any]
@@ -180,7 +181,7 @@ class Rows:
         """Peers and recipes with states, futures and rerankers of their own at another quantile."""
         place = self._recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
         place = replace(place, method=None)
-        peers: tuple[Method, ...] = ("takeover", "s2t", "direct", "futurebridge")
+        peers = ("takeover", "s2t", "direct", "futurebridge")
         repaired = {row.key: row for row in self._repairs(place)}
         return [*(self._method(name, quantile, place) for name in peers), *(repaired[key] for key in SWEPT)]
 
@@ -196,10 +197,10 @@ def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:
     """The run's settings with the variant's changes, and with its method alone."""
     if variant.inside is not None:
         settings = settings_of_variant(settings, variant.inside)
-    method = variant.method or ""
-    name = method.removeprefix(EXTERNAL)
-    external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
-    compare = {"methods": (method,) if method and not external else (), "external": external}
+    asked = variant.method or ""
+    name = asked.removeprefix(EXTERNAL)
+    external = {name: settings.compare.external[name]} if asked.startswith(EXTERNAL) else {}
+    compare = {"methods": (asked,) if asked and not external else (), "external": external}
     return changed(settings, {**variant.changes, "compare": compare})
 
 
@@ -246,7 +247,7 @@ def run_experiment(
     methods = {variant.method for variant in made.values()} | (
         set(settings.compare.methods) if "costs" in tables else set()
     )
-    if methods & set(ROUTED):  # once for all that link them
+    if any(name is not None and method(name).routed for name in methods):  # once for all that link them
         _attempt([RouterLabelStage, RouterStage], settings, run, show)
     if "futures" in tables:
         _attempt([SampleStage], settings, run, show)
@@ -346,7 +347,7 @@ def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[S
         kinds.append(RolloutStage)
     if judge:
         kinds.append(AgreementStage)
-    if variant.method in ROUTED:
+    if variant.method is not None and method(variant.method).routed:
         kinds += [RouterLabelStage, RouterStage]
     if variant.method is not None:
         kinds.append(CompareStage)

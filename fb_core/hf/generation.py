@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,58 @@ from transformers import (
 
 from fb_core.hf.models import CausalLM
 
+if TYPE_CHECKING:
+    from fb_core.pool import Event
+
 Cache: TypeAlias = DynamicCache
+MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small beside the model
+
+
+@dataclass
+class Running:
+    """One sequence under way."""
+
+    index: int  # among the prompts
+    tokens: list[int]  # prompt and what was generated
+    prompt: int  # its length
+    events: list[Event] = field(default_factory=list)  # where a decoder has any
+
+    @property
+    def new(self) -> list[int]:
+        """What was generated."""
+        return self.tokens[self.prompt :]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a generation ends; asked once behind every token."""
+
+    ends: frozenset[int]  # at one of these ids
+    room: int  # at so many new tokens
+    positions: int | None  # at so many tokens, the prompt's included
+    events: float = float("inf")  # behind the token of this event, counted from 1
+    told: Callable[[Running], bool] | None = None  # hears of every token; True ends, too
+
+    def __call__(self, row: Running) -> bool:
+        heard = self.told is not None and self.told(row)
+        ended = row.tokens[-1] in self.ends or len(row.events) >= self.events
+        return heard or ended or len(row.tokens) >= self.length(row)
+
+    def length(self, row: Running) -> int:
+        """Tokens at most, the prompt's included."""
+        wanted = row.prompt + self.room
+        return wanted if self.positions is None else min(wanted, self.positions)
+
+
+@dataclass
+class Step:
+    """What is known when the next token of every row is to be chosen."""
+
+    index: int  # number of tokens generated so far
+    rows: list[Running]
+    logits: Tensor  # float32 [B, V] behind each row's last token
+    cache: Cache  # of all rows, left-padded to `slots` tokens
+    slots: int
 
 
 def new_cache() -> DynamicCache:
@@ -66,6 +119,80 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
     return model(input_ids=ids, **options).logits[:, -1].float()
+
+
+@torch.no_grad()
+def lockstep(
+    model: CausalLM,
+    prompts: Sequence[Tensor],
+    stop: Stop,
+    choose: Callable[[Step], Sequence[int]],
+    batch_tokens: int,
+    *,
+    shared: bool = False,
+) -> list[Running]:
+    """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
+
+    Args:
+        model: a causal LM in eval mode.
+        prompts: [P] int64 each on the model's device, not empty.
+        stop: when a row leaves its batch.
+        choose: the next token of every row.
+        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
+        shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
+
+    Returns:
+        one row a prompt, in order.
+    """
+    rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+    device = model.device
+    for batch in batches([len(ids) for ids in prompts], stop.room, batch_tokens):
+        live = [rows[index] for index in batch]
+        first, source = _distinct(live) if shared else (live, [])
+        ids, mask = left_padded([prompts[row.index] for row in first])
+        width, cache = ids.shape[1], new_cache()
+        for step in count():
+            logits = last_logits(model, ids, mask, cache)
+            if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
+                keep_rows(cache, source, device)
+                logits, mask = logits[source], None if mask is None else mask[source]
+            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
+                row.tokens.append(token)
+            going = [place for place, row in enumerate(live) if not stop(row)]
+            if not going:
+                break
+            if len(going) < len(live):
+                keep_rows(cache, going, device)
+                mask = None if mask is None else mask[going]
+                live = [live[place] for place in going]
+            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
+    return rows
+
+
+def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:
+    """The first of the rows with each sequence of tokens, and every row's place among these."""
+    places: dict[tuple[int, ...], int] = {}
+    source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
+    return [rows[source.index(place)] for place in range(len(places))], source
+
+
+def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Indices by falling length, cut into batches of at most `batch_tokens` tokens and MAX_ROWS rows.
+
+    Args:
+        lengths: tokens of each prompt.
+        room: new tokens that each may get.
+        batch_tokens: the most tokens, padding and new ones included; a prompt that is larger goes alone.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) == MAX_ROWS or (len(batch) + 1) * (lengths[batch[0]] + room) > batch_tokens):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:

@@ -11,12 +11,14 @@ back merged embeddings, so that what is decoded here is its trained checkpoint w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fb_core import hf
-from fb_core.decoding import Generation
-from fb_core.llm import Ids
-from fb_core.methods.greedy import greedy
+from fb_core.methods import EXTERNAL, Generate, Method
+from fb_core.methods.greedy import alone
+
+if TYPE_CHECKING:
+    from fb_core.stages.deploy import Context
 
 
 def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtype: str = "auto") -> hf.CausalLM:
@@ -45,28 +47,12 @@ def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtyp
     return hf.load_model(path, device, dtype)[0]
 
 
-def external(
-    model: hf.CausalLM,
-    tokenizer: hf.Tokenizer,
-    prompts: Sequence[Ids],
-    max_new_tokens: int = 4096,
-    *,
-    batch_tokens: int = 65536,
-) -> list[Generation]:
-    """Decode many prompts greedily by another model than the run's SLM.
+def decode(run: Context, seed: int | None) -> Generate:
+    """The checkpoint that the run's settings have under the name."""
+    settings = run.settings
+    path = settings.compare.external[run.method.removeprefix(EXTERNAL)]
+    model = load_external(path, run.models.tokenizer, settings.models.device, settings.models.dtype)
+    return alone(model, **run.options).generate_many
 
-    Args:
-        model: as from `load_external`, in eval mode.
-        tokenizer: the run's; ids beyond it never count.
-        prompts: [P] int64 each, encoded by it.
-        max_new_tokens: the most tokens of a generation.
-        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
 
-    Returns:
-        One generation a prompt, in order, without events.
-
-    Raises:
-        TypeError: as `greedy`.
-        ValueError: as `greedy`.
-    """
-    return greedy(model, prompts, max_new_tokens, tokenizer=tokenizer, batch_tokens=batch_tokens)
+METHOD = Method(name="external", label="{name}", decode=decode)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fb_core import hf
+from fb_core.decoding import Generation
 from fb_core.llm import Ids, LocalLLM
+from fb_core.methods import Generate, Method
 from fb_core.verify import Verifier, boxed
+
+if TYPE_CHECKING:
+    from fb_core.stages.deploy import Context
 
 
 def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> int | None:
@@ -67,3 +76,18 @@ def majority(
         winner = majority_vote(answers, verifier.equivalent)
         winners.append(None if winner is None else answers[winner])
     return winners
+
+
+def decode(run: Context, seed: int) -> Generate:
+    """The winning answers as texts; the tokens of the samples are not kept."""
+    sampler, tokenizer, votes = run.models.local_slm, run.models.tokenizer, run.settings.compare.votes
+
+    def generate(prompts: Sequence[Tensor], max_new_tokens: int) -> list[Generation]:
+        answers = majority(sampler, prompts, run.verifier, tokenizer, votes, max_new_tokens, seed)
+        texts = ["" if answer is None else f"\\boxed{{{answer}}}" for answer in answers]
+        return [Generation(torch.zeros(0, dtype=torch.int64), [], text) for text in texts]
+
+    return generate
+
+
+METHOD = Method(name="majority", label="Maj@{votes}", decode=decode, seeded=True, timed=("plain",))

@@ -1,7 +1,6 @@
 """SpecReason: the small model drafts a reasoning step, the large one scores it 0 to 9 and writes it itself if poor.
 
-Source: Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning", arXiv 2504.07891,
-and its software ruipeterpan/specreason. Definition, until the answer is finished:
+Definition, until the answer is finished:
 
 1. the SLM writes one step, which ends behind the delimiter, at the end of the sequence or at `step_tokens`;
 2. the LLM reads the conversation with that step and an instruction to score it, and is asked for one token;
@@ -16,17 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder, Generation
+from fb_core.decoding import Generation, Usage
 from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
-from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.methods import Generate, Method
+from fb_core.pair import Pair
+
+if TYPE_CHECKING:
+    from fb_core.stages.deploy import Context
 
 _INSTRUCTION = (
     "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "
@@ -53,6 +56,12 @@ class SpecReasonGeneration(Generation):
     """A generation without events: the LLM was asked once for every step, and wrote those whose writer it is."""
 
     steps: list[ReasoningStep]
+
+    @property
+    def usage(self) -> Usage:
+        """A score for every step, and a request for every step that the LLM wrote."""
+        theirs = [step for step in self.steps if step.writer == "llm"]
+        return Usage(len(self.steps) + len(theirs), None, 0, sum(step.length for step in theirs))
 
 
 def spec_reason(
@@ -89,7 +98,7 @@ def spec_reason(
         ValueError: as `CollaborativeDecoder` and its `generate`; an empty delimiter or template, step_tokens below 1, a
             tokenizer without single-token digits, or a judge's prompt too long for the LLM.
     """
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(float("inf")), tokenizer=tokenizer)
+    pair = Pair(slm, llm, tokenizer)
     check_max_new_tokens(max_new_tokens)
     if not isinstance(threshold, int | float) or isinstance(threshold, bool):
         raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}; the published value is 7")
@@ -102,8 +111,9 @@ def spec_reason(
         )
     digits = _digit_ids(tokenizer)
     question = _encoded(tokenizer, judge_template)
-    large, small = decoder.llm, LocalLLM(slm, valid_vocab=decoder.vocabulary)
-    ends, limit = hf.eos_ids(slm) | large.ends, hf.max_positions(slm)
+    large, small = pair.llm, LocalLLM(slm, valid_vocab=pair.vocabulary)
+    assert large is not None
+    ends, limit = pair.ends, hf.max_positions(slm)
     checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     written: list[list[int]] = [[] for _ in checked]
     steps: list[list[ReasoningStep]] = [[] for _ in checked]
@@ -137,7 +147,7 @@ def spec_reason(
     generations = []
     for tokens, found in zip(written, steps, strict=True):
         new = torch.tensor(tokens, dtype=torch.int64, device=slm.device)
-        generations.append(SpecReasonGeneration(new, [], decoder.text(new), found))
+        generations.append(SpecReasonGeneration(new, [], pair.text(new), found))
     return generations
 
 
@@ -185,3 +195,21 @@ def _encoded(tokenizer: hf.Tokenizer, text: str) -> list[int]:
 
 def _text(tokenizer: hf.Tokenizer, tokens: list[int]) -> str:
     return cast(str, tokenizer.decode(tokens))
+
+
+def decode(run: Context, seed: int | None) -> Generate:
+    """With the run's delimiter and judge; without one, a turn of its own where the tokenizer is of Qwen's kind."""
+    models, compare = run.models, run.settings.compare
+    judge = compare.judge or (CHATML_JUDGE if "<|im_end|>" in models.tokenizer.get_vocab() else JUDGE)
+    options = {"tokenizer": models.tokenizer, "delimiter": compare.delimiter, "judge_template": judge}
+    return partial(spec_reason, models.slm, models.llm, **options)
+
+
+METHOD = Method(
+    name="spec-reason",
+    label="SpecReason",
+    source='Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning", '
+    "arXiv 2504.07891, ruipeterpan/specreason",
+    decode=decode,
+    timed=("plain",),
+)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fb_core import hf
-from fb_core.stages.deploy import pool_options
+from fb_core.methods import EXTERNAL, Generate, method
+from fb_core.stages.deploy import generator, label_of, pool_options
 from fb_core.stages.evaluation import benchmark_problems
 from fb_core.stages.inputs import problems_hash, verifier_of
-from fb_core.stages.methods import EXTERNAL, LABELS, ROUTED, SEEDED, Generate, generator, usage
 from fb_core.stages.problems import Problem, prompt_ids
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
@@ -43,7 +43,7 @@ class CompareStage(Stage):
 
     def inputs(self) -> Sequence[type[Stage]]:
         methods = self.settings.compare.methods
-        routers = (RouterStage,) if set(ROUTED) & set(methods) else ()
+        routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
         return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
 
     def relevant(self) -> dict[str, Any]:
@@ -72,17 +72,17 @@ class CompareStage(Stage):
         compare, trials = self.settings.compare, {}
         methods = [*compare.methods, *(EXTERNAL + name for name in compare.external)]
         for benchmark, problems in benchmark_problems(self.settings).items():
-            for method in methods:
-                for seed in self.settings.train.seeds if method in SEEDED else (None,):
+            for name in methods:
+                for seed in self.settings.train.seeds if method(name).seeded else (None,):
                     for start in range(0, len(problems), AT_ONCE):
-                        stem = "-".join(re.findall(r"[\w.]+", f"{benchmark}.{method}"))[-100:]
+                        stem = "-".join(re.findall(r"[\w.]+", f"{benchmark}.{name}"))[-100:]
                         shard = f"{stem}.{'only' if seed is None else seed}.{start // AT_ONCE:05d}"
                         if shard in trials:
                             raise ValueError(
                                 "compare: expected benchmarks and methods that differ by letters and digits, got "
-                                f"{benchmark!r} and {method!r} again; rename one"
+                                f"{benchmark!r} and {name!r} again; rename one"
                             )
-                        trials[shard] = Trial(benchmark, method, seed, problems[start : start + AT_ONCE])
+                        trials[shard] = Trial(benchmark, name, seed, problems[start : start + AT_ONCE])
         return trials
 
     def asked(self) -> list[Problem]:
@@ -113,7 +113,7 @@ class CompareStage(Stage):
                 "verdict": verdict,
                 "tokens": one.token_ids.tolist(),
                 "steps": [event.step for event in one.events],
-                **usage(trial.method, one)._asdict(),
+                **one.usage._asdict(),
             }
             for problem, one, verdict in zip(trial.problems, found, verdicts, strict=True)
         ]
@@ -121,11 +121,11 @@ class CompareStage(Stage):
         counts |= tally(texts, verdicts)
         return Output({f"{shard}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}, counts)
 
-    def _generate(self, method: str, seed: int | None) -> Generate:
+    def _generate(self, name: str, seed: int | None) -> Generate:
         """What decodes; the last one is kept."""
-        if self._kept is None or self._kept[0] != (method, seed):
+        if self._kept is None or self._kept[0] != (name, seed):
             self._kept = None  # its memory first
-            self._kept = ((method, seed), generator(method, self.settings, self.run, seed))
+            self._kept = ((name, seed), generator(name, self.settings, self.run, seed))
         return self._kept[1]
 
     _kept: tuple[tuple[str, int | None], Generate] | None = None
@@ -140,10 +140,9 @@ class CompareStage(Stage):
         for row in self.rows():
             right.setdefault((row["benchmark"], row["method"]), []).append(row["verdict"] == "correct")
         lines = ["| benchmark | method | accuracy, % | runs |", "|---|---|---|---|"]
-        for (benchmark, method), outcomes in right.items():
-            label = LABELS.get(method, method).format(votes=self.settings.compare.votes)
+        for (benchmark, name), outcomes in right.items():
             accuracy = 100 * sum(outcomes) / len(outcomes)
-            lines.append(f"| {benchmark} | {label} | {accuracy:.1f} | {len(outcomes)} |")
+            lines.append(f"| {benchmark} | {label_of(name, self.settings)} | {accuracy:.1f} | {len(outcomes)} |")
         return "\n".join(lines)
 
     def cost(self) -> Cost:

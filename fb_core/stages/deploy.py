@@ -1,26 +1,26 @@
-"""A run's result at work: its request policy, its rerankers and the decoders that they are deployed in."""
+"""A run's result at work: its request policy, its rerankers, and what its methods have to decode with."""
 
 from __future__ import annotations
 
 import json
-import math
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fb_core.config import Method, RunSettings
+from fb_core.config import RunSettings
 from fb_core.decoding import CollaborativeDecoder
-from fb_core.engine import LowLatencyDecoder
-from fb_core.llm import LLM
-from fb_core.methods.s2t_local import NoLLM
+from fb_core.methods import Generate, method
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, SLMPreference, overridden
+from fb_core.selectors import FutureBridgeSelector, Selector, overridden
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.inputs import models_of
+from fb_core.stages.inputs import models_of, verifier_of
+
+if TYPE_CHECKING:
+    from fb_core.stages.router import Router
+    from fb_core.verify import Verifier
 
 POLICY, RERANKER = "policy", "reranker"  # stages
-LLM_CHOOSES: dict[Method, str] = {"s2t": "slm", "direct": "joint"}  # from which pool
-FAST: tuple[Method, ...] = ("greedy", *LLM_CHOOSES, "futurebridge")  # methods that run on LowLatencyDecoder
 
 
 def frozen_policy(run: Path) -> RequestPolicy:
@@ -44,11 +44,6 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
     return TokenReranker.from_pretrained(adapters.path / shard, slm, scope=settings.train.scope)
 
 
-def reranker_selector(settings: RunSettings, reranker: TokenReranker) -> Selector:
-    """The reranker, or the LLM where it is as certain as the settings want."""
-    return overridden(FutureBridgeSelector(reranker), settings.evaluate.certainty)
-
-
 def needs_llm(settings: RunSettings) -> bool:
     """Whether a deployed reranker makes use of the LLM: not where it ranks the SLM's own candidates by itself."""
     own = settings.score.pool in ("slm", "slm-wide")
@@ -66,40 +61,83 @@ def pool_options(settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def deployed_decoder(settings: RunSettings, run: Path, reranker: TokenReranker) -> CollaborativeDecoder:
-    """The loop with a reranker, as the settings deploy it at the run's policy; it takes many prompts at once."""
-    models = models_of(settings.models)
-    llm: LLM = models.llm if needs_llm(settings) else NoLLM()
-    return CollaborativeDecoder(
-        models.slm,
-        llm,
-        reranker_selector(settings, reranker),
-        frozen_policy(run),
-        **pool_options(settings),
-        tokenizer=models.tokenizer,
-        batch_tokens=settings.models.batch_tokens,
-    )
+class Context:
+    """What a run has for a method; files and models are read when it asks for them.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        method: the method's name, as it was asked for.
+        max_length: decoders run on buffers of so many tokens, one prompt at a time; None for batches.
+
+    Attributes:
+        models: the run's `Models`.
+        batched: options of all that decodes in batches.
+    """
+
+    def __init__(self, settings: RunSettings, run: Path, method: str = "", max_length: int | None = None) -> None:
+        self.settings, self.run, self.method = settings, run, method
+        self.models = models_of(settings.models)
+        self.batched = {"tokenizer": self.models.tokenizer, "batch_tokens": settings.models.batch_tokens}
+        self.options: dict[str, Any] = {**self.batched, "max_length": max_length}
+
+    @cached_property
+    def policy(self) -> RequestPolicy:
+        """When the LLM is asked."""
+        return frozen_policy(self.run)
+
+    @property
+    def verifier(self) -> Verifier:
+        """Judges answers."""
+        return verifier_of(self.settings.verify)
+
+    def reranker(self, seed: int) -> TokenReranker:
+        """The chosen one of a seed."""
+        return chosen_reranker(self.settings, self.run, seed)
+
+    def router(self, seed: int) -> Router:
+        """The trained one of a seed."""
+        from fb_core.stages.router import read_router
+
+        return read_router(self.settings, self.run, seed)
+
+    def decoder(self, selector: Selector, *, ask: bool = True, **options: Any) -> CollaborativeDecoder:
+        """The run's models, policy, candidates and budget under a selector; without an LLM unless it is to be asked."""
+        settings, llm = self.settings, self.models.llm if ask else None
+        given: dict[str, Any] = {
+            "slm_k": settings.collect.slm_k,
+            "llm_k": settings.futures.llm_k,
+            "max_events": settings.evaluate.max_events,
+        }
+        return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
+
+    def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
+        """The decoder with a reranker, as the settings deploy it: under the LLM where that is certain enough."""
+        selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
+        return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
 
 
-def fast_decoder(
-    settings: RunSettings, run: Path, method: Method, max_length: int, seed: int | None = None
-) -> LowLatencyDecoder:
-    """The loop for one prompt at a time of a method of `FAST`; "futurebridge" has the reranker of a seed."""
-    models = models_of(settings.models)
-    llm, options = models.llm, pool_options(settings)
-    policy = RequestPolicy(math.inf) if method == "greedy" else frozen_policy(run)
-    selector: Selector
-    if method == "greedy":
-        selector = SLMPreference()
-        options["max_events"] = 0  # the LLM is not kept in step
-    elif method in LLM_CHOOSES:
-        selector = LLMPreference()
-        options |= {"slm_k": settings.collect.slm_k, "pool": LLM_CHOOSES[method]}
-    else:
-        assert method == "futurebridge", method
-        assert seed is not None
-        selector = reranker_selector(settings, chosen_reranker(settings, run, seed))
-        llm = llm if needs_llm(settings) else NoLLM()
-    return LowLatencyDecoder(
-        models.slm, llm, selector, policy, max_length=max_length, tokenizer=models.tokenizer, **options
-    )
+def generator(name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None) -> Generate:
+    """What decodes prompts by a method.
+
+    Args:
+        name: of the method, or a checkpoint's behind `fb_core.methods.EXTERNAL`.
+        settings: of the run.
+        run: its folder.
+        seed: of a method that runs once a seed.
+        max_length: as for `Context`.
+
+    Raises:
+        ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
+    """
+    return method(name).decode(Context(settings, run, name, max_length), seed)
+
+
+def seed_of(name: str, settings: RunSettings) -> int | None:
+    """The run's first seed where a method runs once a seed."""
+    return settings.train.seeds[0] if method(name).seeded else None
+
+
+def label_of(name: str, settings: RunSettings) -> str:
+    """What a method is called in tables."""
+    return method(name).label.format(name=name, votes=settings.compare.votes)

@@ -12,26 +12,24 @@ import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.config import Method
+from fb_core.methods import method
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import FAST, fast_decoder, pool_options
+from fb_core.stages.deploy import generator, label_of, pool_options, seed_of
 from fb_core.stages.evaluation import benchmark_problems
 from fb_core.stages.inputs import problems_hash
-from fb_core.stages.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
 from fb_core.stages.problems import Problem, prompt_ids
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.trajectories import PolicyStage
 
-PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
 WARM_UP = 3  # prompts
 
 
 class Timing(NamedTuple):
     """A method in one of the two loops."""
 
-    method: Method
+    method: str
     fast: bool
 
 
@@ -48,7 +46,11 @@ class DeploymentStage(Stage):
     parallel = False
 
     def inputs(self) -> Sequence[type[Stage]]:
-        return (PolicyStage, RerankerStage, *((RouterStage,) if set(ROUTED) & set(self._methods) else ()))
+        return (
+            PolicyStage,
+            RerankerStage,
+            *((RouterStage,) if any(method(name).routed for name in self._methods) else ()),
+        )
 
     def relevant(self) -> dict[str, Any]:
         settings = self.settings
@@ -71,15 +73,15 @@ class DeploymentStage(Stage):
 
     @cached_property
     def _timings(self) -> dict[str, Timing]:
-        fast = {f"fast.{method}": Timing(method, True) for method in FAST if method in self._methods}
-        return fast | {f"plain.{method}": Timing(method, False) for method in PLAIN if method in self._methods}
+        timed = [(loop, name) for loop in ("fast", "plain") for name in self._methods if loop in method(name).timed]
+        return {f"{loop}.{name}": Timing(name, loop == "fast") for loop, name in timed}
 
     @cached_property
-    def _methods(self) -> list[Method]:
+    def _methods(self) -> list[str]:
         """Those asked for, but for those of a router where none could be made."""
         router = Artefact(self.run, RouterStage.name).manifest()
         routed = router is not None and router["complete"]
-        return [method for method in self.settings.compare.methods if routed or method not in ROUTED]
+        return [name for name in self.settings.compare.methods if routed or not method(name).routed]
 
     def asked(self) -> list[Problem]:
         return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
@@ -89,11 +91,12 @@ class DeploymentStage(Stage):
 
     def work(self, shard: str) -> Output:
         timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
-        generate = self._fast(timing.method) if timing.fast else self._plain(timing.method)
         prompts = [
             torch.tensor(prompt_ids(self.models.tokenizer, problem, settings.problems.prompt), device=device)
             for problem in self._problems
         ]
+        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens if timing.fast else None
+        generate = generator(timing.method, settings, self.run, seed_of(timing.method, settings), longest)
         for prompt in prompts[:WARM_UP]:
             generate([prompt], settings.evaluate.max_new_tokens)
         rows = []
@@ -106,22 +109,10 @@ class DeploymentStage(Stage):
             tokens = len(generation.token_ids.tolist())  # waits for the device
             seconds = time.perf_counter() - began
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            used = usage(timing.method, generation)._asdict()
             row = {"problem": problem.id, "tokens": tokens, "seconds": round(seconds, 5), "peak_bytes": peak}
-            rows.append({**timing._asdict(), **row, **used})
+            rows.append({**timing._asdict(), **row, **generation.usage._asdict()})
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         return Output({f"{shard}.jsonl": lines.encode()}, {"decoded": len(rows)})
-
-    def _plain(self, method: Method) -> Generate:
-        seed = self.settings.train.seeds[0] if method in SEEDED else None
-        return generator(method, self.settings, self.run, seed)
-
-    def _fast(self, method: Method) -> Generate:
-        settings, models = self.settings, self.models
-        prompts = (prompt_ids(models.tokenizer, problem, settings.problems.prompt) for problem in self._problems)
-        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
-        seed = settings.train.seeds[0] if method in SEEDED else None
-        return fast_decoder(settings, self.run, method, longest, seed).generate_many
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Of all finished shards."""
@@ -150,7 +141,7 @@ def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
     for row in stage.rows():
         by_method.setdefault((row["method"], row["fast"]), []).append(row)
     table = []
-    for (method, fast), rows in by_method.items():
+    for (name, fast), rows in by_method.items():
         pools = [row["pool"] for row in rows if row["pool"] is not None]
         peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
         greedy = by_method.get(("greedy", fast))
@@ -159,12 +150,12 @@ def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
         )
         table.append(
             {
-                "method": LABELS[method].format(votes=stage.settings.compare.votes),
-                "key": method,
+                "method": label_of(name, stage.settings),
+                "key": name,
                 "loop": "fast" if fast else "plain",
                 "problems": len(rows),
                 "pool": float(np.mean(pools)) if pools else None,
-                **{name: float(np.mean([row[name] for row in rows])) for name in ("calls", "appended", "suffix")},
+                **{column: float(np.mean([row[column] for row in rows])) for column in ("calls", "appended", "suffix")},
                 "seconds": float(np.mean([row["seconds"] for row in rows])),
                 "relative": relative,
                 "peak_bytes": max(peaks) if peaks else None,

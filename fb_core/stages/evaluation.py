@@ -16,8 +16,8 @@ import torch
 
 from fb_core import statistics
 from fb_core.config import AVERAGE, EvaluateSettings, RunSettings, VerifierSettings
-from fb_core.engine import LowLatencyDecoder
-from fb_core.stages.deploy import fast_decoder, pool_options
+from fb_core.methods import Generate
+from fb_core.stages.deploy import generator, pool_options
 from fb_core.stages.inputs import problems_hash, read_problems, verifier_of
 from fb_core.stages.problems import BENCHMARKS, Problem, prompt_ids
 from fb_core.stages.selection import RerankerStage
@@ -109,12 +109,13 @@ class EvaluateStage(Stage):
         benchmark, seed, problems = self._trials()[shard]
         tokenizer, device = self.models.tokenizer, self.models.slm.device
         prompts = [self._prompts[benchmark][problem.id] for problem in problems]
-        decoder = self._decoder(benchmark, seed)
+        generate = self._generate(benchmark, seed)
         rows = []
         for done, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
             self.on_progress(done)
             began = time.perf_counter()
-            generation = decoder.generate(torch.tensor(prompt, device=device), self.settings.evaluate.max_new_tokens)
+            prompts_now = [torch.tensor(prompt, device=device)]
+            generation = generate(prompts_now, self.settings.evaluate.max_new_tokens)[0]
             tokens = generation.token_ids.tolist()  # waits for the device
             seconds = time.perf_counter() - began
             rows.append(
@@ -149,7 +150,7 @@ class EvaluateStage(Stage):
             for name, problems in benchmark_problems(self.settings).items()
         }
 
-    def _decoder(self, benchmark: str, seed: int | None) -> LowLatencyDecoder:
+    def _generate(self, benchmark: str, seed: int | None) -> Generate:
         """A decoder that has been through an event, where there is one early on; the last one is kept."""
         key = (benchmark, seed)
         if self._kept is not None and self._kept[0] == key:
@@ -158,14 +159,14 @@ class EvaluateStage(Stage):
         slm, settings = self.models.slm, self.settings
         prompts = list(self._prompts[benchmark].values())
         longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
-        decoder = fast_decoder(settings, self.run, "greedy" if seed is None else "futurebridge", longest, seed)
+        generate = generator("greedy" if seed is None else "futurebridge", settings, self.run, seed, longest)
         for prompt in prompts[:WARM_UP]:
-            if decoder.generate(torch.tensor(prompt, device=slm.device), settings.evaluate.max_new_tokens).events:
+            if generate([torch.tensor(prompt, device=slm.device)], settings.evaluate.max_new_tokens)[0].events:
                 break
-        self._kept = (key, decoder)
-        return decoder
+        self._kept = (key, generate)
+        return generate
 
-    _kept: tuple[tuple[str, int | None], LowLatencyDecoder] | None = None
+    _kept: tuple[tuple[str, int | None], Generate] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Accuracy with its interval, the difference to greedy, and what it cost, by benchmark and on their average."""

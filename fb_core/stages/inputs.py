@@ -11,6 +11,7 @@ import torch
 from fb_core import hf
 from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, VerifierSettings
 from fb_core.llm import LLM, LocalLLM
+from fb_core.pair import known_ids
 from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.artefacts import digest
@@ -62,7 +63,7 @@ class Models:
     @property
     def vocabulary(self) -> int:
         """The number of ids that the tokenizer knows."""
-        return 1 + max(self.tokenizer.get_vocab().values())
+        return known_ids(self.tokenizer)
 
     @cached_property
     def local_slm(self) -> LocalLLM:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fb_core.config import RunSettings
-from fb_core.methods.r2r import R2RRouter, divergence_labels, recall_threshold, router_features, train_router
+from fb_core.methods.r2r.router import R2RRouter, router_features
+from fb_core.methods.r2r.training import divergence_labels, recall_threshold, train_router
 from fb_core.stages.artefacts import Artefact, lists, table_bytes
 from fb_core.stages.inputs import models_of, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem, prompt_ids

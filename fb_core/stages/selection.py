@@ -12,7 +12,7 @@ import torch
 
 from fb_core.stages.accuracy import evaluate
 from fb_core.stages.artefacts import table_bytes
-from fb_core.stages.deploy import deployed_decoder, frozen_policy, pool_options
+from fb_core.stages.deploy import Context, frozen_policy, pool_options
 from fb_core.stages.inputs import DEMO, splits_of, verifier_of
 from fb_core.stages.problems import prompt_ids
 from fb_core.stages.scores import ScoreStage, filter_table
@@ -51,7 +51,7 @@ class SelectionStage(Stage):
     def work(self, shard: str) -> Output:
         reranker = TrainStage(self.settings, self.run).trained(*self._trials()[shard])
         problems = splits_of(self.settings.problems)["validation"]
-        tokenizer, decoder = self.models.tokenizer, deployed_decoder(self.settings, self.run, reranker)
+        tokenizer, decoder = self.models.tokenizer, Context(self.settings, self.run).deployed(reranker)
         device = self.models.slm.device
         prompts = [
             torch.tensor(prompt_ids(tokenizer, problem, self.settings.problems.prompt), device=device)

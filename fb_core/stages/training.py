@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fb_core.calibrated import calibrated_target
-from fb_core.methods.s2t_local import MARGIN, original_target
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.calibration import CalibrationStage, read_weights, terms_of
@@ -27,7 +26,7 @@ from fb_core.stages.inputs import splits_of
 from fb_core.stages.scores import ScoredGroup, ScoreStage, read_groups
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.trajectories import StateStage, TrajectoryStage, read_trajectories
-from fb_core.targets import group_targets, without_hindsight
+from fb_core.targets import MARGIN, group_targets, selection_target, without_hindsight
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
@@ -184,7 +183,8 @@ class TrainStage(Stage):
                 for group in groups
             ]
         if settings.target == "select":
-            return [original_target(group.llm_logprob)[:, None].expand(-1, len(settings.horizons)) for group in groups]
+            count = len(settings.horizons)
+            return [selection_target(group.llm_logprob)[:, None].expand(-1, count) for group in groups]
         matrices = []
         for group in groups:
             assert group.logprob is not None

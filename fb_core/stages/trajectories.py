@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LLM, LocalLLM
+from fb_core.methods import Generate
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Pool, PoolKind, candidate_pool
 from fb_core.stages.artefacts import Artefact, lists, table_bytes
-from fb_core.stages.deploy import (
-    chosen_reranker,
-    deployed_decoder,
-    deployed_digest,
-    frozen_policy,
-    pool_options,
-)
+from fb_core.stages.deploy import deployed_digest, frozen_policy, generator, pool_options
 from fb_core.stages.inputs import problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem, prompt_ids
 from fb_core.stages.stage import Cost, Output, Stage
@@ -228,13 +222,13 @@ class TrajectoryStage(Stage):
 
     def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
         """What the deployed reranker of another run makes of prompts, together with the LLM."""
-        return [found.token_ids for found in self._decoder.generate_many(prompts, max_new_tokens)]
+        return [found.token_ids for found in self._generate(prompts, max_new_tokens)]
 
     @cached_property
-    def _decoder(self) -> CollaborativeDecoder:
+    def _generate(self) -> Generate:
         """With the first reranker of the deployed run."""
         run = Path(self.settings.collect.deployed or "")
-        return deployed_decoder(self.settings, run, chosen_reranker(self.settings, run, self.settings.train.seeds[0]))
+        return generator("futurebridge", self.settings, run, self.settings.train.seeds[0])
 
     def cost(self) -> Cost:
         tokens = self.longest_prompt + self.settings.collect.max_new_tokens

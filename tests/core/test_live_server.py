@@ -20,8 +20,7 @@ from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import EOS, tiny
 
 from fb_core import ServerError, ServerLLM, server
-from fb_core.decoding import CollaborativeDecoder
-from fb_core.engine import LowLatencyDecoder
+from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import SLM

@@ -11,7 +11,6 @@ from runs import linked, settings
 
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker
 from fb_core.demo.pairs import load_pair
-from fb_core.methods.s2t_local import KL_WEIGHT, MARGIN
 from fb_core.reranker import FEATURES, candidate_features
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.calibration import CalibrationStage
@@ -26,7 +25,7 @@ from fb_core.stages.scores import ScoreStage, read_groups
 from fb_core.stages.stage import run_stage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage, read_trajectories
-from fb_core.targets import without_hindsight
+from fb_core.targets import KL_WEIGHT, MARGIN, without_hindsight
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 SHORT = {"seeds": [0], "epochs": 1}
