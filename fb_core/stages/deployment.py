@@ -14,15 +14,15 @@ import torch
 from fb_core import statistics
 from fb_core.config import Method
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import FAST, fast_decoder, pool_options
-from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.inputs import problems_hash
+from fb_core.stages.deploy import FAST, fast_decoder
+from fb_core.stages.evaluation import benchmark_problems, longest_decoded
+from fb_core.stages.inputs import DEPLOYED, problems_hash
 from fb_core.stages.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
-from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.problems import Problem
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import PolicyStage
+from fb_core.stages.states import PolicyStage
 
 PLAIN: tuple[Method, ...] = ("greedy", "majority", "takeover", "r2r", "spec-reason", "futurebridge")
 WARM_UP = 3  # prompts
@@ -44,25 +44,29 @@ class DeploymentStage(Stage):
 
     name = "deployment"
     command = "experiment"
+    slice = (
+        *DEPLOYED,
+        "evaluate.benchmarks",
+        "evaluate.limit",
+        "evaluate.max_new_tokens",
+        "compare.methods",
+        "compare.votes",
+        "compare.delimiter",
+        "compare.judge",
+        "compare.timed",
+        "train.seeds",
+        "problems.prompt",
+        "problems.seed",
+        "verify",
+    )
     uses = ("slm", "llm", "tokenizer")
     parallel = False
 
     def inputs(self) -> Sequence[type[Stage]]:
         return (PolicyStage, RerankerStage, *((RouterStage,) if set(ROUTED) & set(self._methods) else ()))
 
-    def relevant(self) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "methods": self._methods,
-            "timed": settings.compare.timed,
-            **settings.compare.model_dump(include={"votes", "delimiter", "judge"}),
-            "seed": settings.train.seeds[0],
-            "max_new_tokens": settings.evaluate.max_new_tokens,
-            "certainty": settings.evaluate.certainty,
-            **pool_options(settings),
-            "prompt": settings.problems.prompt,
-            "hash": problems_hash(self._problems),
-        }
+    def data(self) -> dict[str, Any]:
+        return {"timed": problems_hash(self._problems), "methods": self._methods}
 
     @cached_property
     def _problems(self) -> list[Problem]:
@@ -81,19 +85,13 @@ class DeploymentStage(Stage):
         routed = router is not None and router["complete"]
         return [method for method in self.settings.compare.methods if routed or method not in ROUTED]
 
-    def asked(self) -> list[Problem]:
-        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
-
     def shards(self) -> dict[str, int]:
         return {shard: len(self._problems) for shard in self._timings}
 
     def work(self, shard: str) -> Output:
         timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
         generate = self._fast(timing.method) if timing.fast else self._plain(timing.method)
-        prompts = [
-            torch.tensor(prompt_ids(self.models.tokenizer, problem, settings.problems.prompt), device=device)
-            for problem in self._problems
-        ]
+        prompts = self.models.prompts(self._problems, settings.problems.prompt)
         for prompt in prompts[:WARM_UP]:
             generate([prompt], settings.evaluate.max_new_tokens)
         rows = []
@@ -118,8 +116,8 @@ class DeploymentStage(Stage):
 
     def _fast(self, method: Method) -> Generate:
         settings, models = self.settings, self.models
-        prompts = (prompt_ids(models.tokenizer, problem, settings.problems.prompt) for problem in self._problems)
-        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens
+        prompt = models.longest_prompt(self._problems, settings.problems.prompt)
+        longest = prompt + settings.evaluate.max_new_tokens
         seed = settings.train.seeds[0] if method in SEEDED else None
         return fast_decoder(settings, self.run, method, longest, seed).generate_many
 
@@ -141,7 +139,7 @@ class DeploymentStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)
+        return Cost("decoded one prompt at a time", longest_decoded(self))
 
 
 def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
     assert not (place / variant.path / "comparison").exists()
     again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
     problem = make(variant, again.model_dump_json(), place, False)
-    assert "settings.minimum_mixed 41, got 40" in str(problem)
+    assert "settings.rollouts.minimum_mixed 41, got 40" in str(problem)
 
 
 def test_making_a_variant_again_changes_nothing(made, chosen):
