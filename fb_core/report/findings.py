@@ -123,7 +123,7 @@ def findings(settings: RunSettings, run: Path) -> dict[str, Any]:
             "llm": settings.models.llm,
             "slm_parameters": models.parameters("slm"),
             "llm_parameters": models.parameters("llm"),
-            "slm_hash": models.identity("slm")["slm"],
+            "slm_hash": models.hashes("slm")["slm"],
         },
         "test_sets": {
             name: digest([[problem.text, problem.answer] for problem in problems])

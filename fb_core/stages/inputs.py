@@ -120,7 +120,7 @@ class Models:
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
 
-    def identity(self, *roles: str) -> dict[str, Any]:
+    def hashes(self, *roles: str) -> dict[str, Any]:
         """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype.
 
         "valid_vocab" is the number of ids that count, where the SLM's embedding has rows of padding behind them.

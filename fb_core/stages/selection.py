@@ -73,10 +73,10 @@ class SelectionStage(Stage):
     def summary(self) -> dict[str, Any]:
         """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
         logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
-        cells: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for shard, (epoch, horizon, seed) in self._trials().items():
             correct = [row["correct"] for row in self.folder.table(shard)]
-            cells.setdefault((epoch, horizon), []).append(
+            tried.setdefault((epoch, horizon), []).append(
                 {
                     "seed": seed,
                     "accuracy": float(np.mean(correct)),
@@ -96,10 +96,10 @@ class SelectionStage(Stage):
                     for name in ("accuracy", "cross_entropy", "pairwise_accuracy")
                 },
             }
-            for (epoch, horizon), seeds in cells.items()
+            for (epoch, horizon), seeds in tried.items()
         ]
         right = {
-            cell: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for cell, seeds in cells.items()
+            one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
         }  # whole numbers: a tie is a tie
         best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
         return {"epoch": best["epoch"], "horizon": best["horizon"], "table": table}

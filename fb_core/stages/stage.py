@@ -171,7 +171,7 @@ class Stage(ABC):
                 raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
-        known = {"models": self.models.identity(*self.uses)} if models else {}
+        known = {"models": self.models.hashes(*self.uses)} if models else {}
         return {"settings": counted(self.settings), "data": self.data(), "inputs": inputs, **known}
 
 

@@ -285,12 +285,10 @@ def test_files_of_another_format_are_refused_by_name(tmp_path):
     buffer = io.BytesIO()
     pq.write_table(pa.table({"tokens": [[1]]}), buffer)  # as before tables said their format
     artefact.put(names[0], {f"{names[0]}.parquet": buffer.getvalue()}, {}, 1.0, "cpu")
-    words = (
-        f"train-00000.parquet: expected files of format {FORMAT}, got format '1'; run the stage again into a new run"
-    )
+    words = f"{names[0]}.parquet: expected files of format {FORMAT}, got format 1; run the stage again into a new run"
     with pytest.raises(ValueError, match=re.escape(words)):
         artefact.table(names[0])
-    for format_, said in ((1, "1"), (None, "None"), ("9" * 5000, "'999")):
+    for format_, said in ((1, "1"), (None, "None"), ("9" * 5000, "999")):
         manifest = artefact.manifest()
         (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest | {"format": format_}))
         words = f"manifest.json: expected files of format {FORMAT}, got format {said}"

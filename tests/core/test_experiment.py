@@ -318,7 +318,7 @@ def test_the_worlds_test_sets_and_slms_are_told_apart():
         [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
         for settings in found
     ]
-    slms = [models_of(settings.models).identity("slm")["slm"] for settings in found]
+    slms = [models_of(settings.models).hashes("slm")["slm"] for settings in found]
     assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
     assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
 

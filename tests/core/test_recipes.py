@@ -241,7 +241,7 @@ def on_policy(run, tmp_path_factory) -> tuple:
 
 
 def test_on_policy_trajectories_are_the_collaborative_decoders(on_policy, run, pair):
-    chosen, place = on_policy
+    _, place = on_policy
     reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", pair.slm)
     options = {"slm_k": 3, "llm_k": 3, "tokenizer": pair.world.tokenizer}
     decoder = CollaborativeDecoder(pair.slm, pair.llm, FutureBridgeSelector(reranker), frozen_policy(run), **options)
