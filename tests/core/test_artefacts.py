@@ -292,7 +292,7 @@ def test_files_of_another_format_are_refused_by_name(tmp_path):
         manifest = artefact.manifest()
         (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest | {"format": format_}))
         words = f"manifest.json: expected files of format {FORMAT}, got format {said}"
-        for use in (artefact.finished, lambda: artefact.begin(IDENTITY, {}), lambda: artefact.receipts(names)):
+        for use in (artefact.finished, lambda: artefact.begin(IDENTITY, {}), lambda: artefact.receipt(names[1])):
             with pytest.raises(ValueError, match=re.escape(words)) as raised:
                 use()
             assert str(raised.value).endswith("; run the stage again into a new run folder")

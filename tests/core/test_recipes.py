@@ -65,7 +65,7 @@ def assert_targets(run, wanted, **train):
     found, known = groups_of(run, **train), scored(run)
     assert len(found) == len(known) == 93
     for group, source in zip(found, known, strict=True):
-        assert torch.equal(group.candidates, source.candidates)
+        assert torch.equal(group.candidates, source.state.pool.ids)
         columns = [wanted(source, horizon) for horizon in train.get("horizons", [8])]
         torch.testing.assert_close(group.target.double(), torch.stack(columns, 1), rtol=1e-4, atol=1e-5)
 
@@ -82,11 +82,11 @@ def test_temperature_and_alpha_reach_the_target(run):
         return (standardised(group.logprob[:, :horizon].double().mean(1)) / 0.125).softmax(0)
 
     def hybrid(group, horizon):
-        future, local = group.logprob[:, :horizon].double().mean(1), group.llm_logprob
+        future, local = group.logprob[:, :horizon].double().mean(1), group.state.pool.llm_logprob
         return ((0.25 * standardised(future) + 0.75 * standardised(local)) / 0.5).softmax(0)
 
     def local(group, horizon):
-        return (standardised(group.llm_logprob) / 0.5).softmax(0)
+        return (standardised(group.state.pool.llm_logprob) / 0.5).softmax(0)
 
     assert_targets(run, sharp, temperature=0.125)
     assert_targets(run, hybrid, alpha=0.25)
@@ -98,8 +98,8 @@ def test_hindsight_is_given_back_to_all_but_the_llms_own(run):
 
     def wanted(group, horizon):
         nonlocal changed
-        (own,) = (group.candidates == group.first).nonzero()[:, 0].tolist()
-        assert own == int(group.llm_logprob.argmax())
+        (own,) = (group.state.pool.ids == group.first).nonzero()[:, 0].tolist()
+        assert own == int(group.state.pool.llm_logprob.argmax())
         matrix = without_hindsight(group.logprob, own, 3)
         assert torch.equal(matrix[own], group.logprob[own])
         assert torch.equal(matrix[:, 3:], group.logprob[:, 3:])
@@ -112,8 +112,8 @@ def test_hindsight_is_given_back_to_all_but_the_llms_own(run):
 
 def test_the_selectors_target_and_margin_are_those_of_its_loss(run):
     def wanted(group, horizon):
-        target = KL_WEIGHT * group.llm_logprob.double().softmax(0)
-        target[group.llm_logprob.argmax()] += 1
+        target = KL_WEIGHT * group.state.pool.llm_logprob.double().softmax(0)
+        target[group.state.pool.llm_logprob.argmax()] += 1
         return target
 
     assert_targets(run, wanted, target="select", horizons=[8, 4])
@@ -292,7 +292,7 @@ def test_training_groups_are_of_both_runs(on_policy, run):
 
 def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run, tmp_path):
     chosen, place = on_policy
-    chosen = chosen.model_copy(update={"train": settings(train=SHORT | {"target": "calibrated"}).train})
+    chosen = chosen.model_copy(update={"train": settings(train={"epochs": 1, "target": "calibrated"}).train})
     folder = linked(place, tmp_path / "run", *LOGGED)
     for stage in (RolloutStage, CalibrationStage):
         run_stage(stage(chosen, folder))
@@ -304,12 +304,12 @@ def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate": {"certainty": 0.9}}, r"settings\.deployed\.certainty None, got 0\.9"),
-        ({"evaluate": {"max_events": 3}}, r"settings\.deployed\.max_events 8, got 3"),
-        ({"score": {"pool": "slm"}}, r"settings\.deployed\.pool joint, got slm"),
-        ({"train": {"seeds": [1]}}, r"settings\.deployed\.seed 0, got 1"),
-        ({"models": {"llm": "demo:helpful"}}, r"settings\.deployed\.llm demo:plans, got demo:helpful"),
-        ({"collect": {"deployed": None}}, r"settings\.deployed\.certainty None, got nothing|settings\.deployed"),
+        ({"evaluate": {"certainty": 0.9}}, r"settings\.evaluate\.certainty None, got 0\.9"),
+        ({"evaluate": {"max_events": 3}}, r"settings\.evaluate\.max_events 8, got 3"),
+        ({"score": {"pool": "slm"}}, r"settings\.score\.pool joint, got slm"),
+        ({"train": {"seeds": [1]}}, r"settings\.train\.seeds \[0, 1\], got \[1\]"),
+        ({"models": {"llm": "demo:helpful"}}, r"data\.llm demo:plans, got demo:helpful"),
+        ({"collect": {"deployed": None}}, r"settings\.collect\.deployed .*, got None"),
     ],
 )
 def test_what_deployed_trajectories_depend_on_is_named(on_policy, run, changes, words):

@@ -276,7 +276,7 @@ def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(fold
     assert "models.slm" in again("collect")
     pair.slm.save_pretrained(values["models"]["slm"])
     problems.write_text(problems.read_text().replace('"answer": "', '"answer": "1', 1))
-    assert "data.train" in again("collect")
+    assert "data.validation" in again("collect")
 
 
 def test_a_damaged_shard_is_named_made_again_and_read(undisturbed, tmp_path, caplog):
