@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fb_core import hf
-from fb_core.stages.evaluation import benchmark_problems, longest_decoded
+from fb_core.stages.evaluation import ASKED, benchmark_problems, longest_decoded
 from fb_core.stages.inputs import DEPLOYED, problems_hash, verifier_of
 from fb_core.stages.methods import EXTERNAL, LABELS, ROUTED, SEEDED, Generate, generator, usage
 from fb_core.stages.problems import Problem
@@ -19,6 +19,7 @@ from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
 from fb_core.verify import tally
 
+METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
 AT_ONCE = 256  # problems of a shard
 
 
@@ -36,21 +37,7 @@ class CompareStage(Stage):
 
     name = "comparison"
     command = "experiment"
-    slice = (
-        *DEPLOYED,
-        "evaluate.benchmarks",
-        "evaluate.limit",
-        "evaluate.max_new_tokens",
-        "compare.methods",
-        "compare.external",
-        "compare.votes",
-        "compare.delimiter",
-        "compare.judge",
-        "train.seeds",
-        "problems.prompt",
-        "problems.seed",
-        "verify",
-    )
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.external")
     uses = ("slm", "llm", "tokenizer")
 
     def inputs(self) -> Sequence[type[Stage]]:

@@ -14,8 +14,9 @@ import torch
 from fb_core import statistics
 from fb_core.config import Method
 from fb_core.stages.artefacts import Artefact
+from fb_core.stages.comparison import METHODS
 from fb_core.stages.deploy import FAST, fast_decoder
-from fb_core.stages.evaluation import benchmark_problems, longest_decoded
+from fb_core.stages.evaluation import ASKED, benchmark_problems, longest_decoded
 from fb_core.stages.inputs import DEPLOYED, problems_hash
 from fb_core.stages.methods import LABELS, ROUTED, SEEDED, Generate, generator, usage
 from fb_core.stages.problems import Problem
@@ -44,21 +45,7 @@ class DeploymentStage(Stage):
 
     name = "deployment"
     command = "experiment"
-    slice = (
-        *DEPLOYED,
-        "evaluate.benchmarks",
-        "evaluate.limit",
-        "evaluate.max_new_tokens",
-        "compare.methods",
-        "compare.votes",
-        "compare.delimiter",
-        "compare.judge",
-        "compare.timed",
-        "train.seeds",
-        "problems.prompt",
-        "problems.seed",
-        "verify",
-    )
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.timed")
     uses = ("slm", "llm", "tokenizer")
     parallel = False
 

@@ -26,6 +26,14 @@ from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
 from fb_core.verify import tally
 
+ASKED = (
+    "evaluate.benchmarks",
+    "evaluate.limit",
+    "evaluate.max_new_tokens",
+    "problems.prompt",
+    "problems.seed",
+    "verify",
+)
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
 
 log = logging.getLogger(__name__)
@@ -76,7 +84,7 @@ class EvaluateStage(Stage):
 
     name = "evaluation"
     command = "evaluate"
-    slice = (*DEPLOYED, "evaluate", "train.seeds", "problems.prompt", "problems.seed", "verify")
+    slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds")
     reads = (PolicyStage, RerankerStage)
     uses = ("slm", "llm", "tokenizer")
 

@@ -6,7 +6,7 @@ A state's id names its problem and position; whatever is known of it beyond its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,7 @@ from fb_core.verify import Verdict
 
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
 POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
-TRAJECTORIES = {
-    "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
-    "prompt_length": pa.int32(),
-    "tokens": IDS,
-    "entropy": NATS,
-}
-STATES = {"problem": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL}
-FUTURES = {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()}
-GROUPS = {"state": pa.string(), "candidates": IDS, "sources": BITS, "first": pa.int32(), "scored": pa.bool_()}
-ROLLOUTS = {
-    "state": pa.string(),
-    "candidates": IDS,
-    "sources": BITS,
-    "kind": pa.string(),
-    "correct": pa.list_(pa.bool_()),
-    "texts": pa.list_(pa.string()),
-}
+PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state; its log-probs lie with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +111,11 @@ class Group:
     first: int
     logprob: Tensor | None
 
+    @property
+    def scored(self) -> bool:
+        """Whether it has a matrix."""
+        return self.logprob is not None
+
     def compatibility(self, horizon: int) -> Tensor | None:
         """B_H [K], if there is a future."""
         return None if self.logprob is None else future_compatibility(self.logprob, horizon)
@@ -149,76 +138,47 @@ class Rollout:
     texts: list[str]
 
 
-def trajectory_files(shard: str, found: Sequence[Trajectory]) -> dict[str, bytes]:
-    """A shard of trajectories."""
-    return _table(
-        shard,
-        TRAJECTORIES,
-        [
-            {
-                "problem": asdict(one.problem),
-                "prompt_length": one.prompt_length,
-                "tokens": one.tokens.tolist(),
-                "entropy": one.entropy.tolist(),
-            }
-            for one in found
-        ],
-    )
+COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of a kind's shards, by attribute
+    Trajectory: {
+        "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
+        "tokens": IDS,
+        "prompt_length": pa.int32(),
+        "entropy": NATS,
+    },
+    State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
+    Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
+    Group: {"state": PART, "first": pa.int32(), "scored": pa.bool_()},
+    Rollout: {"state": PART, "kind": pa.string(), "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
+}
 
 
-def state_files(shard: str, found: Sequence[State]) -> dict[str, bytes]:
-    """A shard of states."""
-    return _table(
-        shard,
-        STATES,
-        [
-            {
-                "problem": one.trajectory.problem.id,
-                "position": one.position,
-                "entropy": one.entropy,
-                "pool": {name: values.tolist() for name, values in vars(one.pool).items()},
-            }
-            for one in found
-        ],
-    )
-
-
-def future_files(shard: str, found: Sequence[Future]) -> dict[str, bytes]:
-    """A shard of futures."""
-    return _table(
-        shard,
-        FUTURES,
-        [
-            {"state": one.state.id, "first": one.first, "tokens": one.tokens.tolist(), "verdict": one.verdict}
-            for one in found
-        ],
-    )
+def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, bytes]:
+    """A shard of trajectories, states, futures, groups (without their matrices) or rollouts, which `Examples` reads."""
+    columns = COLUMNS[kind]
+    rows = [{name: _plain(getattr(one, name), column) for name, column in columns.items()} for one in found]
+    return {f"{shard}.parquet": table_bytes(rows, columns)}
 
 
 def group_files(shard: str, found: Sequence[Group], horizon: int) -> dict[str, bytes]:
-    """A shard of groups: ids, and the matrices of those that have one, one below the other."""
-    rows = [{**_part(one.state), "first": one.first, "scored": one.logprob is not None} for one in found]
-    matrices = [one.logprob for one in found if one.logprob is not None]
-    logprob = torch.cat([torch.zeros(0, horizon), *(matrix.cpu() for matrix in matrices)])
-    return _table(shard, GROUPS, rows) | {f"{shard}.safetensors": tensor_bytes({"logprob": logprob})}
+    """A shard of groups with the matrices of those that have one, one below the other."""
+    matrices = (one.logprob.cpu() for one in found if one.logprob is not None)
+    tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *matrices])}
+    return example_files(shard, Group, found) | {f"{shard}.safetensors": tensor_bytes(tensors)}
 
 
-def rollout_files(shard: str, found: Sequence[Rollout]) -> dict[str, bytes]:
-    """A shard of rollouts."""
-    return _table(
-        shard,
-        ROLLOUTS,
-        [{**_part(one.state), "kind": one.kind, "correct": one.correct.tolist(), "texts": one.texts} for one in found],
-    )
-
-
-def _part(state: State) -> dict[str, Any]:
-    """Which state, and which of its candidates; their log-probs lie with the states."""
-    return {"state": state.id, "candidates": state.pool.ids.tolist(), "sources": state.pool.sources.tolist()}
-
-
-def _table(shard: str, schema: Mapping[str, pa.DataType], rows: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    return {f"{shard}.parquet": table_bytes(rows, schema)}
+def _plain(value: Any, column: pa.DataType) -> Any:
+    """As a column has it: trajectories and states by their ids."""
+    match value:
+        case Tensor():
+            return value.tolist()
+        case Trajectory():
+            return value.problem.id
+        case State():
+            part = {"id": value.id, "candidates": value.pool.ids.tolist(), "sources": value.pool.sources.tolist()}
+            return part if column == PART else value.id
+        case Problem() | Pool():
+            return {name: _plain(one, column) for name, one in vars(value).items()}
+    return value
 
 
 class Examples:
@@ -255,7 +215,7 @@ class Examples:
         """By id, as all that follows."""
         found = (
             State(
-                self._known("states", self.trajectories, row["problem"]),
+                self._known("states", self.trajectories, row["trajectory"]),
                 row["position"],
                 row["entropy"],
                 Pool(
@@ -284,36 +244,38 @@ class Examples:
     @cached_property
     def groups(self) -> dict[str, Group]:
         """Those without a usable future among them."""
-        rows, found = self._rows("scores"), {}
-        sizes = [len(row["candidates"]) for row in rows if row["scored"]]
+        rows = self._rows("scores")
+        sizes = [len(row["state"]["candidates"]) for row in rows if row["scored"]]
         matrices = iter(Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes))
-        for row in rows:
-            logprob = next(matrices) if row["scored"] else None
-            found[row["state"]] = Group(self._part("scores", row), row["first"], logprob)
-        return found
+        found = (
+            Group(self._part("scores", row["state"]), row["first"], next(matrices) if row["scored"] else None)
+            for row in rows
+        )
+        return {one.state.id: one for one in found}
 
     @cached_property
     def rollouts(self) -> dict[str, Rollout]:
         """Of the states that were drawn."""
-        return {
-            row["state"]: Rollout(
-                self._part("rollouts", row),
+        found = (
+            Rollout(
+                self._part("rollouts", row["state"]),
                 row["kind"],
                 torch.tensor(row["correct"], dtype=torch.bool),
                 row["texts"],
             )
             for row in self._rows("rollouts")
-        }
+        )
+        return {one.state.id: one for one in found}
 
     def _rows(self, stage: str) -> list[dict[str, Any]]:
         return Artefact(self.run, stage).table(self.shard)
 
-    def _part(self, stage: str, row: Mapping[str, Any]) -> State:
-        """The state of a row with the row's candidates alone."""
-        state = self._known(stage, self.states, row["state"])
+    def _part(self, stage: str, part: Mapping[str, Any]) -> State:
+        """A state with some of its candidates alone."""
+        state = self._known(stage, self.states, part["id"])
         place = {token: index for index, token in enumerate(state.pool.ids.tolist())}
-        at = torch.tensor([self._known(stage, place, token) for token in row["candidates"]], dtype=torch.int64)
-        sources = torch.tensor(row["sources"], dtype=torch.int32)
+        at = torch.tensor([self._known(stage, place, token) for token in part["candidates"]], dtype=torch.int64)
+        sources = torch.tensor(part["sources"], dtype=torch.int32)
         pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at])
         return replace(state, pool=pool)
 

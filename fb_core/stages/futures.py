@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.llm import LocalLLM
-from fb_core.stages.examples import Examples, Future, State, future_files
+from fb_core.stages.examples import Examples, Future, State, example_files
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
@@ -115,7 +115,7 @@ class FutureStage(OverStates):
         texts, found = verified(states, written, self.models.tokenizer, verifier_of(self.settings.verify))
         counts = {"futures": len(found), "tokens": sum(len(new) for new in written)}
         counts |= tally(texts, [future.verdict for future in found])
-        return Output(future_files(shard, found), counts)
+        return Output(example_files(shard, Future, found), counts)
 
     @property
     def longest(self) -> int:

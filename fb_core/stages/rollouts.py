@@ -10,7 +10,7 @@ import torch
 
 from fb_core import hf
 from fb_core.llm import LocalLLM, seeded
-from fb_core.stages.examples import Examples, Rollout, State, rollout_files
+from fb_core.stages.examples import Examples, Rollout, State, example_files
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.pools import part_of
 from fb_core.stages.stage import Cost, Output
@@ -88,7 +88,7 @@ class RolloutStage(OverStates):
         side = shard.partition("-")[0]
         counts = {f"{side} states": len(found), f"{side} mixed": mixed}
         counts["rollouts"] = sum(len(one.texts) for one in found)
-        return Output(rollout_files(shard, found), counts)
+        return Output(example_files(shard, Rollout, found), counts)
 
     def units(self, manifest: dict[str, Any]) -> int:
         return sum(manifest["counts"].get(f"{split} states", 0) for split in ("train", "validation"))

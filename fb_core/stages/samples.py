@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from fb_core.llm import seeded
 from fb_core.stages.artefacts import Artefact, table_bytes
-from fb_core.stages.examples import FUTURES, IDS, Examples, Future, future_files
+from fb_core.stages.examples import IDS, Examples, Future, example_files
 from fb_core.stages.futures import FutureStage, own_futures, usable
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.pools import in_parts
@@ -22,7 +23,7 @@ from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
 
 SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns
-SAMPLES = {"state": FUTURES["state"], SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
+SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
 
 Samples = Mapping[str, Mapping[str, Tensor]]
 """The kept samples [n >= 1] of each state that has one, by column and the state's id."""
@@ -48,7 +49,7 @@ class OwnFutureStage(OverStates):
             seed=self.settings.samples.seed,
         )
         counts = {"futures": len(found), "correct": sum(future.verdict == "correct" for future in found)}
-        return Output(future_files(shard, found), counts)
+        return Output(example_files(shard, Future, found), counts)
 
     def cost(self) -> Cost:
         longest = self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens

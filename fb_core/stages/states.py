@@ -14,7 +14,7 @@ from fb_core.llm import LLM, LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.pool import PoolKind, candidate_pool
 from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.examples import Examples, State, Trajectory, state_files
+from fb_core.stages.examples import Examples, State, Trajectory, example_files
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.trajectories import TrajectoryStage, logits_of, teacher_forced
 
@@ -131,7 +131,7 @@ class StateStage(Stage):
             max_states=settings.max_states,
         )
         counts = {"states": len(found), f"{shard.partition('-')[0]} states": len(found)}
-        return Output(state_files(shard, found), counts)
+        return Output(example_files(shard, State, found), counts)
 
     def cost(self) -> Cost:
         return Cost("teacher-forced", self.input(TrajectoryStage).longest)

@@ -16,7 +16,7 @@ from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
 from fb_core.stages.deploy import chosen_reranker, deployed_decoder, deployed_digest
-from fb_core.stages.examples import State, Trajectory, trajectory_files
+from fb_core.stages.examples import State, Trajectory, example_files
 from fb_core.stages.inputs import DEPLOYED, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
@@ -147,7 +147,7 @@ class TrajectoryStage(Stage):
         golds = [problem.answer for problem in problems]
         verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
         counts = {"trajectories": len(found), "tokens": sum(len(trajectory.output) for trajectory in found)}
-        return Output(trajectory_files(shard, found), counts | tally(texts, verdicts))
+        return Output(example_files(shard, Trajectory, found), counts | tally(texts, verdicts))
 
     def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
         """What the deployed reranker of another run makes of prompts, together with the LLM."""

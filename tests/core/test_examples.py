@@ -17,11 +17,8 @@ from fb_core.stages.examples import (
     Rollout,
     State,
     Trajectory,
-    future_files,
+    example_files,
     group_files,
-    rollout_files,
-    state_files,
-    trajectory_files,
 )
 from fb_core.stages.problems import Problem
 
@@ -70,12 +67,12 @@ def put(run, stage, files):
 
 @pytest.fixture
 def run(tmp_path):
-    put(tmp_path, "trajectories", trajectory_files(SHARD, TRAJECTORIES))
-    put(tmp_path, "states", state_files(SHARD, STATES))
-    put(tmp_path, "futures", future_files(SHARD, FUTURES))
-    put(tmp_path, "own-futures", future_files(SHARD, FUTURES[:1]))
+    put(tmp_path, "trajectories", example_files(SHARD, Trajectory, TRAJECTORIES))
+    put(tmp_path, "states", example_files(SHARD, State, STATES))
+    put(tmp_path, "futures", example_files(SHARD, Future, FUTURES))
+    put(tmp_path, "own-futures", example_files(SHARD, Future, FUTURES[:1]))
     put(tmp_path, "scores", group_files(SHARD, GROUPS, 4))
-    put(tmp_path, "rollouts", rollout_files(SHARD, ROLLOUTS))
+    put(tmp_path, "rollouts", example_files(SHARD, Rollout, ROLLOUTS))
     return tmp_path
 
 
@@ -112,9 +109,8 @@ def test_what_is_written_is_read_back_by_id(run):
 
 
 def test_a_shard_of_nothing_is_read_back(tmp_path):
-    for stage, write in (("trajectories", trajectory_files), ("states", state_files), ("rollouts", rollout_files)):
-        put(tmp_path, stage, write(SHARD, []))
-    put(tmp_path, "futures", future_files(SHARD, []))
+    for stage, kind in (("trajectories", Trajectory), ("states", State), ("rollouts", Rollout), ("futures", Future)):
+        put(tmp_path, stage, example_files(SHARD, kind, []))
     put(tmp_path, "scores", group_files(SHARD, [], 4))
     examples = Examples(tmp_path, SHARD)
     assert examples.trajectories == examples.states == examples.futures() == examples.groups == examples.rollouts == {}
@@ -131,11 +127,11 @@ STRANGE = replace(TRAJECTORIES[0], problem=Problem("d", "", ""))
 @pytest.mark.parametrize(
     ("stage", "files", "unknown"),
     [
-        ("states", state_files(SHARD, [other(trajectory=STRANGE)]), "'d'"),
-        ("futures", future_files(SHARD, [replace(FUTURES[0], state=other(position=5))]), "'a/1@5'"),
+        ("states", example_files(SHARD, State, [other(trajectory=STRANGE)]), "'d'"),
+        ("futures", example_files(SHARD, Future, [replace(FUTURES[0], state=other(position=5))]), "'a/1@5'"),
         ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(position=7))], 4), "'a/1@7'"),
         ("scores", group_files(SHARD, [replace(GROUPS[0], state=other(pool=pool(7, 3, 8)))], 4), "8"),
-        ("rollouts", rollout_files(SHARD, [replace(ROLLOUTS[0], state=other(pool=pool(7, 11)))]), "11"),
+        ("rollouts", example_files(SHARD, Rollout, [replace(ROLLOUTS[0], state=other(pool=pool(7, 11)))]), "11"),
     ],
 )
 def test_rows_of_other_states_are_named(run, stage, files, unknown):
