@@ -134,7 +134,7 @@ class StateStage(Stage):
         return Output(example_files(shard, State, found), counts)
 
     def cost(self) -> Cost:
-        return Cost("teacher-forced", self.input(TrajectoryStage).longest)
+        return Cost("teacher-forced, besides what the LLM reads at each state", self.input(TrajectoryStage).longest)
 
 
 class OverStates(Stage):
