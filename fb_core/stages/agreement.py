@@ -38,7 +38,7 @@ class AgreementStage(Stage):
 
     name = "agreement"
     command = "rollouts"
-    slice = ("evaluate.certainty", "train.seeds", "train.scope")
+    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons")
     reads = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
     unit = "states"
 
