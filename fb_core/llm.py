@@ -74,13 +74,6 @@ class LLM(ABC):
         """`complete` of many prompts, in their order."""
         return [self.complete(ids, max_new_tokens) for ids in prompts]
 
-    def continue_many(
-        self, prompts: Sequence[Ids], max_new_tokens: int, k: int, score_ids: Sequence[Ids]
-    ) -> list[tuple[Candidates, Tensor]]:
-        """`candidates` and `complete` of many prompts together."""
-        found = self.candidates_many(prompts, k, score_ids)
-        return list(zip(found, self.complete_many(prompts, max_new_tokens), strict=True))
-
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
@@ -289,22 +282,6 @@ class LocalLLM(LLM):
                 token, max_new_tokens below 1, a model in training mode, or NaN logits.
         """
         return self._continue(prompts, max_new_tokens, self._greedy)
-
-    def continue_many(
-        self, prompts: Sequence[Ids], max_new_tokens: int, k: int, score_ids: Sequence[Ids]
-    ) -> list[tuple[Candidates, Tensor]]:
-        """As `LLM.continue_many`, candidates read off the first step; raises as `candidates` and `complete_many`."""
-        _, scored = self._checked(prompts, k, score_ids)
-        found: dict[int, Candidates] = {}
-
-        def choose(step: hf.Step) -> list[int]:
-            if step.index == 0:
-                rows = [row.index for row in step.rows]
-                found.update(zip(rows, self._candidates(step.logits, k, [scored[row] for row in rows]), strict=True))
-            return self._greedy(step)
-
-        written = self._continue(prompts, max_new_tokens, choose)
-        return [(found[row], new) for row, new in enumerate(written)]
 
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.experiment.variants import Variant, changed, work_through
 from fb_core.methods import EXTERNAL, method
+from fb_core.progress import Board
 from fb_core.reranker import FEATURES
 from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.artefacts import Artefact, json_bytes, write_file
@@ -254,11 +253,22 @@ def run_experiment(
     judged = {variant.path for table in JUDGED for variant in wanted.get(table, ()) if variant.method == "futurebridge"}
     if workers is None:
         workers = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    with _Bar(len(made)) as bar:
+    finished: list[Variant] = []
+    with Board(TimeElapsedColumn()) as board:
+        board.show("variants", 0, len(made))
+
+        def told(variant: Variant, problem: str | None) -> None:
+            """A variant is made, or could not be."""
+            finished.append(variant)
+            became = "done" if problem is None else f"not made: {problem}"
+            text = f"{'/'.join(variant.path.parts[1::2])}: {became}, {len(finished)}/{len(made)} variants"
+            board.say("experiment", text, always=problem is not None)
+            board.show("variants", len(finished), len(made))
+
         for depth in sorted({len(path.parts) for path in made}):
             wave = [variant for path, variant in made.items() if len(path.parts) == depth]
             wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
-            _work(wave, judged, settings, run, workers, bar)
+            _work(wave, judged, settings, run, workers, told)
     if "costs" in tables:  # alone, on an idle machine
         _attempt([DeploymentStage], settings, run, show)
     write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
@@ -279,18 +289,23 @@ def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, sho
 
 
 def _work(
-    wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, bar: _Bar
+    wave: Sequence[Variant],
+    judged: Collection[Path],
+    settings: RunSettings,
+    run: Path,
+    workers: int,
+    told: Callable[[Variant, str | None], None],
 ) -> None:
     values = settings.model_dump_json()
     if workers == 1:  # where the models are already
         for variant in wave:
-            bar.done(variant, make(variant, values, run, variant.path in judged))
+            told(variant, make(variant, values, run, variant.path in judged))
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
         jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
         try:
             for job in as_completed(jobs):
-                bar.done(jobs[job], job.result())
+                told(jobs[job], job.result())
         except BrokenProcessPool:
             raise OSError(
                 f"experiment: expected {workers} worker processes to finish, got one ended from outside, perhaps for "
@@ -352,37 +367,3 @@ def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[S
     if variant.method is not None:
         kinds.append(CompareStage)
     return kinds
-
-
-class _Bar:
-    """Progress over variants: a bar on a terminal, a line each elsewhere."""
-
-    def __init__(self, of: int) -> None:
-        self._bar = Progress(
-            TextColumn("variants"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(file=sys.stdout),  # this one, whatever it is redirected to later
-        )
-        self._of, self._done, self._terminal = of, 0, sys.stdout.isatty()
-
-    def __enter__(self) -> _Bar:
-        if self._terminal:
-            self._bar.start()
-            self._task = self._bar.add_task("variants", total=self._of)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def done(self, variant: Variant, problem: str | None) -> None:
-        """A variant is made, or could not be."""
-        self._done += 1
-        line = f"{'/'.join(variant.path.parts[1::2])}: " + ("done" if problem is None else f"not made: {problem}")
-        if self._terminal:
-            self._bar.update(self._task, completed=self._done)
-            if problem is not None:
-                self._bar.console.print(line, markup=False)
-        else:
-            print(f"experiment: {line}, {self._done}/{self._of} variants", flush=True)

@@ -19,9 +19,10 @@ from fb_core.reranker import FEATURES, candidate_features
 from fb_core.stages.agreement import KINDS, Judged, agreement_rows, coverage_rows, judged_states
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.calibration import rolled_out_terms
+from fb_core.stages.examples import Examples, Group
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.scores import ScoredGroup, ScoreStage, read_groups
-from fb_core.stages.trajectories import StateStage, TrajectoryStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.states import StateStage
 from fb_core.statistics import Interval
 
 CHANCE = 0.5  # of a pair
@@ -146,22 +147,22 @@ def _deployed(states: Sequence[Judged], target: str) -> list[Judged]:
 def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
     """The recipes that can be judged before any training, the one to take in doubt first."""
     horizon, certainty = max(settings.train.horizons), settings.experiment.certainty
-    scores, shards = Artefact(run, ScoreStage.name), TrajectoryStage(settings, run).shards()
-    trained = (group for shard in shards if shard.startswith("train") for group in read_groups(scores, shard))
+    shards = Artefact(run, ScoreStage.name).shards("train")
+    trained = (group for shard in shards for group in Examples(run, shard).groups.values())
     weights = _feature_weights(trained, horizon)
 
     def future(state: Judged) -> Tensor | None:
         return state.scores[target][0] if target in state.scores else None
 
     def features(state: Judged) -> Tensor:
-        known, rolled = future(state), state.rolled
+        known, pool = future(state), state.rolled.state.pool
         if known is not None:
             return known
-        return candidate_features(rolled.slm_logprob, rolled.llm_logprob, rolled.sources).double() @ weights
+        return candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources).double() @ weights
 
     def override(scores: Callable[[Judged], Tensor]) -> Callable[[Judged], Tensor]:
         def overridden(state: Judged) -> Tensor:
-            llm = state.rolled.llm_logprob
+            llm = state.rolled.state.pool.llm_logprob
             return llm if bool(llm.max().exp() > certainty) else scores(state)
 
         return overridden
@@ -171,15 +172,15 @@ def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
         Recipe("candidate features with the override", with_features, override(features)),
         Recipe("the plain recipe", "no option", future),
     ]
-    terms, outcomes = rolled_out_terms(settings, run, horizon)
+    terms, outcomes = rolled_out_terms(run, horizon)
     mixed = sum(bool(outcome.any() and not outcome.all()) for outcome in outcomes)
     if mixed >= settings.rollouts.minimum_mixed:
         theta = calibrate(terms, outcomes, minimum_mixed=settings.rollouts.minimum_mixed).theta
 
         def calibrated(state: Judged) -> Tensor:
-            known, rolled = future(state), state.rolled
+            known, pool = future(state), state.rolled.state.pool
             own = calibration_terms(
-                None if known is None else known.float(), rolled.llm_logprob, rolled.slm_logprob
+                None if known is None else known.float(), pool.llm_logprob, pool.slm_logprob
             ).double()
             return own @ torch.tensor(theta, dtype=torch.float64)
 
@@ -189,12 +190,13 @@ def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
     return found
 
 
-def _feature_weights(groups: Iterable[ScoredGroup], horizon: int) -> Tensor:
+def _feature_weights(groups: Iterable[Group], horizon: int) -> Tensor:
     """Float64 [F] by which candidate features alone come closest to the target, by least squares in the group."""
     rows, wanted = [torch.zeros(1, len(FEATURES), dtype=torch.float64)], [torch.zeros(1, dtype=torch.float64)]
     for group in groups:
         if (compatibility := group.compatibility(horizon)) is not None:
-            features = candidate_features(group.slm_logprob, group.llm_logprob, group.sources).double()
+            pool = group.state.pool
+            features = candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources).double()
             rows.append(features - features.mean(0))
             score = compatibility.double() - compatibility.double().mean()
             wanted.append(score / (score.square().mean().sqrt() + 1e-6))
@@ -206,17 +208,17 @@ def _recipes(states: Sequence[Judged], recipes: Sequence[Recipe]) -> list[str]:
     if not states:
         return []
     own: list[Recipe] = [
-        Recipe("the SLM's own choice", "", lambda state: state.rolled.slm_logprob),
-        Recipe("the LLM's", "", lambda state: state.rolled.llm_logprob),
+        Recipe("the SLM's own choice", "", lambda state: state.rolled.state.pool.slm_logprob),
+        Recipe("the LLM's", "", lambda state: state.rolled.state.pool.llm_logprob),
     ]
-    problems = list(dict.fromkeys(state.rolled.problem for state in states))
+    problems = list(dict.fromkeys(_problem(state) for state in states))
     place = {problem: row for row, problem in enumerate(problems)}
-    whole = np.bincount([place[state.rolled.problem] for state in states])
+    whole = np.bincount([place[_problem(state)] for state in states])
     successes = {}
     for recipe in (*own, *recipes):
         right = np.zeros(len(problems))
         for state in states:
-            right[place[state.rolled.problem]] += _success(state, recipe.scores(state))
+            right[place[_problem(state)]] += _success(state, recipe.scores(state))
         successes[recipe.label] = np.minimum(right, whole)
     figures = ", ".join(f"{label} {_words(statistics.share_interval(won, whole))}" for label, won in successes.items())
 
@@ -237,6 +239,10 @@ def _recipes(states: Sequence[Judged], recipes: Sequence[Recipe]) -> list[str]:
         "`train` decide.",
         f"Take {chosen.label} ({chosen.options}), {why}: {others}.",
     ]
+
+
+def _problem(state: Judged) -> str:
+    return state.rolled.state.trajectory.problem.id
 
 
 def _success(state: Judged, scores: Tensor | None) -> float:

@@ -34,7 +34,7 @@ from fb_core.stages.agreement import (
     agreement_rows,
     coverage_rows,
     judged_states,
-    validation_shards,
+    matrix_of,
 )
 from fb_core.stages.artefacts import Artefact, digest
 from fb_core.stages.calibration import CalibrationStage
@@ -42,15 +42,17 @@ from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
 from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.futures import FutureStage, read_futures
+from fb_core.stages.examples import Examples
+from fb_core.stages.futures import FutureStage
 from fb_core.stages.inputs import models_of, splits_of
-from fb_core.stages.rollouts import RolloutStage, read_rollouts
+from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage
-from fb_core.stages.scores import ScoreStage, read_groups
+from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
+from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage, read_trajectories
+from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.statistics import Interval
 
 OFFLINE = (
@@ -121,7 +123,7 @@ def findings(settings: RunSettings, run: Path) -> dict[str, Any]:
             "llm": settings.models.llm,
             "slm_parameters": models.parameters("slm"),
             "llm_parameters": models.parameters("llm"),
-            "slm_hash": models.identity("slm")["slm"],
+            "slm_hash": models.hashes("slm")["slm"],
         },
         "test_sets": {
             name: digest([[problem.text, problem.answer] for problem in problems])
@@ -362,16 +364,16 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
         return None
     horizons, states = settings.train.horizons, 0
     tallies = {kind: [(0.0, 0)] * len(horizons) for kind in QUALITIES}
-    for shard in validation_shards(settings, run):
-        rolled = {one.state: one for one in read_rollouts(Artefact(run, RolloutStage.name), shard)}
+    for shard in Artefact(run, RolloutStage.name).shards("validation"):
+        rolled = Examples(run, shard).rollouts
         for kind, folder in folders.items():
-            for group in read_groups(Artefact(folder, ScoreStage.name), shard):
-                one = rolled.get(group.state)
-                if group.logprob is None or one is None or group.candidates.tolist() != one.ids.tolist():
+            for state, group in Examples(folder, shard).groups.items():
+                one = rolled.get(state)
+                if one is None or (matrix := matrix_of(group, one)) is None:
                     continue
                 states += kind == next(iter(QUALITIES))
                 for column, horizon in enumerate(horizons):
-                    score = group.logprob[:, :horizon].double().mean(1)
+                    score = matrix[:, :horizon].double().mean(1)
                     won, pairs = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
                     before = tallies[kind][column]
                     tallies[kind][column] = (before[0] + won, before[1] + pairs)
@@ -386,27 +388,26 @@ def _future_quality(settings: RunSettings, run: Path, rows: Rows) -> dict[str, A
 def _trajectory(settings: RunSettings, run: Path) -> dict[str, Any] | None:
     """The held-out SLM trajectory of the first shard with the most admitted states."""
     decode = models_of(settings.models).tokenizer.decode
-    shard = validation_shards(settings, run)[0]
-    trajectories = read_trajectories(Artefact(run, TrajectoryStage.name), shard)
-    states = Artefact(run, StateStage.name).table(shard)
-    rolled = {one.state: one for one in read_rollouts(Artefact(run, RolloutStage.name), shard)}
+    shard = Artefact(run, RolloutStage.name).shards("validation")[0]
+    examples = Examples(run, shard)
+    states, rolled = examples.states, examples.rollouts
     if not states or not rolled:
         return None
-    owners = [state["trajectory"] for state in states]
-    chosen = max(set(owners), key=lambda owner: (owners.count(owner), -owner))
-    trajectory = trajectories[chosen]
+    owners = [state.trajectory.problem.id for state in states.values()]
+    chosen = max(examples.trajectories, key=owners.count)
+    trajectory = examples.trajectories[chosen]
     reranked = _finished(run, AgreementStage.name) is not None
     table = {row["state"]: row for row in Artefact(run, AgreementStage.name).table(shard)} if reranked else {}
     events = []
-    for row, state in enumerate(states):
-        if state["trajectory"] == chosen and row in rolled:
-            one = rolled[row]
-            scores = table[row][f"seed-{settings.train.seeds[0]}"] if row in table else one.slm_logprob.tolist()
+    for state in (one.state for one in rolled.values()):
+        if state.trajectory is trajectory:
+            pool = state.pool
+            known = table[state.id][f"seed-{settings.train.seeds[0]}"] if state.id in table else pool.slm_logprob
             events.append(
                 {
-                    "step": state["position"] - trajectory.prompt_length,
-                    "chosen": decode([int(one.ids[int(np.argmax(scores))])]),
-                    "slm": decode([int(one.ids[int(one.slm_logprob.argmax())])]),
+                    "step": len(state.output),
+                    "chosen": decode([int(pool.ids[int(np.argmax(known))])]),
+                    "slm": decode([int(pool.ids[int(pool.slm_logprob.argmax())])]),
                 }
             )
     prompt = trajectory.tokens[: trajectory.prompt_length].tolist()
@@ -425,42 +426,39 @@ def _worked_event(settings: RunSettings, run: Path) -> dict[str, Any] | None:
         return None
     horizon, seed = chosen_horizon(run), f"seed-{settings.train.seeds[0]}"
     decode = models_of(settings.models).tokenizer.decode
-    for shard in validation_shards(settings, run):
+    for shard in Artefact(run, RolloutStage.name).shards("validation"):
         learned = {row["state"]: row[seed] for row in Artefact(run, AgreementStage.name).table(shard)}
-        groups = {group.state: group for group in read_groups(Artefact(run, ScoreStage.name), shard)}
-        for one in read_rollouts(Artefact(run, RolloutStage.name), shard):
-            group, scores = groups.get(one.state), learned[one.state]
-            if group is None or group.logprob is None or group.candidates.tolist() != one.ids.tolist():
+        examples = Examples(run, shard)
+        for name, one in examples.rollouts.items():
+            state, pool, scores = one.state, one.state.pool, learned[name]
+            if matrix_of(group := examples.groups.get(name), one) is None:
                 continue
-            picks = int(np.argmax(scores)), int(one.llm_logprob.argmax())
+            picks = int(np.argmax(scores)), int(pool.llm_logprob.argmax())
             if bool(one.correct[picks[0]] == one.correct[picks[1]]):
                 continue
-            state = Artefact(run, StateStage.name).table(shard)[one.state]
-            trajectory = read_trajectories(Artefact(run, TrajectoryStage.name), shard)[state["trajectory"]]
-            problem = TrajectoryStage(settings, run).problems()[shard][state["trajectory"]]
-            future = read_futures(Artefact(run, FutureStage.name), shard)[0][one.state]
+            problem, future = state.trajectory.problem, examples.futures()[name]
+            assert group is not None
             compatibility = group.compatibility(horizon)
             assert compatibility is not None
-            output = trajectory.tokens[trajectory.prompt_length : state["position"]]
             return {
                 "problem": problem.id,
                 "prompt": problem.text,
-                "prefix": decode(output.tolist(), skip_special_tokens=True),
+                "prefix": decode(state.output.tolist(), skip_special_tokens=True),
                 "gold": problem.answer,
-                "entropy": state["entropy"],
+                "entropy": state.entropy,
                 "future": decode(future.tokens[:horizon].tolist(), skip_special_tokens=True),
                 "candidates": [
                     {
-                        "token": decode([int(one.ids[k])]),
-                        "source": {1: "SLM", 2: "LLM", 3: "both"}[int(one.sources[k])],
-                        "p_slm": float(one.slm_logprob[k].exp()),
-                        "p_llm": float(one.llm_logprob[k].exp()),
+                        "token": decode([int(pool.ids[k])]),
+                        "source": {1: "SLM", 2: "LLM", 3: "both"}[int(pool.sources[k])],
+                        "p_slm": float(pool.slm_logprob[k].exp()),
+                        "p_llm": float(pool.llm_logprob[k].exp()),
                         "compatibility": float(compatibility[k]),
                         "score": float(scores[k]),
                         "rollout": one.texts[k],
                         "correct": bool(one.correct[k]),
                     }
-                    for k in range(len(one.ids))
+                    for k in range(len(pool))
                 ],
             }
     return None

@@ -18,13 +18,15 @@ from fb_core import hf, statistics
 from fb_core.config import RunSettings
 from fb_core.pool import LARGE, SLM
 from fb_core.reranker import TokenReranker, candidate_features
-from fb_core.stages.artefacts import Artefact, lists, table_bytes
+from fb_core.stages.artefacts import Artefact, table_bytes
 from fb_core.stages.deploy import chosen_reranker
-from fb_core.stages.rollouts import RolledOut, RolloutStage, read_rollouts
-from fb_core.stages.scores import ScoreStage, read_groups
+from fb_core.stages.examples import NATS, Examples, Group, Rollout, State
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage, run_stage
-from fb_core.stages.trajectories import StateStage, TrajectoryStage, read_trajectories
+from fb_core.stages.states import StateStage
+from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]
@@ -36,48 +38,38 @@ class AgreementStage(Stage):
 
     name = "agreement"
     command = "rollouts"
+    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons")
     reads = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
     unit = "states"
 
-    def relevant(self) -> dict[str, Any]:
-        return {"certainty": self.settings.evaluate.certainty, "seeds": list(self.settings.train.seeds)}
-
     def shards(self) -> dict[str, int]:
-        found = {}
-        for shard in validation_shards(self.settings, self.run):
-            receipt = self.source("rollouts").receipt(shard)
+        folder, found = self.input(RolloutStage).folder, {}
+        for shard in folder.shards("validation"):
+            receipt = folder.receipt(shard)
             if receipt is None:
-                raise ValueError(f"{self.source('rollouts').path}: expected {shard}, got none; run `rollouts`")
+                raise ValueError(f"{folder.path}: expected {shard}, got none; run `rollouts`")
             found[shard] = receipt.counts["validation states"]
         return found
 
     def work(self, shard: str) -> Output:
-        rolled, slm = read_rollouts(self.source("rollouts"), shard), self.models.slm
-        states = self.source("states").table(shard)
-        trajectories = read_trajectories(self.source("trajectories"), shard, slm.device)
-        members: dict[int, list[tuple[int, int]]] = {}  # (row, position) by trajectory
-        for row, one in enumerate(rolled):
-            state = states[one.state]
-            members.setdefault(state["trajectory"], []).append((row, state["position"]))
-        scores: dict[int, dict[int, Tensor]] = {seed: {} for seed in self._rerankers}
-        for done, (owner, places) in enumerate(members.items()):
+        slm, certainty = self.models.slm, self.settings.evaluate.certainty
+        states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
+        members: dict[str, list[State]] = {}
+        for state in states:
+            members.setdefault(state.trajectory.problem.id, []).append(state)
+        rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
+        for done, of_trajectory in enumerate(members.values()):
             self.on_progress(done)
-            tokens, last = trajectories[owner].tokens, max(position for _, position in places)
-            whole = hf.prefill_packed(slm, [tokens[:last]])[0]  # once for all states and rerankers
+            longest = max(of_trajectory, key=lambda state: state.position).prefix
+            whole = hf.prefill_packed(slm, [longest])[0]  # once for all states and rerankers
             for seed, reranker in self._rerankers.items():
-                found = _scores(reranker, tokens, whole, [(position, rolled[row]) for row, position in places])
-                scores[seed].update(zip((row for row, _ in places), found, strict=True))
-        certainty = self.settings.evaluate.certainty
-        columns: dict[str, pa.Array] = {"state": pa.array([one.state for one in rolled], pa.int32())}
-        for seed, by_row in scores.items():
-            judged = [
-                one.llm_logprob  # there the LLM decides, as `CertainLLM` has it
-                if certainty is not None and bool(one.llm_logprob.max().exp() > certainty)
-                else by_row[row]
-                for row, one in enumerate(rolled)
-            ]
-            columns[f"seed-{seed}"] = lists(judged, pa.float32())
-        return Output({f"{shard}.parquet": table_bytes(columns)}, {"states": len(rolled)})
+                for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+                    llm = state.pool.llm_logprob
+                    certain = certainty is not None and bool(llm.max().exp() > certainty)
+                    judged = llm if certain else scores  # there the LLM decides, as `CertainLLM` has it
+                    rows[state.id][f"seed-{seed}"] = judged.tolist()
+        columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
+        return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
 
     @cached_property
     def _rerankers(self) -> dict[int, TokenReranker]:
@@ -88,27 +80,25 @@ class AgreementStage(Stage):
         return agreement_table(self.settings, self.run)
 
     def cost(self) -> Cost:
-        return Cost("scored by every reranker", self.settings.collect.max_new_tokens)
+        return Cost("scored by every reranker", self.input(TrajectoryStage).settings.collect.max_new_tokens)
 
 
 @torch.no_grad()
-def _scores(
-    reranker: TokenReranker, tokens: Tensor, whole: hf.Prefix, places: Sequence[tuple[int, RolledOut]]
-) -> list[Tensor]:
-    """float32 [K] of every (position, state) of one trajectory, whose prefix `whole` reaches to the last of them."""
+def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
+    """float32 [K] of every state of one trajectory, whose prefix `whole` reaches to the last of them."""
     device = reranker.base.device
-    pools = [one.ids.to(device) for _, one in places]
+    pools = [state.pool.ids.to(device) for state in states]
     features = [
-        candidate_features(one.slm_logprob, one.llm_logprob, one.sources, reranker.feature_names).to(device)
-        for _, one in places
+        candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names).to(device)
+        for pool in (state.pool for state in states)
     ]
     if reranker.scope == "candidate":
-        prefixes = [replace(whole, length=position) for position, _ in places]
+        prefixes = [replace(whole, length=state.position) for state in states]
         found = reranker.scores_many(prefixes, pools, features)
     else:
         found = [
-            reranker.scores(tokens[:position], pool, features=rows)
-            for (position, _), pool, rows in zip(places, pools, features, strict=True)
+            reranker.scores(state.prefix, pool, features=rows)
+            for state, pool, rows in zip(states, pools, features, strict=True)
         ]
     return [scores.cpu() for scores in found]
 
@@ -117,7 +107,7 @@ def _scores(
 class Judged:
     """A held-out state that was rolled out, with the scores [K] that are known of its candidates, by name."""
 
-    rolled: RolledOut
+    rolled: Rollout
     scores: Mapping[str, Sequence[Tensor]]  # one a seed where there are several
 
 
@@ -131,21 +121,27 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
     scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
     known, learned = _complete(scored), _complete(reranked)
     found = []
-    for shard in validation_shards(settings, run):
-        groups = {group.state: group for group in read_groups(scored, shard)} if known else {}
+    for shard in Artefact(run, RolloutStage.name).shards("validation"):
+        examples = Examples(run, shard)
+        groups = examples.groups if known else {}
         table = {row["state"]: row for row in reranked.table(shard)} if learned else {}
-        for one in read_rollouts(Artefact(run, RolloutStage.name), shard):
-            scores: dict[str, Sequence[Tensor]] = {"SLM": [one.slm_logprob], "LLM": [one.llm_logprob]}
-            group = groups.get(one.state)
-            if group is not None and group.logprob is not None and group.candidates.tolist() == one.ids.tolist():
-                matrix = group.logprob
+        for state, one in examples.rollouts.items():
+            pool = one.state.pool
+            scores: dict[str, Sequence[Tensor]] = {"SLM": [pool.slm_logprob], "LLM": [pool.llm_logprob]}
+            if (matrix := matrix_of(groups.get(state), one)) is not None:
                 for horizon in settings.train.horizons:
                     scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
-            if one.state in table:
-                row = table[one.state]
+            if state in table:
+                row = table[state]
                 scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
             found.append(Judged(one, scores))
     return found
+
+
+def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
+    """The group's [K, H] where it has one of the very candidates that were rolled out."""
+    same = group is not None and torch.equal(group.state.pool.ids, rolled.state.pool.ids)
+    return group.logprob if group is not None and same else None
 
 
 def _complete(folder: Artefact) -> bool:
@@ -188,7 +184,7 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
     ] = {}  # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
     for state in states:
         outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
-        tally = tallies.setdefault(state.rolled.problem, np.zeros(8))
+        tally = tallies.setdefault(state.rolled.state.trajectory.problem.id, np.zeros(8))
         mixed = statistics.outcomes_differ(outcome)
         local = [statistics.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
         for score in seeds:
@@ -219,11 +215,11 @@ def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
         sizes = []
         for state in states:
             one = state.rolled
-            inside = (one.sources & bits) > 0
+            inside = (one.state.pool.sources & bits) > 0
             sizes.append(int(inside.sum()))
             covered = bool((one.correct & inside).any())
             mixed = statistics.outcomes_differ(one.correct.numpy())
-            tally = tallies.setdefault(one.problem, np.zeros(4))
+            tally = tallies.setdefault(one.state.trajectory.problem.id, np.zeros(4))
             tally += np.array([covered, 1, covered and mixed, mixed])
         hits, count, mixed_hits, mixed_count = np.stack(list(tallies.values())).T
         rows.append(
@@ -245,11 +241,6 @@ def _ratio(part: Tally, whole: Tally) -> Interval | None:
 
 def _percent(value: Interval | None) -> str:
     return "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
-
-
-def validation_shards(settings: RunSettings, run: Path) -> list[str]:
-    """The shards of held-out problems."""
-    return [shard for shard in TrajectoryStage(settings, run).shards() if shard.startswith("validation")]
 
 
 def agreement_table(settings: RunSettings, run: Path) -> str:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import reprlib
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,8 +40,10 @@ PART = ".part"  # ends the name of a file that is being written
 NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
 LONGEST_JSON = 64 << 20  # bytes
 SEAL = "sha256"  # of the rest of a receipt or manifest
+FORMAT = 2  # of what lies in a stage's folder; 1 joined states by their row
+IN_TABLE = b"futurebridge.format"  # where a table says its format
 BEGUN = (("identity", dict), ("chosen", dict), ("made_by", list), ("complete", bool))  # what a manifest holds
-FINISHED = (*BEGUN, ("counts", dict), ("summary", dict), ("digest", str), ("cost", dict))
+FINISHED = (*BEGUN, ("shards", list), ("counts", dict), ("summary", dict), ("digest", str), ("cost", dict))
 SOFTWARE = ("futurebridge", "torch", "transformers", "peft", "accelerate", "pyarrow", "safetensors", "math-verify")
 
 log = logging.getLogger(__name__)
@@ -95,16 +98,11 @@ def write_file(path: Path, data: bytes) -> None:
             os.close(folder)
 
 
-def table_bytes(columns: Mapping[str, pa.Array]) -> bytes:
-    """A table as a parquet file; the same columns give the same bytes."""
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(dict(columns)), buffer, compression="zstd")
+def table_bytes(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> bytes:
+    """Rows as a parquet file; the same rows give the same bytes."""
+    schema, buffer = pa.schema(list(columns.items()), {IN_TABLE: str(FORMAT)}), io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema), buffer, compression="zstd")
     return buffer.getvalue()
-
-
-def lists(values: Iterable[Tensor], kind: pa.DataType) -> pa.Array:
-    """A column with one list a tensor."""
-    return pa.array([value.tolist() for value in values], pa.list_(kind))
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -167,6 +165,8 @@ class Artefact:
         if not path.is_file():
             return None
         manifest = _read_sealed(path)
+        if manifest.get("stage") == self.stage and (found := manifest.get("format", 1)) != FORMAT:
+            raise ValueError(_other_format(path, found))
         kinds = FINISHED if manifest.get("complete") else BEGUN
         if manifest.get("stage") != self.stage or any(type(manifest.get(name)) is not kind for name, kind in kinds):
             raise ValueError(
@@ -190,7 +190,8 @@ class Artefact:
         identity = json.loads(json.dumps(identity))
         manifest = self.manifest()
         if manifest is None:
-            manifest = {"stage": self.stage, "identity": identity, "chosen": chosen, "made_by": [], "complete": False}
+            manifest = {"stage": self.stage, "format": FORMAT, "identity": identity, "chosen": chosen}
+            manifest |= {"made_by": [], "complete": False}
         self.check(manifest, identity)
         software = _software()
         if software not in manifest["made_by"]:
@@ -270,7 +271,7 @@ class Artefact:
         hashes = {name: known["sha256"] for receipt in receipts.values() for name, known in receipt.files.items()}
         manifest |= {
             "complete": True,
-            "shards": len(shards),
+            "shards": list(shards),
             "counts": counts,
             "summary": summary,
             "digest": digest([manifest["identity"], sorted(hashes.items()), summary]),
@@ -297,15 +298,20 @@ class Artefact:
             raise ValueError(f"{self.path}: expected finished {self.stage}, got {got}; run its command to the end")
         return manifest
 
+    def shards(self, split: str = "") -> list[str]:
+        """The names of a finished stage's shards, of one split if so wished; raises as `finished`."""
+        return [shard for shard in self.finished()["shards"] if shard.startswith(split)]
+
     def table(self, shard: str) -> list[dict[str, Any]]:
-        """The rows of a shard's parquet file; raises as `read`."""
-        data = self.read(shard, "parquet")
+        """The rows of a shard's parquet file; raises as `read`, and ValueError for a file of another format."""
+        data, path = self.read(shard, "parquet"), self.path / f"{shard}.parquet"
         try:
-            return pq.read_table(io.BytesIO(data)).to_pylist()
+            table = pq.read_table(io.BytesIO(data))
         except pa.ArrowException as problem:
-            raise ValueError(
-                f"{self.path / shard}.parquet: expected a table, got {problem}; make the shard anew"
-            ) from None
+            raise ValueError(f"{path}: expected a table, got {problem}; make the shard anew") from None
+        if (found := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():
+            raise ValueError(_other_format(path, found.decode(errors="replace")))
+        return table.to_pylist()
 
     def tensors(self, shard: str) -> dict[str, Tensor]:
         """A shard's tensors; raises as `read`."""
@@ -357,6 +363,11 @@ def _checked_bytes(path: Path, known: dict[str, Any]) -> bytes:
             "stage again"
         )
     return data
+
+
+def _other_format(path: Path, found: Any) -> str:
+    got = reprlib.repr(found).strip("'")
+    return f"{path}: expected files of format {FORMAT}, got format {got}; run the stage again into a new run folder"
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:

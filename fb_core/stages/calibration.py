@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fb_core.calibrated import Weights, calibrate, calibration_terms
-from fb_core.config import RunSettings
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.rollouts import RolloutStage, read_rollouts
-from fb_core.stages.scores import ScoredGroup, ScoreStage, read_groups
+from fb_core.stages.examples import Examples, Group
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage
 from fb_core.stages.stage import Cost, Output, Stage
 
 
@@ -23,6 +23,7 @@ class CalibrationStage(Stage):
 
     name = "calibration"
     command = "train"
+    slice = ("train.horizons", "rollouts.minimum_mixed")
     reads = (ScoreStage, RolloutStage)
     unit = "horizons"
     parallel = False
@@ -31,18 +32,12 @@ class CalibrationStage(Stage):
     def device(self) -> str:
         return "cpu"
 
-    def relevant(self) -> dict[str, Any]:
-        return {
-            "horizons": list(self.settings.train.horizons),
-            "minimum_mixed": self.settings.rollouts.minimum_mixed,
-        }
-
     def shards(self) -> dict[str, int]:
         return {f"h{horizon}": 1 for horizon in self.settings.train.horizons}
 
     def work(self, shard: str) -> Output:
         horizon = int(shard.removeprefix("h"))
-        terms, outcomes = rolled_out_terms(self.settings, self.run, horizon)
+        terms, outcomes = rolled_out_terms(self.run, horizon)
         found = calibrate(terms, outcomes, minimum_mixed=self.settings.rollouts.minimum_mixed)
         line = json.dumps(found._asdict() | {"theta": found.theta._asdict()}) + "\n"
         return Output({f"{shard}.jsonl": line.encode()}, {"states": found.states, "mixed": found.mixed})
@@ -64,27 +59,25 @@ class CalibrationStage(Stage):
         return Cost("fitted on the CPU")
 
 
-def rolled_out_terms(settings: RunSettings, run: Path, horizon: int) -> tuple[list[Tensor], list[Tensor]]:
+def rolled_out_terms(run: Path, horizon: int) -> tuple[list[Tensor], list[Tensor]]:
     """(terms [K, 6], outcomes bool [K]) of every rolled-out training state whose scored candidates all were."""
     terms: list[Tensor] = []
     outcomes: list[Tensor] = []
-    scores, rollouts = Artefact(run, ScoreStage.name), Artefact(run, RolloutStage.name)
-    for name in RolloutStage(settings, run).shards():
-        if not name.startswith("train"):
-            continue
-        groups = {group.state: group for group in read_groups(scores, name)}
-        for rolled in read_rollouts(rollouts, name):
-            known = dict(zip(rolled.ids.tolist(), rolled.correct.tolist(), strict=True))
-            group = groups.get(rolled.state)
-            if group is not None and known.keys() >= set(group.candidates.tolist()):
+    for shard in Artefact(run, RolloutStage.name).shards("train"):
+        examples = Examples(run, shard)
+        for state, rolled in examples.rollouts.items():
+            known = dict(zip(rolled.state.pool.ids.tolist(), rolled.correct.tolist(), strict=True))
+            group = examples.groups.get(state)
+            if group is not None and known.keys() >= set(scored := group.state.pool.ids.tolist()):
                 terms.append(terms_of(group, horizon))
-                outcomes.append(torch.tensor([known[token] for token in group.candidates.tolist()]))
+                outcomes.append(torch.tensor([known[token] for token in scored]))
     return terms, outcomes
 
 
-def terms_of(group: ScoredGroup, horizon: int) -> Tensor:
+def terms_of(group: Group, horizon: int) -> Tensor:
     """The six terms [K, 6] of a state's candidates."""
-    return calibration_terms(group.compatibility(horizon), group.llm_logprob, group.slm_logprob)
+    pool = group.state.pool
+    return calibration_terms(group.compatibility(horizon), pool.llm_logprob, pool.slm_logprob)
 
 
 def read_weights(run: Path, horizons: Sequence[int]) -> list[Weights]:

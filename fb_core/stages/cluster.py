@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fb_core.config import RunSettings
 from fb_core.stages.stage import Stage, work_and_put
 
 RETRIES = 3  # of a shard whose worker died
@@ -18,8 +16,8 @@ PATIENCE = 600  # seconds for a worker to find a place when none is at work
 class Worker:
     """A process with a core and perhaps a GPU of its own, that keeps its models between shards."""
 
-    def __init__(self, kind: type[Stage], settings: RunSettings, run: Path) -> None:
-        self.stage = kind(settings, run)
+    def __init__(self, make: Callable[[], Stage]) -> None:
+        self.stage = make()
 
     def ready(self) -> None:
         """Returns once the process is up."""
@@ -57,7 +55,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
     under_way: dict[Any, tuple[Any, str | None]] = {}
 
     def hire() -> None:
-        worker = kind.remote(type(stage), stage.settings, stage.run.resolve())
+        worker = kind.remote(stage.elsewhere(stage.run.resolve()))
         under_way[worker.ready.remote()] = (worker, None)  # a shard only once it is up
 
     try:

@@ -17,8 +17,9 @@ from fb_core.stages.samples import OwnFutureStage, SampleStage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Engine, Stage, plan, run_stage
+from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
-from fb_core.stages.trajectories import PolicyStage, StateStage, TrajectoryStage
+from fb_core.stages.trajectories import TrajectoryStage
 
 Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

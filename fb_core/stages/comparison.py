@@ -8,20 +8,19 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-
 from fb_core import hf
 from fb_core.methods import EXTERNAL, Generate, method
-from fb_core.stages.deploy import generator, label_of, pool_options
-from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.inputs import problems_hash, verifier_of
-from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.deploy import generator, label_of
+from fb_core.stages.evaluation import ASKED, benchmark_problems, longest_decoded
+from fb_core.stages.inputs import DEPLOYED, problems_hash, verifier_of
+from fb_core.stages.problems import Problem
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import PolicyStage
+from fb_core.stages.states import PolicyStage
 from fb_core.verify import tally
 
+METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
 AT_ONCE = 256  # problems of a shard
 
 
@@ -39,6 +38,7 @@ class CompareStage(Stage):
 
     name = "comparison"
     command = "experiment"
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.external")
     uses = ("slm", "llm", "tokenizer")
 
     def inputs(self) -> Sequence[type[Stage]]:
@@ -46,19 +46,9 @@ class CompareStage(Stage):
         routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
         return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
 
-    def relevant(self) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "checkpoints": self._checkpoints(),
-            **settings.evaluate.model_dump(exclude={"per_shard"}),
-            **pool_options(settings),
-            **settings.compare.model_dump(exclude={"router", "timed"}),
-            "futures": settings.futures.llm_k,
-            "seeds": list(settings.train.seeds),
-            "prompt": settings.problems.prompt,
-            "verify": settings.verify.model_dump(exclude={"workers"}),
-            "hash": {name: problems_hash(problems) for name, problems in benchmark_problems(settings).items()},
-        }
+    def data(self) -> dict[str, Any]:
+        hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
+        return hashes | {"checkpoints": self._checkpoints()}
 
     def _checkpoints(self) -> dict[str, str]:
         """Hashes of the external ones."""
@@ -85,18 +75,12 @@ class CompareStage(Stage):
                         trials[shard] = Trial(benchmark, name, seed, problems[start : start + AT_ONCE])
         return trials
 
-    def asked(self) -> list[Problem]:
-        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
-
     def shards(self) -> dict[str, int]:
         return {shard: len(trial.problems) for shard, trial in self._trials.items()}
 
     def work(self, shard: str) -> Output:
         trial, settings, tokenizer = self._trials[shard], self.settings, self.models.tokenizer
-        prompts = [
-            torch.tensor(prompt_ids(tokenizer, problem, settings.problems.prompt), device=self.models.slm.device)
-            for problem in trial.problems
-        ]
+        prompts = self.models.prompts(trial.problems, settings.problems.prompt)
         found = self._generate(trial.method, trial.seed)(prompts, settings.evaluate.max_new_tokens)
         texts = [
             tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) if one.text is None else one.text
@@ -146,4 +130,4 @@ class CompareStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded in batches", self.longest_prompt + self.settings.evaluate.max_new_tokens)
+        return Cost("decoded in batches", longest_decoded(self))

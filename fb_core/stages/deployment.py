@@ -14,14 +14,15 @@ import torch
 from fb_core import statistics
 from fb_core.methods import method
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import generator, label_of, pool_options, seed_of
-from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.inputs import problems_hash
-from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.comparison import METHODS
+from fb_core.stages.deploy import generator, label_of, seed_of
+from fb_core.stages.evaluation import ASKED, benchmark_problems, longest_decoded
+from fb_core.stages.inputs import DEPLOYED, problems_hash
+from fb_core.stages.problems import Problem
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import PolicyStage
+from fb_core.stages.states import PolicyStage
 
 WARM_UP = 3  # prompts
 
@@ -42,6 +43,7 @@ class DeploymentStage(Stage):
 
     name = "deployment"
     command = "experiment"
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.timed")
     uses = ("slm", "llm", "tokenizer")
     parallel = False
 
@@ -52,19 +54,8 @@ class DeploymentStage(Stage):
             *((RouterStage,) if any(method(name).routed for name in self._methods) else ()),
         )
 
-    def relevant(self) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "methods": self._methods,
-            "timed": settings.compare.timed,
-            **settings.compare.model_dump(include={"votes", "delimiter", "judge"}),
-            "seed": settings.train.seeds[0],
-            "max_new_tokens": settings.evaluate.max_new_tokens,
-            "certainty": settings.evaluate.certainty,
-            **pool_options(settings),
-            "prompt": settings.problems.prompt,
-            "hash": problems_hash(self._problems),
-        }
+    def data(self) -> dict[str, Any]:
+        return {"timed": problems_hash(self._problems), "methods": self._methods}
 
     @cached_property
     def _problems(self) -> list[Problem]:
@@ -83,18 +74,12 @@ class DeploymentStage(Stage):
         routed = router is not None and router["complete"]
         return [name for name in self.settings.compare.methods if routed or not method(name).routed]
 
-    def asked(self) -> list[Problem]:
-        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
-
     def shards(self) -> dict[str, int]:
         return {shard: len(self._problems) for shard in self._timings}
 
     def work(self, shard: str) -> Output:
         timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
-        prompts = [
-            torch.tensor(prompt_ids(self.models.tokenizer, problem, settings.problems.prompt), device=device)
-            for problem in self._problems
-        ]
+        prompts = self.models.prompts(self._problems, settings.problems.prompt)
         longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens if timing.fast else None
         generate = generator(timing.method, settings, self.run, seed_of(timing.method, settings), longest)
         for prompt in prompts[:WARM_UP]:
@@ -132,7 +117,7 @@ class DeploymentStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)
+        return Cost("decoded one prompt at a time", longest_decoded(self))
 
 
 def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:

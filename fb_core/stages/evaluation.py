@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,16 +16,24 @@ import numpy as np
 import torch
 
 from fb_core import statistics
-from fb_core.config import AVERAGE, EvaluateSettings, RunSettings, VerifierSettings
+from fb_core.config import AVERAGE, RunSettings, VerifierSettings
 from fb_core.methods import Generate
-from fb_core.stages.deploy import generator, pool_options
-from fb_core.stages.inputs import problems_hash, read_problems, verifier_of
+from fb_core.stages.deploy import generator
+from fb_core.stages.inputs import DEPLOYED, problems_hash, read_problems, verifier_of
 from fb_core.stages.problems import BENCHMARKS, Problem, prompt_ids
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import PolicyStage
+from fb_core.stages.states import PolicyStage
 from fb_core.verify import tally
 
+ASKED = (
+    "evaluate.benchmarks",
+    "evaluate.limit",
+    "evaluate.max_new_tokens",
+    "problems.prompt",
+    "problems.seed",
+    "verify",
+)
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
 
 log = logging.getLogger(__name__)
@@ -37,14 +46,17 @@ def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
         OSError: a set that is not there.
         ValueError: a damaged file, a world without a limit, or gold answers that take too long to judge.
     """
-    return _benchmark_problems(settings.evaluate, settings.verify, settings.problems.seed)
+    chosen = settings.evaluate
+    return _benchmark_problems(chosen.benchmarks, chosen.limit, settings.verify, settings.problems.seed)
 
 
 @lru_cache(maxsize=4)
-def _benchmark_problems(settings: EvaluateSettings, verify: VerifierSettings, seed: int) -> dict[str, list[Problem]]:
+def _benchmark_problems(
+    benchmarks: Sequence[str], limit: int | None, verify: VerifierSettings, seed: int
+) -> dict[str, list[Problem]]:
     found, verifier = {}, verifier_of(verify)
-    for name in settings.benchmarks:
-        problems = read_problems(name, settings.limit, "test", seed)
+    for name in benchmarks:
+        problems = read_problems(name, limit, "test", seed)
         golds = [problem.answer for problem in problems]
         verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
         if "timeout" in verdicts:
@@ -56,6 +68,13 @@ def _benchmark_problems(settings: EvaluateSettings, verify: VerifierSettings, se
     return found
 
 
+def longest_decoded(stage: Stage) -> int:
+    """Tokens of a benchmark's problem with its answer at most, prompts left out where no tokenizer is here."""
+    settings = stage.settings
+    problems = [problem for members in benchmark_problems(settings).values() for problem in members]
+    return stage.models.longest_prompt(problems, settings.problems.prompt) + settings.evaluate.max_new_tokens
+
+
 class EvaluateStage(Stage):
     """The chosen rerankers and plain greedy decoding on the benchmarks, one prompt at a time, as deployed.
 
@@ -65,19 +84,12 @@ class EvaluateStage(Stage):
 
     name = "evaluation"
     command = "evaluate"
+    slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds")
     reads = (PolicyStage, RerankerStage)
     uses = ("slm", "llm", "tokenizer")
 
-    def relevant(self) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            **settings.evaluate.model_dump(),
-            **pool_options(settings),
-            "seeds": list(settings.train.seeds),
-            "prompt": settings.problems.prompt,
-            "verify": settings.verify.model_dump(exclude={"workers"}),
-            "hash": {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()},
-        }
+    def data(self) -> dict[str, Any]:
+        return {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
 
     def _trials(self) -> dict[str, tuple[str, int | None, list[Problem]]]:
         """(benchmark, seed of the reranker or None for greedy, problems) of every shard."""
@@ -98,9 +110,6 @@ class EvaluateStage(Stage):
                     shard = f"{stem}.{method}.{start // size:05d}"
                     trials[shard] = (name, seed, problems[start : start + size])
         return trials
-
-    def asked(self) -> list[Problem]:
-        return [problem for problems in benchmark_problems(self.settings).values() for problem in problems]
 
     def shards(self) -> dict[str, int]:
         return {shard: len(problems) for shard, (_, _, problems) in self._trials().items()}
@@ -230,4 +239,4 @@ class EvaluateStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", self.longest_prompt + self.settings.evaluate.max_new_tokens)
+        return Cost("decoded one prompt at a time", longest_decoded(self))

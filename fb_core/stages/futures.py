@@ -4,79 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import pyarrow as pa
-import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.llm import LLM, LocalLLM
-from fb_core.pool import merge_candidates
-from fb_core.stages.artefacts import Artefact, lists, table_bytes
+from fb_core.llm import LocalLLM
+from fb_core.stages.examples import Examples, Future, State, example_files
 from fb_core.stages.inputs import verifier_of
-from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import (
-    LoggedState,
-    StateStage,
-    Trajectory,
-    TrajectoryStage,
-    read_trajectories,
-    texts_of,
-)
-from fb_core.verify import Verdict, Verifier, tally
+from fb_core.stages.stage import Cost, Output
+from fb_core.stages.states import OverStates, StateStage
+from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.verify import Verifier, tally
 
 SERVED_AT_ONCE = 4  # shards that keep a server busy while the last continuations of one of them are written
 
 
-@dataclass(frozen=True)
-class Future:
-    """What a model writes from a state.
-
-    Attributes:
-        first: the token at the state itself; it competes in the pool.
-        tokens: [n] what is written behind it: the future that all candidates share. End-of-sequence counts.
-        verdict: of the whole solution against the gold answer.
-    """
-
-    first: int
-    tokens: Tensor
-    verdict: Verdict
-
-
-def llm_futures(
-    llm: LLM,
-    trajectories: Sequence[Trajectory],
-    states: Sequence[LoggedState],
-    golds: Sequence[str],
-    tokenizer: hf.Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-) -> list[Future]:
-    """One future a state, verified against the gold answer of its trajectory.
-
-    Args:
-        llm: the large model.
-        trajectories: as from `collect`.
-        states: as from `log_states`.
-        golds: one answer a trajectory.
-        tokenizer: of both models.
-        verifier: checks the decoded solutions.
-        max_new_tokens: continuation length at most.
-    """
-    written = llm.complete_many(_prefixes(trajectories, states), max_new_tokens)
-    verdicts = _verify(trajectories, states, written, golds, tokenizer, verifier)
-    return [
-        Future(int(continuation[0]), continuation[1:], verdict)
-        for continuation, verdict in zip(written, verdicts, strict=True)
+def verified(
+    states: Sequence[State], written: Sequence[Tensor], tokenizer: hf.Tokenizer, verifier: Verifier
+) -> tuple[list[str], list[Future]]:
+    """(texts of the whole solutions, futures) of continuations [n >= 1] of states."""
+    texts, verdicts = judged(states, written, tokenizer, verifier)
+    return texts, [
+        Future(state, int(new[0]), new[1:].cpu(), verdict)
+        for state, new, verdict in zip(states, written, verdicts, strict=True)
     ]
 
 
 def own_futures(
     slm: LocalLLM,
-    trajectories: Sequence[Trajectory],
-    states: Sequence[LoggedState],
-    golds: Sequence[str],
+    states: Sequence[State],
     tokenizer: hf.Tokenizer,
     verifier: Verifier,
     max_new_tokens: int,
@@ -88,82 +44,25 @@ def own_futures(
     """The SLM's own future: of a few samples from the bare state the first correct one, else the first.
 
     Where the LLM's futures are in a style that the SLM cannot carry out, they rank candidates the wrong way round; what
-    the SLM itself got right does not. Arguments as `llm_futures`; `samples`, `temperature` and `seed` are the
-    sampling's.
+    the SLM itself got right does not.
+
+    Args:
+        slm: the small model.
+        states: where the samples begin.
+        tokenizer: of both models.
+        verifier: checks the decoded solutions.
+        max_new_tokens: length of a sample at most.
+        samples: how many a state.
+        temperature: of the sampling.
+        seed: of the sampling.
     """
-    prefixes = _prefixes(trajectories, states)
-    owners = [trajectories[state.trajectory] for state in states]
-    return own_continuations(
-        slm,
-        prefixes,
-        [owner.prompt_length for owner in owners],
-        [golds[state.trajectory] for state in states],
-        tokenizer,
-        verifier,
-        max_new_tokens,
-        samples=samples,
-        temperature=temperature,
-        seed=seed,
-    )
-
-
-def own_continuations(
-    slm: LocalLLM,
-    prefixes: Sequence[Tensor],
-    prompt_lengths: Sequence[int],
-    golds: Sequence[str],
-    tokenizer: hf.Tokenizer,
-    verifier: Verifier,
-    max_new_tokens: int,
-    *,
-    samples: int,
-    temperature: float,
-    seed: int,
-) -> list[Future]:
-    """As `own_futures`, of states given by their tokens [P], the length of the prompt in them and the gold answer."""
+    prefixes = [state.prefix.to(slm.device) for state in states]
     drawn = slm.sample_many(prefixes, samples, max_new_tokens, temperature=temperature, top_p=1.0, top_k=0, seed=seed)
-    starts = [prefix[length:] for prefix, length in zip(prefixes, prompt_lengths, strict=True)]
-    verdicts = [
-        verdicts_of(
-            [torch.cat([start, written[n]]) for start, written in zip(starts, drawn, strict=True)],
-            golds,
-            tokenizer,
-            verifier,
-        )
-        for n in range(samples)
+    tried = [verified(states, [written[n] for written in drawn], tokenizer, verifier)[1] for n in range(samples)]
+    return [
+        next((future for future in of_state if future.verdict == "correct"), of_state[0])
+        for of_state in zip(*tried, strict=True)
     ]
-    futures = []
-    for index, written in enumerate(drawn):
-        best = next((n for n in range(samples) if verdicts[n][index] == "correct"), 0)
-        futures.append(Future(int(written[best][0]), written[best][1:].cpu(), verdicts[best][index]))
-    return futures
-
-
-def _prefixes(trajectories: Sequence[Trajectory], states: Sequence[LoggedState]) -> list[Tensor]:
-    return [trajectories[state.trajectory].tokens[: state.position] for state in states]
-
-
-def _verify(
-    trajectories: Sequence[Trajectory],
-    states: Sequence[LoggedState],
-    written: Sequence[Tensor],
-    golds: Sequence[str],
-    tokenizer: hf.Tokenizer,
-    verifier: Verifier,
-) -> list[Verdict]:
-    """Verdicts of the whole solutions: what the SLM wrote up to the state, then the continuation."""
-    outputs = [
-        torch.cat([prefix[trajectories[state.trajectory].prompt_length :], continuation])
-        for state, prefix, continuation in zip(states, _prefixes(trajectories, states), written, strict=True)
-    ]
-    return verdicts_of(outputs, [golds[state.trajectory] for state in states], tokenizer, verifier)
-
-
-def verdicts_of(
-    outputs: Sequence[Tensor], golds: Sequence[str], tokenizer: hf.Tokenizer, verifier: Verifier
-) -> list[Verdict]:
-    """Verdicts of whole solutions, given by token ids."""
-    return verifier.verify_many(texts_of(outputs, tokenizer), golds, bad_golds="unparsable")
 
 
 @dataclass(frozen=True)
@@ -176,31 +75,26 @@ class Filters:
     valid_group: int
 
 
-def usable(pools: Sequence[Sequence[int]], futures: Sequence[Future], horizon: int) -> tuple[list[int], Filters]:
-    """Indices of the states that can be scored, and the count after each filter.
+def usable(futures: Sequence[Future], horizon: int) -> tuple[list[Future], Filters]:
+    """The futures of the states that can be scored, and the count after each filter.
 
     A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, the
     future's own first token (the LLM's greedy one) among them.
-
-    Args:
-        pools: candidate ids of every state.
-        futures: one a state.
-        horizon: future tokens to score.
     """
-    verified = [i for i, future in enumerate(futures) if future.verdict == "correct"]
-    long_enough = [i for i in verified if len(futures[i].tokens) >= horizon]
-    valid = [i for i in long_enough if len(pools[i]) >= 2 and futures[i].first in pools[i]]
-    return valid, Filters(len(futures), len(verified), len(long_enough), len(valid))
+    correct = [future for future in futures if future.verdict == "correct"]
+    long_enough = [future for future in correct if len(future.tokens) >= horizon]
+    valid = [f for f in long_enough if len(f.state.pool) >= 2 and f.first in f.state.pool.ids.tolist()]
+    return valid, Filters(len(futures), len(correct), len(long_enough), len(valid))
 
 
-class FutureStage(Stage):
-    """The LLM's continuation of every state, verified, and the joint pool with its log p_T."""
+class FutureStage(OverStates):
+    """The LLM's continuation of every state, verified."""
 
     name = "futures"
     command = "futures"
+    slice = ("futures.max_new_tokens", "verify")
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "llm", "tokenizer")
-    unit = "states"
 
     @property
     def at_once(self) -> int:
@@ -214,62 +108,19 @@ class FutureStage(Stage):
     def device(self) -> str:
         return self.models.device if self.on_gpu else "server"
 
-    def relevant(self) -> dict[str, Any]:
-        return self.settings.futures.model_dump() | self.settings.verify.model_dump(exclude={"workers"})
-
-    def shards(self) -> dict[str, int]:
-        states, found = StateStage(self.settings, self.run), {}
-        for shard in states.shards():
-            receipt = states.folder.receipt(shard)
-            if receipt is None:
-                raise ValueError(f"{states.folder.path}: expected shard {shard}, got none; run `futurebridge collect`")
-            found[shard] = receipt.counts["states"]
-        return found
-
-    def most(self) -> int:
-        problems = TrajectoryStage(self.settings, self.run).most()
-        return problems * self.settings.collect.max_states
-
     def work(self, shard: str) -> Output:
-        problems = TrajectoryStage(self.settings, self.run).problems()[shard]
-        trajectories, states = read_trajectories(self.source("trajectories"), shard), self.source("states").table(shard)
-        llm, settings = self.models.llm, self.settings.futures
-        prefixes = [trajectories[state["trajectory"]].tokens[: state["position"]] for state in states]
-        asked = [torch.tensor(state["slm_ids"]) for state in states]
-        there = llm.device
-        found = llm.continue_many(
-            [tokens.to(there) for tokens in prefixes],
-            settings.max_new_tokens,
-            settings.llm_k,
-            [ids.to(there) for ids in asked],
-        )
-        answers, written = [answer for answer, _ in found], [new.cpu() for _, new in found]
-        pools = merge_candidates(torch.stack(asked), answers, self.models.vocabulary) if states else []
-        outputs = [
-            torch.cat([tokens[trajectories[state["trajectory"]].prompt_length :], new])
-            for state, tokens, new in zip(states, prefixes, written, strict=True)
-        ]
-        golds = [problems[state["trajectory"]].answer for state in states]
-        texts = texts_of(outputs, self.models.tokenizer)
-        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
-        columns = {
-            "first": pa.array([int(new[0]) for new in written], pa.int32()),
-            "tokens": lists((new[1:] for new in written), pa.int32()),
-            "verdict": pa.array(verdicts, pa.string()),
-            "pool_ids": lists((ids for ids, _, _ in pools), pa.int32()),
-            "pool_sources": lists((sources for _, sources, _ in pools), pa.int8()),
-            "pool_llm_logprob": lists((logprob for _, _, logprob in pools), pa.float32()),
-        }
-        counts = {"futures": len(states), "tokens": sum(len(new) for new in written)}
-        counts |= tally(texts, verdicts)
-        return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
+        states, llm = list(Examples(self.run, shard).states.values()), self.models.llm
+        prefixes = [state.prefix.to(llm.device) for state in states]
+        written = llm.complete_many(prefixes, self.settings.futures.max_new_tokens)
+        texts, found = verified(states, written, self.models.tokenizer, verifier_of(self.settings.verify))
+        counts = {"futures": len(found), "tokens": sum(len(new) for new in written)}
+        counts |= tally(texts, [future.verdict for future in found])
+        return Output(example_files(shard, Future, found), counts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a state's prefix and its future at most."""
+        return self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
 
     def cost(self) -> Cost:
-        prefix, new = self.longest_prompt + self.settings.collect.max_new_tokens, self.settings.futures.max_new_tokens
-        return Cost("generated behind their prefixes", prefix + new, "llm")
-
-
-def read_futures(folder: Artefact, shard: str) -> tuple[list[Future], list[dict[str, Any]]]:
-    """The futures of a finished shard, and its rows with the pools."""
-    rows = folder.table(shard)
-    return [Future(row["first"], torch.tensor(row["tokens"]), row["verdict"]) for row in rows], rows
+        return Cost("generated behind their prefixes", self.longest, "llm")

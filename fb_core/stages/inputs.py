@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fb_core import hf
 from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, VerifierSettings
@@ -15,9 +16,11 @@ from fb_core.pair import known_ids
 from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.artefacts import digest
-from fb_core.stages.problems import Problem, load_problems, split, without_overlap
+from fb_core.stages.problems import Problem, load_problems, prompt_ids, split, without_overlap
 from fb_core.verify import Verifier
 
+POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # the settings that say what competes at an event
+DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and what decides
 DEMO = "demo:"  # in front of the name of one of the demo's worlds
 
 
@@ -65,6 +68,17 @@ class Models:
         """The number of ids that the tokenizer knows."""
         return known_ids(self.tokenizer)
 
+    def prompts(self, problems: Sequence[Problem], template: str) -> list[Tensor]:
+        """The tokens [P] of every problem in its prompt, beside the SLM."""
+        device = self.slm.device
+        return [torch.tensor(prompt_ids(self.tokenizer, problem, template), device=device) for problem in problems]
+
+    def longest_prompt(self, problems: Sequence[Problem], template: str) -> int:
+        """Tokens of the longest prompt, 0 where the tokenizer is not on this machine."""
+        if (tokenizer := self.tokenizer_here) is None:
+            return 0
+        return max((len(prompt_ids(tokenizer, problem, template)) for problem in problems), default=0)
+
     @cached_property
     def local_slm(self) -> LocalLLM:
         """The SLM where whole continuations are wanted from it."""
@@ -107,7 +121,7 @@ class Models:
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
 
-    def identity(self, *roles: str) -> dict[str, Any]:
+    def hashes(self, *roles: str) -> dict[str, Any]:
         """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype.
 
         "valid_vocab" is the number of ids that count, where the SLM's embedding has rows of padding behind them.

@@ -1,36 +1,28 @@
-"""The pools of logged states: what deployment would have formed there, and the parts of it that ablations look at."""
+"""Parts of a logged pool: what deployment forms at the state, and what ablations look at."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from fb_core.pool import LARGE, SLM
+from fb_core.pool import LARGE, SLM, Pool
+from fb_core.stages.examples import Future
 
-LoggedKind = Literal["joint", "slm", "llm", "slm-wide"]
-
-
-class LoggedPool(NamedTuple):
-    """K candidates of a logged state, in the order of `candidate_pool`."""
-
-    ids: Tensor  # [K] int64
-    sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
-    llm_logprob: Tensor  # [K] float32, nats
+PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 
 
-def logged_pool(row: Mapping[str, Any], slm_k: int, kind: LoggedKind = "joint") -> LoggedPool:
-    """A pool of a state from its row among the futures, which knows more of the SLM's candidates than a pool takes.
+def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
+    """A part of a pool that knows more of the SLM's candidates than a decoder takes.
 
     Args:
-        row: `pool_ids`, the SLM's likeliest first, then what is new among the LLM's; `pool_sources`;
-            `pool_llm_logprob`.
-        slm_k: the SLM's candidates in a pool.
+        pool: the SLM's likeliest candidates first, then what is new among the LLM's.
+        slm_k: the SLM's candidates in a decoder's pool.
         kind: "joint", "slm" or "llm", as a decoder would form it; "slm-wide" for all of the SLM's that were logged.
     """
-    ids, bits, logprob = row["pool_ids"], row["pool_sources"], row["pool_llm_logprob"]
+    ids, bits, logprob = pool.ids.tolist(), pool.sources.tolist(), pool.llm_logprob.tolist()
     small = [place for place, bit in enumerate(bits) if bit & SLM]
     large = [place for place, bit in enumerate(bits) if bit & LARGE]
     large.sort(key=lambda place: (-logprob[place], ids[place]))  # as the LLM has them
@@ -38,8 +30,12 @@ def logged_pool(row: Mapping[str, Any], slm_k: int, kind: LoggedKind = "joint") 
     theirs = large if kind in ("joint", "llm") else []
     places = own + [place for place in theirs if place not in own]
     sources = [SLM * (place in own) | LARGE * (place in theirs) for place in places]
-    return LoggedPool(
-        torch.tensor([ids[place] for place in places], dtype=torch.int64),
-        torch.tensor(sources, dtype=torch.int32),
-        torch.tensor([logprob[place] for place in places], dtype=torch.float32),
-    )
+    at = torch.tensor(places, dtype=torch.int64)
+    return Pool(pool.ids[at], torch.tensor(sources, dtype=torch.int32), pool.slm_logprob[at], pool.llm_logprob[at])
+
+
+def in_parts(futures: Iterable[Future], slm_k: int, kind: PartKind = "joint") -> list[Future]:
+    """The futures with that part of their states' pools."""
+    return [
+        replace(future, state=replace(future.state, pool=part_of(future.state.pool, slm_k, kind))) for future in futures
+    ]

@@ -14,11 +14,13 @@ from torch import Tensor
 from fb_core.config import RunSettings
 from fb_core.methods.r2r.router import R2RRouter, router_features
 from fb_core.methods.r2r.training import divergence_labels, recall_threshold, train_router
-from fb_core.stages.artefacts import Artefact, lists, table_bytes
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.examples import IDS
 from fb_core.stages.inputs import models_of, problems_hash, splits_of, verifier_of
-from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
 
+LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
 HELD_OUT = 5  # every so many-th solution sets the threshold
 
 
@@ -27,17 +29,11 @@ class RouterLabelStage(Stage):
 
     name = "router-labels"
     command = "experiment"
+    slice = ("problems", "futures.max_new_tokens", "compare.router.problems", "verify")
     uses = ("slm", "llm", "tokenizer")
 
-    def relevant(self) -> dict[str, Any]:
-        problems = self._problems()
-        return {
-            "hash": problems_hash(problems),
-            "prompt": self.settings.problems.prompt,
-            "max_new_tokens": self.settings.futures.max_new_tokens,
-            "per_shard": self.settings.problems.per_shard,
-            "verify": self.settings.verify.model_dump(exclude={"workers"}),
-        }
+    def data(self) -> dict[str, Any]:
+        return {"train": problems_hash(self._problems())}
 
     def _problems(self) -> list[Problem]:
         return splits_of(self.settings.problems)["train"][: self.settings.compare.router.problems]
@@ -51,33 +47,32 @@ class RouterLabelStage(Stage):
 
     def work(self, shard: str) -> Output:
         problems, models, room = self._parts()[shard], self.models, self.settings.futures.max_new_tokens
-        prompts = [
-            torch.tensor(prompt_ids(models.tokenizer, problem, self.settings.problems.prompt)) for problem in problems
-        ]
+        prompts = models.prompts(problems, self.settings.problems.prompt)
         solutions = models.llm.complete_many([prompt.to(models.llm.device) for prompt in prompts], room)
-        pairs = [
-            (prompt.to(models.slm.device), new.to(models.slm.device))
-            for prompt, new in zip(prompts, solutions, strict=True)
-        ]
+        pairs = [(prompt, new.to(models.slm.device)) for prompt, new in zip(prompts, solutions, strict=True)]
         golds = [problem.answer for problem in problems]
         verifier = verifier_of(self.settings.verify)
         found = divergence_labels(models.slm, models.llm, pairs, golds, models.tokenizer, verifier, room)
-        columns = {
-            "prompt": lists(prompts, pa.int32()),
-            "solution": lists(solutions, pa.int32()),
-            "differs": lists((labels.differs for labels in found), pa.bool_()),
-            "divergent": lists((labels.divergent for labels in found), pa.bool_()),
-        }
+        rows = [
+            {
+                "prompt": prompt.tolist(),
+                "solution": new.tolist(),
+                "differs": labels.differs.tolist(),
+                "divergent": labels.divergent.tolist(),
+            }
+            for prompt, new, labels in zip(prompts, solutions, found, strict=True)
+        ]
         counts = {
             "solutions": len(found),
             "tokens": sum(len(new) for new in solutions),
             "differing": sum(int(labels.differs.sum()) for labels in found),
             "divergent": sum(int(labels.divergent.sum()) for labels in found),
         }
-        return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
+        return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
 
     def cost(self) -> Cost:
-        tokens = self.longest_prompt + self.settings.futures.max_new_tokens
+        prompt = self.models.longest_prompt(self._problems(), self.settings.problems.prompt)
+        tokens = prompt + self.settings.futures.max_new_tokens
         return Cost("solved, then continued behind differing tokens", tokens, "llm")
 
 
@@ -86,12 +81,10 @@ class RouterStage(Stage):
 
     name = "router"
     command = "experiment"
+    slice = ("compare.router", "train.seeds")
     reads = (RouterLabelStage,)
     unit = "routers"
     parallel = False
-
-    def relevant(self) -> dict[str, Any]:
-        return self.settings.compare.router.model_dump(exclude={"problems"}) | {"seeds": list(self._seeds)}
 
     @property
     def _seeds(self) -> tuple[int, ...]:
@@ -102,8 +95,8 @@ class RouterStage(Stage):
 
     def work(self, shard: str) -> Output:
         slm, settings, seed = self.models.slm, self.settings.compare.router, int(shard.removeprefix("seed-"))
-        labels = RouterLabelStage(self.settings, self.run)
-        rows = [row for part in labels.shards() for row in labels.folder.table(part)]
+        labels = self.input(RouterLabelStage).folder
+        rows = [row for part in labels.shards() for row in labels.table(part)]
         pairs = [
             (torch.tensor(row["prompt"], device=slm.device), torch.tensor(row["solution"], device=slm.device))
             for row in rows

@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from fb_core.stages.accuracy import evaluate
 from fb_core.stages.artefacts import table_bytes
 from fb_core.stages.deploy import Context, frozen_policy, pool_options
-from fb_core.stages.inputs import DEMO, splits_of, verifier_of
-from fb_core.stages.problems import prompt_ids
+from fb_core.stages.inputs import DEMO, DEPLOYED, verifier_of
+from fb_core.stages.problems import Problem
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import PolicyStage
 from fb_core.stages.training import TrainStage, run_name
-from fb_core.stages.trajectories import PolicyStage, TrajectoryStage
+from fb_core.stages.trajectories import TrajectoryStage
+
+DECODED = {"problem": pa.string(), "correct": pa.bool_(), "tokens": pa.int32(), "events": pa.int32()}
 
 
 class SelectionStage(Stage):
@@ -26,63 +28,55 @@ class SelectionStage(Stage):
 
     name = "selection"
     command = "train"
+    slice = (*DEPLOYED, "collect.max_new_tokens", "train.epochs", "verify")
     reads = (TrajectoryStage, PolicyStage, TrainStage)
     uses = ("slm", "llm", "tokenizer")
 
-    def relevant(self) -> dict[str, Any]:
-        return {
-            **pool_options(self.settings),
-            "certainty": self.settings.evaluate.certainty,
-            "max_new_tokens": self.settings.collect.max_new_tokens,
-            "verify": self.settings.verify.model_dump(exclude={"workers"}),
-        }
-
     def shards(self) -> dict[str, int]:
-        return {shard: len(splits_of(self.settings.problems)["validation"]) for shard in self._trials()}
+        return {shard: len(self._problems) for shard in self._trials()}
+
+    @property
+    def _problems(self) -> list[Problem]:
+        return self.input(TrajectoryStage).splits["validation"]
 
     def _trials(self) -> dict[str, tuple[int, int, int]]:
         """(epoch, horizon, seed) of every shard."""
         return {
             f"epoch-{epoch}-{run_name(horizon, seed)}": (epoch, horizon, seed)
             for epoch in range(1, self.settings.train.epochs + 1)
-            for horizon, seed in TrainStage(self.settings, self.run).runs()
+            for horizon, seed in self.input(TrainStage).runs()
         }
 
     def work(self, shard: str) -> Output:
-        reranker = TrainStage(self.settings, self.run).trained(*self._trials()[shard])
-        problems = splits_of(self.settings.problems)["validation"]
-        tokenizer, decoder = self.models.tokenizer, Context(self.settings, self.run).deployed(reranker)
-        device = self.models.slm.device
-        prompts = [
-            torch.tensor(prompt_ids(tokenizer, problem, self.settings.problems.prompt), device=device)
-            for problem in problems
-        ]
+        reranker = self.input(TrainStage).trained(*self._trials()[shard])
+        problems, decoder = self._problems, Context(self.settings, self.run).deployed(reranker)
         found = evaluate(
             decoder.generate_many,
-            prompts,
+            self.models.prompts(problems, self.input(TrajectoryStage).settings.problems.prompt),
             [problem.answer for problem in problems],
-            tokenizer,
+            self.models.tokenizer,
             verifier_of(self.settings.verify),
             self.settings.collect.max_new_tokens,
         )
-        columns = {
-            "problem": pa.array([problem.id for problem in problems]),
-            "correct": pa.array(found.correct),
-            "tokens": pa.array([len(one.token_ids) for one in found.generations], pa.int32()),
-            "events": pa.array([len(one.events) for one in found.generations], pa.int32()),
-        }
+        rows = [
+            {
+                "problem": problem.id,
+                "correct": bool(correct),
+                "tokens": len(one.token_ids),
+                "events": len(one.events),
+            }
+            for problem, correct, one in zip(problems, found.correct, found.generations, strict=True)
+        ]
         counts = {"decoded": len(problems), "correct": int(found.correct.sum())}
-        return Output({f"{shard}.parquet": table_bytes(columns)}, counts)
+        return Output({f"{shard}.parquet": table_bytes(rows, DECODED)}, counts)
 
     def summary(self) -> dict[str, Any]:
         """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
-        logged = {
-            (row["epoch"], row["horizon"], row["seed"]): row for row in TrainStage(self.settings, self.run).metrics()
-        }
-        cells: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
+        tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for shard, (epoch, horizon, seed) in self._trials().items():
             correct = [row["correct"] for row in self.folder.table(shard)]
-            cells.setdefault((epoch, horizon), []).append(
+            tried.setdefault((epoch, horizon), []).append(
                 {
                     "seed": seed,
                     "accuracy": float(np.mean(correct)),
@@ -102,20 +96,19 @@ class SelectionStage(Stage):
                     for name in ("accuracy", "cross_entropy", "pairwise_accuracy")
                 },
             }
-            for (epoch, horizon), seeds in cells.items()
+            for (epoch, horizon), seeds in tried.items()
         ]
         right = {
-            cell: round(sum(seed["accuracy"] for seed in seeds) * len(splits_of(self.settings.problems)["validation"]))
-            for cell, seeds in cells.items()
+            one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
         }  # whole numbers: a tie is a tie
         best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
         return {"epoch": best["epoch"], "horizon": best["horizon"], "table": table}
 
     def report(self, manifest: dict[str, Any]) -> str:
-        return selection_table(manifest["summary"], len(splits_of(self.settings.problems)["validation"]))
+        return selection_table(manifest["summary"], len(self._problems))
 
     def cost(self) -> Cost:
-        return Cost("decoded together with the LLM", self.longest_prompt + self.settings.collect.max_new_tokens)
+        return Cost("decoded together with the LLM", self.input(TrajectoryStage).longest)
 
 
 class RerankerStage(Stage):
@@ -123,20 +116,21 @@ class RerankerStage(Stage):
 
     name = "reranker"
     command = "train"
+    slice = (*DEPLOYED, "train")
     reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
     unit = "adapters"
     parallel = False
 
-    def relevant(self) -> dict[str, Any]:
-        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}
+    def data(self) -> dict[str, Any]:
+        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # as its cards have them
 
     def shards(self) -> dict[str, int]:
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
     def work(self, shard: str) -> Output:
-        chosen = self.source("selection").finished()["summary"]
+        chosen = self.input(SelectionStage).folder.finished()["summary"]
         seed = int(shard.removeprefix("seed-"))
-        reranker = TrainStage(self.settings, self.run).trained(chosen["epoch"], chosen["horizon"], seed)
+        reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
         with tempfile.TemporaryDirectory() as folder:
             reranker.save_pretrained(folder)
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
@@ -145,9 +139,10 @@ class RerankerStage(Stage):
 
     def _card(self, seed: int, chosen: dict[str, Any]) -> str:
         models, settings = self.settings.models, self.settings.train
-        filters = self.source("scores").finished()["counts"]
+        filters = self.input(ScoreStage).folder.finished()["counts"]
         policy = frozen_policy(self.run)
-        validation = len(splits_of(self.settings.problems)["validation"])
+        asked = self.input(TrajectoryStage)
+        validation = len(asked.splits["validation"])
         names = {"slm": models.slm, "llm": models.llm}
         loading = LOADING.format(**names)
         if models.slm.startswith(DEMO):
@@ -168,7 +163,7 @@ class RerankerStage(Stage):
             groups=settings.groups_per_step,
             threshold=policy.threshold,
             top_k=policy.top_k,
-            quantile=self.settings.collect.quantile,
+            quantile=self.input(PolicyStage).settings.collect.quantile,
             options="\n".join(f"    {name}={value!r}," for name, value in pool_options(self.settings).items()),
             load=", scope='sequence'" if settings.scope == "sequence" else "",
             wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
@@ -177,7 +172,7 @@ class RerankerStage(Stage):
             target=settings.target,
             filters=filter_table(filters),
             selection=selection_table(chosen, validation),
-            problems=self.settings.problems.train,
+            problems=asked.settings.problems.train,
         )
 
     def cost(self) -> Cost:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
-from fb_core.config import RunSettings
+from fb_core.config import RunSettings, Slice, counted
+from fb_core.progress import Board
 from fb_core.stages.artefacts import Artefact, Receipt
-from fb_core.stages.inputs import Models, models_of, splits_of
-from fb_core.stages.problems import Problem, prompt_ids
+from fb_core.stages.inputs import Models, models_of
 from fb_core.verify import tally_words
 
 Engine = Literal["local", "ray"]
+Input = TypeVar("Input", bound="Stage")
 
 
 class Output(NamedTuple):
@@ -45,6 +44,8 @@ class Cost(NamedTuple):
 class Stage(ABC):
     """One stage over one run's folder.
 
+    Of the settings it is given its slice alone, which is also what identifies its files; another key cannot be read.
+
     Args:
         settings: of the whole run.
         run: its folder.
@@ -52,27 +53,37 @@ class Stage(ABC):
     Attributes:
         name: of the stage and its folder.
         command: that works through it.
+        slice: the settings that it reads, by section or key; those of the models come to all stages, which identify
+            the models by hashes.
         reads: the stages whose files it reads.
         uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
         unit: what its shards count.
         parallel: whether shards can be worked on in any order, anywhere.
+        settings: its slice.
         leads: False in a process that only helps another one, and writes nothing.
         on_progress: told how many units of the shard at work are done.
     """
 
     name: ClassVar[str]
     command: ClassVar[str]
+    slice: ClassVar[Sequence[str]] = ()
     reads: ClassVar[Sequence[type[Stage]]] = ()
     uses: ClassVar[Sequence[str]] = ("slm", "tokenizer")
     unit: ClassVar[str] = "problems"
     parallel: ClassVar[bool] = True
 
     def __init__(self, settings: RunSettings, run: Path) -> None:
-        self.settings = settings
+        self.__whole = settings  # for its inputs and its like elsewhere alone
+        self.settings = cast(RunSettings, Slice(settings, (*self.slice_in(settings), "models")))
         self.run = run
         self.folder = Artefact(run, self.name)
         self.on_progress: Callable[[int], None] = lambda done: None
         self.leads = True
+
+    @classmethod
+    def slice_in(cls, settings: RunSettings) -> Sequence[str]:
+        """The slice under these settings."""
+        return cls.slice
 
     @property
     def at_once(self) -> int:
@@ -94,17 +105,22 @@ class Stage(ABC):
         """Where the work is done, by the name of the hardware."""
         return self.models.device
 
-    def source(self, stage: str) -> Artefact:
-        """The folder of a stage that this one reads."""
-        return Artefact(self.run, stage)
-
     def inputs(self) -> Sequence[type[Stage]]:
         """The stages whose files it reads under its settings."""
         return self.reads
 
-    @abstractmethod
-    def relevant(self) -> dict[str, Any]:
-        """The settings that its files depend on."""
+    def input(self, kind: type[Input]) -> Input:
+        """One of the stages whose files it reads; it was made with that one's own slice, or this one will not begin."""
+        assert kind in self.inputs(), f"{self.name} does not read {kind.name}"
+        return kind(self.__whole, self.run)
+
+    def elsewhere(self, run: Path) -> Callable[[], Stage]:
+        """What makes the same stage in another process."""
+        return partial(type(self), self.__whole, run)
+
+    def data(self) -> dict[str, Any]:
+        """Hashes of what its files depend on beside settings, inputs and models."""
+        return {}
 
     @abstractmethod
     def shards(self) -> dict[str, int]:
@@ -117,18 +133,6 @@ class Stage(ABC):
     @abstractmethod
     def cost(self) -> Cost:
         """What one of its units takes."""
-
-    def asked(self) -> list[Problem]:
-        """The problems whose prompts it reads."""
-        return [problem for problems in splits_of(self.settings.problems).values() for problem in problems]
-
-    @cached_property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, 0 where the tokenizer is not on this machine."""
-        tokenizer, template = self.models.tokenizer_here, self.settings.problems.prompt
-        if tokenizer is None:
-            return 0
-        return max((len(prompt_ids(tokenizer, problem, template)) for problem in self.asked()), default=0)
 
     def most(self) -> int:
         """Units at most, by the settings alone."""
@@ -159,7 +163,7 @@ class Stage(ABC):
         """
         inputs = {}
         for kind in self.inputs():
-            read = kind(self.settings, self.run)
+            read = self.input(kind)
             manifest = read.folder.manifest()
             if manifest is None or not manifest["complete"]:
                 got = "none" if manifest is None else "a part"
@@ -167,8 +171,8 @@ class Stage(ABC):
                 raise ValueError(f"{self.name}: expected finished {kind.name} in {self.run}, got {got}; {remedy}")
             read.folder.check(manifest, read.identity(models))
             inputs[kind.name] = manifest["digest"]
-        known = {"models": self.models.identity(*self.uses)} if models else {}
-        return {"settings": self.relevant(), "inputs": inputs, **known}
+        known = {"models": self.models.hashes(*self.uses)} if models else {}
+        return {"settings": counted(self.settings), "data": self.data(), "inputs": inputs, **known}
 
 
 def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
@@ -200,17 +204,18 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
         stage.folder.begin(identity, stage.choose() if begun is None else begun["chosen"])
         done = stage.folder.receipts(shards)
         pending = [shard for shard in shards if shard not in done]
-        with Board(stage, shards, done) as board:
+        with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
+            told = _Told(board, stage, shards, done)
             if engine == "ray" and stage.parallel:
                 from fb_core.stages.cluster import work_on_ray
 
-                work_on_ray(stage, pending, board.shard_done)
+                work_on_ray(stage, pending, told.shard_done)
             elif stage.at_once > 1:
-                _work_in_threads(stage, pending, board.shard_done)
+                _work_in_threads(stage, pending, told.shard_done)
             else:
-                stage.on_progress = board.within
+                stage.on_progress = told.within
                 for shard in pending:
-                    board.shard_done(shard, work_and_put(stage, shard))
+                    told.shard_done(shard, work_and_put(stage, shard))
         return stage.folder.complete(list(shards), stage.summary())
 
 
@@ -267,69 +272,40 @@ def _price(stage: Stage, units: int) -> str:
     cost = stage.cost()
     if not cost.tokens or (size := stage.models.parameters(cost.role)) is None:
         return f"  {cost.words}"
-    unknown = "" if stage.longest_prompt else ", prompts not counted: the tokenizer is not on this machine"
+    unknown = "" if stage.models.tokenizer_here else ", prompts not counted: the tokenizer is not on this machine"
     flop = f"{2e-12 * size * cost.tokens * units:,.3g} TFLOP by {size / 1e9:.3g}B weights"
     return f"  at most {cost.tokens * units:,} tokens {cost.words}, {flop}{unknown}"
 
 
-class Board:
-    """Progress of one stage: a bar with rate and remaining time on a terminal, a line a shard elsewhere.
+class _Told:
+    """Progress of one stage, with rate and remaining time; where answers are judged, what became of them so far."""
 
-    Where answers are judged it says what became of them so far.
-    """
-
-    def __init__(self, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
-        self._stage, self._shards = stage, shards
-        self._done = sum(shards[shard] for shard in done)
-        self._before = self._done
+    def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
+        self._board, self._stage, self._shards = board, stage, shards
+        self._before = self._done = sum(shards[shard] for shard in done)
         self._of = sum(shards.values())
         self._counts: Counter[str] = Counter()
         for receipt in done.values():
             self._counts.update(receipt.counts)
         self._began = time.perf_counter()
-        self._bars = Progress(
-            TextColumn("{task.description:<13}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _Rate(stage.unit),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[verdicts]}"),
-            console=Console(),
-            speed_estimate_period=1e9,  # shards may take hours
-        )
-        self._terminal = sys.stdout.isatty()
-
-    def __enter__(self) -> Board:
-        if self._terminal:
-            self._bars.start()
-            self._task = self._bars.add_task(self._stage.name, total=self._of, completed=self._done, verdicts="")
-        elif self._done:
-            print(f"{self._stage.name}: {self._done} of {self._of} {self._stage.unit} were done before", flush=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        board.show(stage.name, self._done, self._of)
+        if self._done:
+            board.say(stage.name, f"{self._done} of {self._of} {stage.unit} were done before")
 
     def within(self, done: int) -> None:
         """So many units of the shard at work are done."""
-        if self._terminal:
-            self._bars.update(self._task, completed=self._done + done)
+        self._board.show(self._stage.name, self._done + done, self._of)
 
     def shard_done(self, shard: str, counts: Mapping[str, int]) -> None:
         """A shard is written; `counts` are what it holds."""
         self._done += self._shards[shard]
         self._counts.update(counts)
         verdicts = tally_words(self._counts)
-        if self._terminal:
-            self._bars.update(self._task, completed=self._done, verdicts=verdicts)
-            return
+        self._board.show(self._stage.name, self._done, self._of, verdicts)
         rate = (self._done - self._before) / max(time.perf_counter() - self._began, 1e-9)
         left = _clock((self._of - self._done) / rate) if rate else "?"
-        print(
-            f"{self._stage.name}: {shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left"
-            + (f"; {verdicts}" if verdicts else ""),
-            flush=True,
-        )
+        text = f"{shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left"
+        self._board.say(self._stage.name, text + (f"; {verdicts}" if verdicts else ""))
 
 
 class _Rate(ProgressColumn):

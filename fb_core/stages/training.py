@@ -21,11 +21,12 @@ from fb_core.calibrated import calibrated_target
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.calibration import CalibrationStage, read_weights, terms_of
+from fb_core.stages.examples import Examples, Group
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import splits_of
-from fb_core.stages.scores import ScoredGroup, ScoreStage, read_groups
+from fb_core.stages.scores import ScoreStage
 from fb_core.stages.stage import Cost, Output, Stage
-from fb_core.stages.trajectories import StateStage, TrajectoryStage, read_trajectories
+from fb_core.stages.states import StateStage
+from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.targets import MARGIN, group_targets, selection_target, without_hindsight
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
@@ -44,23 +45,21 @@ class TrainStage(Stage):
 
     name = "training"
     command = "train"
-    reads = (TrajectoryStage, StateStage, ScoreStage)
+    slice = ("train", "collect.deployed")
+    reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
     unit = "groups"
     parallel = False
 
     def inputs(self) -> Sequence[type[Stage]]:
         return (*self.reads, CalibrationStage) if self.settings.train.target == "calibrated" else self.reads
 
-    def relevant(self) -> dict[str, Any]:
-        return self.settings.train.model_dump(exclude={"checkpoint_steps"})
-
     def shards(self) -> dict[str, int]:
-        groups = self.source("scores").finished()["counts"].get("train groups", 0)
+        groups = self.input(ScoreStage).folder.finished()["counts"].get("train groups", 0)
         return {f"epoch-{epoch}": groups for epoch in range(1, self.settings.train.epochs + 1)}
 
     def most(self) -> int:
-        problems = len(splits_of(self.settings.problems)["train"])
-        return self.settings.train.epochs * problems * self.settings.collect.max_states
+        problems = len(self.input(TrajectoryStage).splits["train"])
+        return self.settings.train.epochs * problems * self.input(StateStage).settings.collect.max_states
 
     def runs(self) -> list[tuple[int, int]]:
         """(horizon, seed) of every run, in order."""
@@ -143,31 +142,24 @@ class TrainStage(Stage):
 
     def _groups_of(self, run: Path, split: str) -> list[TrainingTrajectory]:
         device, found = self.models.slm.device, []
-        for shard in TrajectoryStage(self.settings, run).shards():
-            if not shard.startswith(split):
-                continue
-            groups = read_groups(Artefact(run, ScoreStage.name), shard)
+        for shard in Artefact(run, ScoreStage.name).shards(split):
+            groups = list(Examples(run, shard, device).groups.values())
             if self.settings.train.target != "calibrated":
                 groups = [group for group in groups if group.logprob is not None]
             if not groups:
                 continue
-            states = Artefact(run, StateStage.name).table(shard)
-            members: dict[int, list[TrainingGroup]] = {}
+            members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
             for group, target in zip(groups, self._targets(groups), strict=True):
+                pool, trajectory = group.state.pool, group.state.trajectory
                 features = candidate_features(
-                    group.slm_logprob, group.llm_logprob, group.sources, self.settings.train.features
+                    pool.slm_logprob, pool.llm_logprob, pool.sources, self.settings.train.features
                 )
-                state = states[group.state]
-                members.setdefault(state["trajectory"], []).append(
-                    TrainingGroup(
-                        state["position"], group.candidates.to(device), target.to(device), features.to(device)
-                    )
-                )
-            trajectories = read_trajectories(Artefact(run, TrajectoryStage.name), shard, device)
-            found += [TrainingTrajectory(trajectories[index].tokens, groups) for index, groups in members.items()]
+                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device), features.to(device))
+                members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1].append(one)
+            found += [TrainingTrajectory(tokens, of_trajectory) for tokens, of_trajectory in members.values()]
         return found
 
-    def _targets(self, groups: Sequence[ScoredGroup]) -> list[Tensor]:
+    def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
         """[K, h] of every group."""
         settings = self.settings.train
         if settings.target == "calibrated":
@@ -183,18 +175,18 @@ class TrainStage(Stage):
                 for group in groups
             ]
         if settings.target == "select":
-            count = len(settings.horizons)
-            return [selection_target(group.llm_logprob)[:, None].expand(-1, count) for group in groups]
+            best = (selection_target(group.state.pool.llm_logprob) for group in groups)
+            return [target[:, None].expand(-1, len(settings.horizons)) for target in best]
         matrices = []
         for group in groups:
             assert group.logprob is not None
-            own = (group.candidates == group.first).nonzero().flatten().tolist()  # none in the SLM's pool, perhaps
+            own = (group.state.pool.ids == group.first).nonzero().flatten().tolist()  # none in the SLM's pool, perhaps
             matrices.append(without_hindsight(group.logprob, own[0], settings.hindsight) if own else group.logprob)
         return group_targets(
             matrices,
             settings.horizons,
             temperature=settings.temperature,
-            local=[group.llm_logprob for group in groups],
+            local=[group.state.pool.llm_logprob for group in groups],
             alpha=settings.alpha,
         )[1]
 
@@ -245,14 +237,14 @@ class TrainStage(Stage):
     def _no_groups(self, split: str) -> str:
         """Why a split has no groups: what became of its states, and what that asks for."""
         counts: dict[str, Counter[str]] = {}
-        for stage in (FutureStage.name, ScoreStage.name):
-            folder = self.source(stage)
-            counts[stage] = Counter()
-            for shard in TrajectoryStage(self.settings, self.run).shards():
-                if shard.startswith(split) and (receipt := folder.receipt(shard)) is not None:
-                    counts[stage].update(receipt.counts)
+        for kind in (FutureStage, ScoreStage):
+            folder = self.input(kind).folder
+            counts[kind.name] = Counter()
+            for receipt in folder.receipts(folder.shards(split)).values():
+                counts[kind.name].update(receipt.counts)
         futures, scored = counts[FutureStage.name], counts[ScoreStage.name]
-        horizon, prompt = self.settings.score.horizon, self.settings.problems.prompt
+        horizon = self.input(ScoreStage).settings.score.horizon
+        prompt = self.input(TrajectoryStage).settings.problems.prompt
         remedy = f'see that the LLM answers as the prompt asks, in \\boxed{{}} (problems.prompt is "{prompt}")'
         if not scored["admitted"]:
             remedy = "lower collect.quantile or take more problems"

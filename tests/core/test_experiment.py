@@ -151,7 +151,7 @@ def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
     assert not (place / variant.path / "comparison").exists()
     again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
     problem = make(variant, again.model_dump_json(), place, False)
-    assert "settings.minimum_mixed 41, got 40" in str(problem)
+    assert "settings.rollouts.minimum_mixed 41, got 40" in str(problem)
 
 
 def test_making_a_variant_again_changes_nothing(made, chosen):
@@ -318,7 +318,7 @@ def test_the_worlds_test_sets_and_slms_are_told_apart():
         [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
         for settings in found
     ]
-    slms = [models_of(settings.models).identity("slm")["slm"] for settings in found]
+    slms = [models_of(settings.models).hashes("slm")["slm"] for settings in found]
     assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
     assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
 
