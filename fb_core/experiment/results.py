@@ -91,7 +91,7 @@ class Results:
             key: reference.path if place is None or key == "greedy" else replace(reference, inside=place).path
             for key, reference in self._references.items()
         }
-        paths = {other.key: other.path for other in self._tables[table.shown.name]}
+        paths = {other.key: other.path for other in self._tables[table.name]}
         return compared | {one.name: paths[one.key] for one in table.beside if not one.of or variant.key in one.of}
 
     def _rows(self, table: str, variant: Variant, compared: Mapping[str, Path]) -> Iterator[Result]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fb_core.config import Method, RunSettings
 from fb_core.report.findings import OURS, Experiment
@@ -108,16 +108,29 @@ class Table:
     """One experiment.
 
     Attributes:
-        shown: its name, title, what it varies in a sentence, and its figure.
+        name: on the command line.
+        title: of its section in the report.
+        varies: what differs from row to row, in a sentence.
         rows: those of a run, in their order, the run's own and other borrowed ones among them.
+        figure: of its section, with its caption.
         beside: what its rows are compared with besides `REFERENCES`.
         judged: whether its rerankers are held against the rollouts.
     """
 
-    shown: Experiment
+    name: str
+    title: str
+    varies: str
     rows: Callable[[Plan], list[Variant]]
+    figure: Literal["accuracy", "horizon", "sweep"] | None = None
+    caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
+
+    @property
+    def shown(self) -> Experiment:
+        """What the report is told of it."""
+        about = {name: getattr(self, name) for name in Experiment.model_fields}
+        return Experiment(**about)
 
 
 def _methods(plan: Plan) -> list[Variant]:
@@ -239,86 +252,56 @@ def _quantiles(plan: Plan) -> list[Variant]:
 
 
 TABLES = {
-    table.shown.name: table
+    table.name: table
     for table in (
         Table(
-            Experiment(
-                name="methods",
-                title="Methods",
-                varies="The reranker beside its rivals, on the same problems.",
-                figure="accuracy",
-                caption="Accuracy by method with 95% intervals; the dashed line is greedy decoding of the SLM.",
-            ),
+            "methods",
+            "Methods",
+            "The reranker beside its rivals, on the same problems.",
             _methods,
+            "accuracy",
+            "Accuracy by method with 95% intervals; the dashed line is greedy decoding of the SLM.",
         ),
+        Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
         Table(
-            Experiment(
-                name="pools",
-                title="Candidate pools",
-                varies="Whose candidates the reranker is trained on and chooses from.",
-            ),
-            _pools,
-        ),
-        Table(
-            Experiment(
-                name="horizons",
-                title="Horizon",
-                varies="How many tokens of the future make the target.",
-                figure="horizon",
-                caption="By horizon: accuracy of the rerankers, and how many pairs of candidates the target itself "
-                "puts in the order of the SLM's rollouts. Bands are 95% intervals.",
-            ),
+            "horizons",
+            "Horizon",
+            "How many tokens of the future make the target.",
             _horizons,
+            "horizon",
+            "By horizon: accuracy of the rerankers, and how many pairs of candidates the target itself puts in the "
+            "order of the SLM's rollouts. Bands are 95% intervals.",
         ),
         Table(
-            Experiment(
-                name="futures",
-                title="Futures",
-                varies="What stands as the future behind every candidate when the target is made, on one set of "
-                "states. Verified and first correct sample differ in how they were decoded alone, the samples among "
-                "each other in their answers alone, cross-state and shuffled from verified in the state and in the "
-                "order alone.",
-            ),
+            "futures",
+            "Futures",
+            "What stands as the future behind every candidate when the target is made, on one set of states. Verified "
+            "and first correct sample differ in how they were decoded alone, the samples among each other in their "
+            "answers alone, cross-state and shuffled from verified in the state and in the order alone.",
             _futures,
-            (  # greedy ones with the greedy one, samples with the right sample
+            beside=(  # greedy ones with the greedy one, samples with the right sample
                 Beside("verified", "future-verified"),
                 Beside("first correct sample", "future-sampled", ("future-unverified", "future-incorrect")),
             ),
         ),
         Table(
-            Experiment(
-                name="alpha",
-                title="Hybrid targets",
-                varies="How much of the target is the future's score, the rest being the LLM's preference.",
-            ),
+            "alpha",
+            "Hybrid targets",
+            "How much of the target is the future's score, the rest being the LLM's preference.",
             _alpha,
         ),
         Table(
-            Experiment(
-                name="scope",
-                title="Adapter scope",
-                varies="Whether the adapter acts on the candidate alone or on its prefix too.",
-            ),
-            _scope,
+            "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
         ),
+        Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
+        Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
         Table(
-            Experiment(name="temperature", title="Target temperature", varies="How soft the target is."), _temperatures
-        ),
-        Table(
-            Experiment(name="repairs", title="Repairs", varies="Recipes beyond the published one."),
-            _repairs,
-            judged=True,
-        ),
-        Table(
-            Experiment(
-                name="quantiles",
-                title="Request quantiles",
-                varies="States, futures and rerankers made again at other request quantiles.",
-                figure="sweep",
-                caption="Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the "
-                "SLM.",
-            ),
+            "quantiles",
+            "Request quantiles",
+            "States, futures and rerankers made again at other request quantiles.",
             _quantiles,
+            "sweep",
+            "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
             judged=True,
         ),
     )

@@ -27,7 +27,7 @@ from fb_core.experiment.results import UNSEEN
 from fb_core.experiment.run import PROBLEM, make, run_experiment
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
 from fb_core.experiment.variants import changed, settings_of_variant
-from fb_core.report.findings import Experiment, findings_bytes
+from fb_core.report.findings import findings_bytes
 from fb_core.report.report import render
 from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
@@ -289,8 +289,8 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
         greedier = plan.recipe("events-1", "one event", evaluate={"certainty": 0.0})
         return [plan.own("all events"), greedier]
 
-    shown = Experiment(name="events", title="Number of events", varies="How often the LLM may be asked.")
-    monkeypatch.setitem(TABLES, "events", Table(shown, rows))
+    entry = Table("events", "Number of events", "How often the LLM may be asked.", rows)
+    monkeypatch.setitem(TABLES, "events", entry)
     (variant,) = own("events", Plan(chosen, run, 8))
     assert make(variant, chosen.model_dump_json(), run, False) is None
     found = gather(chosen, run)

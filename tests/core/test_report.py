@@ -649,7 +649,7 @@ def undrawn(monkeypatch):
             monkeypatch.setitem(DIAGNOSTICS, name, one._replace(draw=lambda findings: None))
 
 
-SHOWN = [(name, table.shown.title, f"futurebridge experiment {name}") for name, table in TABLES.items()]
+SHOWN = [(name, table.title, f"futurebridge experiment {name}") for name, table in TABLES.items()]
 SHOWN += [(name, one.title, one.command) for name, one in DIAGNOSTICS.items()]
 
 
