@@ -19,27 +19,8 @@ from fb_core.experiment.recommendation import recommend
 from fb_core.experiment.results import Results, finished
 from fb_core.experiment.tables import TABLES, Plan, Variant
 from fb_core.experiment.variants import plan_of, settings_of_variant
-from fb_core.report.findings import (
-    OURS,
-    Agreement,
-    Calibration,
-    Candidate,
-    Choice,
-    Choosing,
-    Costs,
-    Coverage,
-    DeploymentCost,
-    Findings,
-    FutureQuality,
-    OfflineCost,
-    Pair,
-    Policy,
-    SeedTrial,
-    Selection,
-    Trajectory,
-    Trial,
-    WorkedEvent,
-)
+from fb_core.report import findings as values
+from fb_core.report.findings import OURS, Findings
 from fb_core.stages.agreement import (
     AgreementStage,
     Judged,
@@ -104,7 +85,7 @@ def gather(settings: RunSettings, run: Path) -> Findings:
             name: digest([[problem.text, problem.answer] for problem in problems])
             for name, problems in benchmark_problems(settings).items()
         },
-        policy=Policy(**vars(frozen_policy(run)), quantile=settings.collect.quantile),
+        policy=values.Policy(**vars(frozen_policy(run)), quantile=settings.collect.quantile),
         selection=_selection(plan),
         filters=Artefact(run, ScoreStage.name).finished()["counts"],
         seeds=settings.train.seeds,
@@ -112,7 +93,7 @@ def gather(settings: RunSettings, run: Path) -> Findings:
         rows=tuple(Results(plan).rows()),
         agreement=rolled and rolled.agreement(),
         choices=rolled and rolled.choices(),
-        coverage=rolled and tuple(_picked(Coverage, row) for row in coverage_rows(rolled.states)),
+        coverage=rolled and tuple(_picked(values.Coverage, row) for row in coverage_rows(rolled.states)),
         future_quality=rolled and _future_quality(plan),
         trajectory=rolled and _trajectory(plan),
         worked_event=rolled and _worked_event(plan),
@@ -130,9 +111,9 @@ def _picked(kind: type[Kind], row: dict[str, Any], **more: Any) -> Kind:
     return kind(**{name: row[name] for name in kind.model_fields if name in row} | more)
 
 
-def _pair(settings: RunSettings) -> Pair:
+def _pair(settings: RunSettings) -> values.Pair:
     models = models_of(settings.models)
-    return Pair(
+    return values.Pair(
         slm=settings.models.slm,
         llm=settings.models.llm,
         slm_parameters=models.parameters("slm"),
@@ -141,13 +122,14 @@ def _pair(settings: RunSettings) -> Pair:
     )
 
 
-def _selection(plan: Plan) -> Selection:
+def _selection(plan: Plan) -> values.Selection:
     found = Artefact(plan.run, SelectionStage.name).finished()["summary"]
     table = tuple(
-        _picked(Trial, row, seeds=tuple(_picked(SeedTrial, seed) for seed in row["seeds"])) for row in found["table"]
+        _picked(values.Trial, row, seeds=tuple(_picked(values.SeedTrial, seed) for seed in row["seeds"]))
+        for row in found["table"]
     )
     problems = len(splits_of(plan.settings.problems)["validation"])
-    return Selection(horizon=found["horizon"], epoch=found["epoch"], problems=problems, table=table)
+    return values.Selection(horizon=found["horizon"], epoch=found["epoch"], problems=problems, table=table)
 
 
 @final
@@ -163,7 +145,7 @@ class _Rolled:
         """The run's own."""
         return judged_states(self._plan.settings, self._plan.run)
 
-    def agreement(self) -> tuple[Agreement, ...]:
+    def agreement(self) -> tuple[values.Agreement, ...]:
         """Of all scores of the run, and of its repaired rerankers."""
         rows = agreement_rows(self.states)
         for variant in TABLES["repairs"].rows(self._plan):
@@ -171,9 +153,9 @@ class _Rolled:
                 where = ", on states of its own" if "collect" in variant.changes else ""
                 ours = [row for row in self._rows(variant) if row["score"] == "FutureBridge"]
                 rows += [{**row, "score": f"FutureBridge, {variant.label}{where}"} for row in ours]
-        return tuple(_picked(Agreement, row) for row in rows)
+        return tuple(_picked(values.Agreement, row) for row in rows)
 
-    def choices(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[values.Choice, ...]:
         """What the candidate chosen at an event leads to, by kind of event, at every quantile."""
         found = []
         for variant in TABLES["quantiles"].rows(self._plan):
@@ -183,7 +165,7 @@ class _Rolled:
             if variant.key == OURS:
                 labels |= {"SLM": "the SLM's choice", "LLM": "the LLM's choice"}
             rows = [row for row in self._rows(variant) if row["score"] in labels]
-            found += [_picked(Choice, row, label=labels[row["score"]], quantile=variant.x) for row in rows]
+            found += [_picked(values.Choice, row, label=labels[row["score"]], quantile=variant.x) for row in rows]
         return tuple(found)
 
     def _rows(self, variant: Variant) -> list[dict[str, Any]]:
@@ -200,7 +182,7 @@ class _Rolled:
         return self._known[variant.path]
 
 
-def _future_quality(plan: Plan) -> FutureQuality | None:
+def _future_quality(plan: Plan) -> values.FutureQuality | None:
     """Agreement of every quality's target with the rollouts, by horizon, on the held-out states that have them all."""
     made = [variant for variant in TABLES["futures"].rows(plan) if not variant.borrowed]
     folders = [plan.run / variant.path for variant in made]
@@ -221,7 +203,7 @@ def _future_quality(plan: Plan) -> FutureQuality | None:
                     found = statistics.pairwise_agreement(score.numpy(), one.correct.numpy())
                     won[quality, column] += found[0]
                     pairs[quality, column] += found[1]
-    return FutureQuality(
+    return values.FutureQuality(
         states=states,
         horizons=horizons,
         qualities=tuple(variant.label for variant in made),
@@ -232,7 +214,7 @@ def _future_quality(plan: Plan) -> FutureQuality | None:
     )
 
 
-def _trajectory(plan: Plan) -> Trajectory | None:
+def _trajectory(plan: Plan) -> values.Trajectory | None:
     """The held-out SLM trajectory of the first shard with the most admitted states."""
     run, settings = plan.run, plan.settings
     decode = models_of(settings.models).tokenizer.decode
@@ -251,13 +233,13 @@ def _trajectory(plan: Plan) -> Trajectory | None:
             one = rolled[row]
             scores = learned.get(row, one.slm_logprob.tolist())
             events.append(
-                Choosing(
+                values.Choosing(
                     step=state["position"] - trajectory.prompt_length,
                     chosen=decode([int(one.ids[int(np.argmax(scores))])]),
                     slm=decode([int(one.ids[int(one.slm_logprob.argmax())])]),
                 )
             )
-    return Trajectory(
+    return values.Trajectory(
         problem=decode(trajectory.tokens[: trajectory.prompt_length].tolist(), skip_special_tokens=True),
         tokens=tuple(decode([token]) for token in trajectory.output.tolist()),
         entropy=trajectory.entropy.tolist(),
@@ -274,7 +256,7 @@ def _learned(plan: Plan, shard: str) -> dict[int, list[float]]:
     return {row["state"]: row[seed] for row in Artefact(plan.run, AgreementStage.name).table(shard)}
 
 
-def _worked_event(plan: Plan) -> WorkedEvent | None:
+def _worked_event(plan: Plan) -> values.WorkedEvent | None:
     """The first held-out state with a usable future where the picks of LLM and FutureBridge differ in outcome."""
     run, settings = plan.run, plan.settings
     decode = models_of(settings.models).tokenizer.decode
@@ -296,7 +278,7 @@ def _worked_event(plan: Plan) -> WorkedEvent | None:
             compatibility = group.compatibility(plan.horizon)
             assert compatibility is not None
             output = trajectory.tokens[trajectory.prompt_length : state["position"]]
-            return WorkedEvent(
+            return values.WorkedEvent(
                 problem=problem.id,
                 prompt=problem.text,
                 prefix=decode(output.tolist(), skip_special_tokens=True),
@@ -304,7 +286,7 @@ def _worked_event(plan: Plan) -> WorkedEvent | None:
                 entropy=state["entropy"],
                 future=decode(future.tokens[: plan.horizon].tolist(), skip_special_tokens=True),
                 candidates=tuple(
-                    Candidate(
+                    values.Candidate(
                         token=decode([int(one.ids[k])]),
                         source={1: "SLM", 2: "LLM", 3: "both"}[int(one.sources[k])],
                         p_slm=float(one.slm_logprob[k].exp()),
@@ -320,28 +302,28 @@ def _worked_event(plan: Plan) -> WorkedEvent | None:
     return None
 
 
-def _calibration(plan: Plan) -> Calibration | None:
+def _calibration(plan: Plan) -> values.Calibration | None:
     """Of the row with the calibrated target."""
     (variant,) = (variant for variant in TABLES["repairs"].rows(plan) if variant.key == "calibrated")
     manifest = finished(plan.run / variant.path, CalibrationStage.name)
     if manifest is None:
         return None
     found = manifest["summary"][f"h{plan.horizon}"]
-    return _picked(Calibration, found, minimum_mixed=plan.settings.rollouts.minimum_mixed)
+    return _picked(values.Calibration, found, minimum_mixed=plan.settings.rollouts.minimum_mixed)
 
 
-def _costs(plan: Plan) -> Costs:
+def _costs(plan: Plan) -> values.Costs:
     beside, deployment = published(plan.settings), None
     offline = tuple(
-        _picked(OfflineCost, row, published=beside.get("offline", {}).get(row["stage"]))
+        _picked(values.OfflineCost, row, published=beside.get("offline", {}).get(row["stage"]))
         for row in offline_rows([kind(plan.settings, plan.run) for kind in OFFLINE])
     )
     if finished(plan.run, DeploymentStage.name) is not None:
         deployment = tuple(
-            _picked(DeploymentCost, row, published=beside.get("deployment", {}).get(row["key"]))
+            _picked(values.DeploymentCost, row, published=beside.get("deployment", {}).get(row["key"]))
             for row in deployment_rows(DeploymentStage(plan.settings, plan.run))
         )
-    return Costs(offline=offline, deployment=deployment)
+    return values.Costs(offline=offline, deployment=deployment)
 
 
 def published(settings: RunSettings) -> dict[str, dict[str, float]]:

@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
+from itertools import count
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -39,6 +40,7 @@ SHARED: tuple[tuple[type[Stage], ...], ...] = (
 )  # made once, then linked
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
+Done = Callable[[Variant, str | None], None]  # a variant, and why it could not be made if so
 
 
 def run_experiment(
@@ -87,11 +89,11 @@ def run_experiment(
             _attempt(kinds, settings, run, show)
     if workers is None:
         workers = 1 if torch.cuda.is_available() else os.cpu_count() or 1
-    with _Bar(len(made)) as bar:
+    with _progress(len(made)) as done:
         for depth in sorted({len(path.parts) for path in made}):
             wave = [variant for path, variant in made.items() if len(path.parts) == depth]
             wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
-            _work(wave, judged, settings, run, workers, bar)
+            _work(wave, judged, settings, run, workers, done)
     if COSTS in tables:  # alone, on an idle machine
         _attempt([DeploymentStage], settings, run, show)
     write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
@@ -112,18 +114,18 @@ def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, sho
 
 
 def _work(
-    wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, bar: _Bar
+    wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, done: Done
 ) -> None:
     values = settings.model_dump_json()
     if workers == 1:  # where the models are already
         for variant in wave:
-            bar.done(variant, make(variant, values, run, variant.path in judged))
+            done(variant, make(variant, values, run, variant.path in judged))
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
         jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
         try:
             for job in as_completed(jobs):
-                bar.done(jobs[job], job.result())
+                done(jobs[job], job.result())
         except BrokenProcessPool:
             raise OSError(
                 f"experiment: expected {workers} worker processes to finish, got one ended from outside, perhaps for "
@@ -187,35 +189,21 @@ def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[S
     return kinds
 
 
-class _Bar:
-    """Progress over variants: a bar on a terminal, a line each elsewhere."""
+@contextmanager
+def _progress(of: int) -> Iterator[Done]:
+    """Takes the variants that are made, or could not be: a bar on a terminal, a line each elsewhere."""
+    terminal, done = sys.stdout.isatty(), count(1)
+    columns = (TextColumn("variants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stdout)  # this one, whatever it is redirected to later
+    with Progress(*columns, console=console, disable=not terminal) as bar:
+        task = bar.add_task("variants", total=of)
 
-    def __init__(self, of: int) -> None:
-        self._bar = Progress(
-            TextColumn("variants"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(file=sys.stdout),  # this one, whatever it is redirected to later
-        )
-        self._of, self._done, self._terminal = of, 0, sys.stdout.isatty()
+        def advance(variant: Variant, problem: str | None) -> None:
+            line = f"{'/'.join(variant.path.parts[1::2])}: " + ("done" if problem is None else f"not made: {problem}")
+            bar.advance(task)
+            if not terminal:
+                print(f"experiment: {line}, {next(done)}/{of} variants", flush=True)
+            elif problem is not None:
+                console.print(line, markup=False)
 
-    def __enter__(self) -> _Bar:
-        if self._terminal:
-            self._bar.start()
-            self._task = self._bar.add_task("variants", total=self._of)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def done(self, variant: Variant, problem: str | None) -> None:
-        """A variant is made, or could not be."""
-        self._done += 1
-        line = f"{'/'.join(variant.path.parts[1::2])}: " + ("done" if problem is None else f"not made: {problem}")
-        if self._terminal:
-            self._bar.update(self._task, completed=self._done)
-            if problem is not None:
-                self._bar.console.print(line, markup=False)
-        else:
-            print(f"experiment: {line}, {self._done}/{self._of} variants", flush=True)
+        yield advance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fb_core.report.findings import Findings, Result
+from fb_core.report.findings import Choice, Findings, Result
 from fb_core.report.page import Span, Table, Text
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
@@ -101,12 +101,12 @@ def said(sides: dict[str, list[str]]) -> str:
 
 
 def made_with(
-    findings: Findings, rows: Sequence[Result] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
+    findings: Findings, rows: Sequence[Result | Choice] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
 ) -> str:
     """The settings of a table: pair, problems, seeds, decoding, policy, and what its intervals are, if it has any."""
     pair, policy = findings.pair, findings.policy
     problems = sorted({row.problems for row in rows if row.problems})
-    seeds = sorted({seed for row in rows for seed in row.seeds})
+    seeds = sorted({seed for row in rows if isinstance(row, Result) for seed in row.seeds})
     parts = [f"SLM {pair.slm}, LLM {pair.llm}"] if pair else []
     if problems:
         parts.append(" to ".join(map(number, dict.fromkeys((problems[0], problems[-1])))) + " problems")

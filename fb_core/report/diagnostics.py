@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fb_core.report import figures
+from fb_core.report import findings as values
 from fb_core.report.columns import (
     BELOW_DIRECT,
     BELOW_GREEDY,
@@ -26,19 +27,7 @@ from fb_core.report.columns import (
     text_column,
     token,
 )
-from fb_core.report.findings import (
-    Agreement,
-    Calibration,
-    Choice,
-    Costs,
-    Coverage,
-    Findings,
-    FutureQuality,
-    Selection,
-    Trajectory,
-    Trial,
-    WorkedEvent,
-)
+from fb_core.report.findings import Findings
 from fb_core.report.page import Block, Items, Paragraph, Picture, Span, Table, Text, Verbatim
 
 FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # one by one
@@ -51,11 +40,11 @@ def _filters(findings: Findings, counts: Mapping[str, int]) -> list[Block]:
     return [Table("States left after each filter", ["", "count"], rows, note)]
 
 
-def _selection(findings: Findings, found: Selection) -> list[Block]:
-    def of_seeds(row: Trial) -> str:
+def _selection(findings: Findings, found: values.Selection) -> list[Block]:
+    def of_seeds(row: values.Trial) -> str:
         return ", ".join(f"{share(seed.accuracy)} (seed {seed.seed})" for seed in row.seeds)
 
-    def chosen(row: Trial) -> str:
+    def chosen(row: values.Trial) -> str:
         return "chosen" * ((row.epoch, row.horizon) == (found.epoch, found.horizon))
 
     columns = [
@@ -73,7 +62,7 @@ def _selection(findings: Findings, found: Selection) -> list[Block]:
     return [column_table("Rerankers on validation problems", found.table, columns, note + made)]
 
 
-def _agreement(findings: Findings, found: Sequence[Agreement]) -> list[Block]:
+def _agreement(findings: Findings, found: Sequence[values.Agreement]) -> list[Block]:
     blocks: list[Block] = [
         Paragraph(
             "How well each score orders the candidates of held-out states, judged by the SLM's own greedy rollouts "
@@ -105,7 +94,7 @@ def _agreement(findings: Findings, found: Sequence[Agreement]) -> list[Block]:
     return blocks
 
 
-def _choices(findings: Findings, found: Sequence[Choice]) -> list[Block]:
+def _choices(findings: Findings, found: Sequence[values.Choice]) -> list[Block]:
     quantiles = sorted({row.quantile for row in found})
     blocks: list[Block] = [
         Paragraph(
@@ -127,19 +116,19 @@ def _choices(findings: Findings, found: Sequence[Choice]) -> list[Block]:
                 sides[side] += [f"{label} at quantile {', '.join(f'{q:g}' for q in where)}"] if where else []
         blocks += [Paragraph(said(sides))] if any(sides.values()) else []
         head = ["", *(f"q {quantile:g}, % [95%]" for quantile in quantiles)]
-        note = f"Of {counts} states. {LEGEND} {made_with(findings, decoded=False, intervals=SHARES)}"
+        note = f"Of {counts} states. {LEGEND} {made_with(findings, found, decoded=False, intervals=SHARES)}"
         blocks.append(Table(f"Choices that lead to success, {kind} events", head, body, note))
     return blocks
 
 
-def _choice(row: Choice | None) -> str:
+def _choice(row: values.Choice | None) -> str:
     if row is None:
         return ""
     marks = [(BELOW_GREEDY, row.top1_minus_slm), (BELOW_DIRECT, row.top1_minus_llm)]
     return " ".join([percent(row.top1), *(mark for mark, difference in marks if below(difference))])
 
 
-def _coverage(findings: Findings, found: Sequence[Coverage]) -> list[Block]:
+def _coverage(findings: Findings, found: Sequence[values.Coverage]) -> list[Block]:
     columns = [
         text_column("pool"),
         number_column("mean_size", "mean size", 2),
@@ -155,7 +144,7 @@ def _coverage(findings: Findings, found: Sequence[Coverage]) -> list[Block]:
     ]
 
 
-def _future_quality(findings: Findings, found: FutureQuality) -> list[Block]:
+def _future_quality(findings: Findings, found: values.FutureQuality) -> list[Block]:
     body = [[name, *map(share, shares)] for name, shares in zip(found.qualities, found.pairwise, strict=True)]
     head = ["", *(f"H = {horizon}, %" for horizon in found.horizons)]
     note = f"{number(found.states)} states that have every kind of future; no intervals. "
@@ -166,7 +155,7 @@ def _future_quality(findings: Findings, found: FutureQuality) -> list[Block]:
     ]
 
 
-def _trajectory(findings: Findings, found: Trajectory) -> list[Block]:
+def _trajectory(findings: Findings, found: values.Trajectory) -> list[Block]:
     columns = [
         number_column("step", "step"),
         Column("entropy, nats", lambda row: number(found.entropy[row.step], 3)),
@@ -177,7 +166,7 @@ def _trajectory(findings: Findings, found: Trajectory) -> list[Block]:
     return [Verbatim("Problem", found.problem), column_table("Its events", found.events, columns, note)]
 
 
-def _worked_event(findings: Findings, found: WorkedEvent) -> list[Block]:
+def _worked_event(findings: Findings, found: values.WorkedEvent) -> list[Block]:
     columns = [
         Column("", lambda row: token(row.token), "l"),
         text_column("source", "proposed by"),
@@ -199,7 +188,7 @@ def _worked_event(findings: Findings, found: WorkedEvent) -> list[Block]:
     ]
 
 
-def _calibration(findings: Findings, found: Calibration) -> list[Block]:
+def _calibration(findings: Findings, found: values.Calibration) -> list[Block]:
     mixed, wanted = found.mixed, found.minimum_mixed
     terms = {"b": "compatibility", "llm": "log p of the LLM", "slm": "log p of the SLM"}
     rows = [[term, *(number(found.theta[name], 3) for name in (key, f"{key}_certain"))] for key, term in terms.items()]
@@ -218,7 +207,7 @@ def _advice(findings: Findings, found: Sequence[str]) -> list[Block]:
     return [Items(found)]
 
 
-def _costs(findings: Findings, found: Costs) -> list[Block]:
+def _costs(findings: Findings, found: values.Costs) -> list[Block]:
     deployment, offline = found.deployment or (), found.offline
     where = f"on {findings.machine or 'a machine that was not recorded'}."
     of_methods = [

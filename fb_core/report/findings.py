@@ -19,7 +19,7 @@ OURS = "futurebridge"  # key of the run's own reranker
 
 
 class _Values(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class Pair(_Values):
@@ -128,6 +128,7 @@ class Choice(_Values):
     kind: str
     quantile: float
     states: int
+    problems: int
     top1: Interval | None = None
     top1_minus_slm: Interval | None = None
     top1_minus_llm: Interval | None = None

@@ -203,6 +203,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 "kind": kind,
                 "quantile": quantile,
                 "states": {0.9: 99, 0.94: 60}[quantile],
+                "problems": 150,
                 "top1": around(mean),
                 "top1_minus_slm": None if key == "greedy" else around(mean - 0.6),
                 "top1_minus_llm": None if key == "direct" else around(mean - 0.7),
@@ -901,9 +902,12 @@ def test_findings_are_read_back_as_they_were_written(tmp_path):
     assert read_findings(tmp_path / "findings.json") == findings
     (tmp_path / "rows.json").write_bytes(rows_bytes(findings))
     brief = read_findings(tmp_path / "rows.json")
-    assert [one.rows for one in brief] == [one.rows for one in findings]
+    assert rows_bytes(brief) == rows_bytes(findings)
+    for row, kept in zip(findings[0].rows, brief[0].rows, strict=True):
+        assert (kept.table, kept.label, kept.minus.keys()) == (row.table, row.label, row.minus.keys())
+        assert kept.accuracy == (row.accuracy and pytest.approx(row.accuracy, abs=1e-6))
     assert [one.policy for one in brief] == [one.policy for one in findings]
-    assert brief[0].costs.deployment == findings[0].costs.deployment
+    assert [one.key for one in brief[0].costs.deployment] == [one.key for one in findings[0].costs.deployment]
     assert (brief[0].worked_event, brief[0].settings, brief[0].costs.offline) == (None, {}, ())
     lines = (tmp_path / "rows.json").read_text().splitlines()
     assert len(lines) < 12 + sum(len(one.rows) for one in findings)
@@ -992,6 +996,7 @@ def test_choices_are_told_by_kind_and_quantile(single):
         ["FutureBridge", "50.0 [47.0, 53.0] ▼ ▽", "80.0 [77.0, 83.0]"],
     ]
     assert plain(digits.note).startswith("Of 99 at 0.9, 60 at 0.94 states.")
+    assert "; 150 problems; request quantile 0.94, 1.695 nats unless the row says another; 95% score" in digits.note
     text = single.markdown("figures")
     assert "Better than the LLM's choice at digit events: FutureBridge at quantile 0.94." in text
     assert "Worse: the SLM's choice at quantile 0.9, 0.94; FutureBridge at quantile 0.9." in text
