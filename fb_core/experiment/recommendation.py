@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
     scores: Callable[[Judged], Tensor | None]
 
 
-def advice(settings: RunSettings, run: Path) -> list[str]:
+def recommend(settings: RunSettings, run: Path, states: Sequence[Judged] | None = None) -> list[str]:
     """Sentences on what would be trained and where it would decide, what each score is worth there, and what to take.
 
     All is counted at the admitted held-out states, which deployment meets, not at those alone that pass the filters of
@@ -47,12 +47,13 @@ def advice(settings: RunSettings, run: Path) -> list[str]:
     Args:
         settings: of the run; the longest horizon of its sweep is looked at.
         run: its folder, scored and rolled out; a reranker is not needed.
+        states: its judged states, where they are known already.
 
     Raises:
         ValueError: no rollouts or scores.
     """
     ScoreStage(settings, run).folder.finished()
-    states, horizon = judged_states(settings, run), max(settings.train.horizons)
+    states, horizon = judged_states(settings, run) if states is None else states, max(settings.train.horizons)
     counts = RolloutStage(settings, run).folder.finished()["counts"]
     there = StateStage(settings, run).folder.finished()["counts"].get("train states", 0)
     target = f"Direct-B_{horizon}"

@@ -1,53 +1,22 @@
-"""A run with one thing changed: a folder inside the run's own, whose unchanged stages are links to the run's."""
+"""How a variant is made: its settings, and a folder whose unchanged stages are links to the run's."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fb_core.config import RunSettings
+from fb_core.experiment.tables import Changes, Plan, Variant
+from fb_core.methods import EXTERNAL
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.stage import Stage, run_stage
 
-Changes = Mapping[str, Mapping[str, Any]]
-FOLDER = "variants"  # inside a run's
 
-
-@dataclass(frozen=True)
-class Variant:
-    """What is changed, and how its row is called.
-
-    Attributes:
-        key: of its folder.
-        label: of its row.
-        changes: settings by section.
-        method: that decodes the benchmarks, None for none: then others vary it in their turn.
-        x: the number that is varied, if it is one.
-        inside: the variant that it varies, if not the run itself.
-    """
-
-    key: str
-    label: str
-    changes: Changes = field(default_factory=dict)
-    method: str | None = "futurebridge"
-    x: float | None = None
-    inside: Variant | None = None
-
-    @property
-    def place(self) -> Variant | None:
-        """The variant among those it is inside of that only others vary; None where there is none."""
-        if self.inside is None or self.inside.method is None:
-            return self.inside
-        return self.inside.place
-
-    @property
-    def path(self) -> Path:
-        """Its folder inside the run's."""
-        return (Path() if self.inside is None else self.inside.path) / FOLDER / self.key
+def plan_of(settings: RunSettings, run: Path) -> Plan:
+    """The plan of a run's variants; raises ValueError where it is not trained."""
+    return Plan(settings, run, int(Artefact(run, "selection").finished()["summary"]["horizon"]))
 
 
 def changed(settings: RunSettings, changes: Changes) -> RunSettings:
@@ -56,6 +25,17 @@ def changed(settings: RunSettings, changes: Changes) -> RunSettings:
     for section, parts in changes.items():
         values[section] |= parts
     return RunSettings.model_validate(values)
+
+
+def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:
+    """The run's settings with the variant's changes, and with its method alone."""
+    if variant.inside is not None:
+        settings = settings_of_variant(settings, variant.inside)
+    method = variant.method or ""
+    name = method.removeprefix(EXTERNAL)
+    external = {name: settings.compare.external[name]} if method.startswith(EXTERNAL) else {}
+    compare = {"methods": (method,) if method and not external else (), "external": external}
+    return changed(settings, {**variant.changes, "compare": compare})
 
 
 def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Path, run: Path) -> None:

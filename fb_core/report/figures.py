@@ -2,119 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import re
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from matplotlib import colormaps, style
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fb_core.report.page import Picture
+from fb_core.report.findings import OURS, Findings, Result
+from fb_core.report.recipes import benchmarks, by_cell
+from fb_core.report.theme import Theme, pictured
+from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
 
-Findings = dict[str, Any]
-
-OURS = "futurebridge"  # key of the rows drawn in the accent colour
 WIDTH = 8.4  # inches, as wide as the page's text
 LONGEST_LABEL, LONGEST_TOKEN = 50, 14  # characters
 LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
 MARKERS = "osD^vPX*"
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 DASHES = ("-", "--", "-.", ":")
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours that hold up on one ground and for colour-blind readers; shapes and dashes say the same."""
-
-    ground: str
-    ink: str
-    faint: str
-    line: str
-    ours: str
-    others: str
-    good: str
-    bad: str
-    series: tuple[str, ...]
-
-
-LIGHT = Theme(
-    ground="#ffffff",
-    ink="#1b1f24",
-    faint="#5d6670",
-    line="#d8dce1",
-    ours="#d55e00",
-    others="#0072b2",
-    good="#0072b2",
-    bad="#d55e00",
-    series=("#d55e00", "#0072b2", "#009e73", "#a8457f", "#b07d00", "#3a3f46", "#2f8fc4"),
-)
-DARK = Theme(
-    ground="#14171b",
-    ink="#e4e7eb",
-    faint="#9aa4af",
-    line="#363c44",
-    ours="#ff8c42",
-    others="#56b4e9",
-    good="#56b4e9",
-    bad="#ff8c42",
-    series=("#ff8c42", "#56b4e9", "#2fc79a", "#e493c1", "#f0c04a", "#c9d0d8", "#8fa8ff"),
-)
-
-
-def _pictured(draw: Callable[[Findings, Theme], Figure | None]) -> Callable[[Findings], Picture | None]:
-    """The drawing in both themes; the same findings give the same bytes."""
-
-    def svg(findings: Findings, theme: Theme) -> str | None:
-        with style.context(["default", _style(theme)]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-            figure = draw(findings, theme)
-            if figure is None:
-                return None
-            file = io.StringIO()
-            figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
-        text = file.getvalue()
-        return text[text.index("<svg") :]  # without the address of a document type
-
-    @wraps(draw)
-    def both(findings: Findings) -> Picture | None:
-        light, dark = svg(findings, LIGHT), svg(findings, DARK)
-        return None if light is None or dark is None else Picture(light, dark)
-
-    return both
-
-
-def _style(theme: Theme) -> dict[str, Any]:
-    return {
-        "svg.fonttype": "path",  # an image in a page finds no fonts of its own
-        "svg.hashsalt": "futurebridge",
-        "text.parse_math": False,  # a token may hold dollar signs
-        "font.size": 9,
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "axes.edgecolor": theme.faint,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme.line,
-        "grid.linewidth": 0.6,
-        "xtick.color": theme.faint,
-        "ytick.color": theme.faint,
-        "xtick.labelcolor": theme.ink,
-        "ytick.labelcolor": theme.ink,
-        "hatch.color": theme.ground,
-        "legend.frameon": False,
-    }
 
 
 def _panels(count: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -142,7 +52,7 @@ def _cut(label: str, longest: int) -> str:
     return label if len(label) <= longest else f"{label[: longest - 1]}…"
 
 
-def _percent(interval: Sequence[float]) -> tuple[float, list[list[float]]]:
+def _percent(interval: Interval) -> tuple[float, list[list[float]]]:
     """The mean in percent and how far the interval reaches to both sides of it."""
     mean, low, high = (100 * value for value in interval)
     return mean, [[max(0.0, mean - low)], [max(0.0, high - mean)]]
@@ -159,51 +69,51 @@ def _spread(wanted: Sequence[float], gap: float) -> list[float]:
     return placed
 
 
-def _rows(findings: Findings, table: str) -> list[dict[str, Any]]:
-    return [row for row in findings.get("rows") or () if row["table"] == table and row.get("accuracy")]
+def _rows(findings: Findings, table: str) -> list[tuple[Result, Interval]]:
+    """The rows of a table with an accuracy, and that accuracy."""
+    return [(row, row.accuracy) for row in findings.of(table) if row.accuracy]
 
 
-def benchmarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The benchmarks of rows, in their order."""
-    return list(dict.fromkeys(row["benchmark"] for row in rows))
-
-
-@_pictured
+@pictured
 def accuracy(findings: Findings, theme: Theme) -> Figure | None:
     """Every method's accuracy with its interval, a panel a benchmark, greedy decoding as a line."""
     rows = _rows(findings, "methods")
     if not rows:
         return None
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    names = benchmarks(rows)
+    labels = list(dict.fromkeys(row.label for row, _ in rows))
+    names = benchmarks([row for row, _ in rows])
     figure, axes = _panels(len(names), 3, 0.27 * len(labels) + 0.8, sharey=True)
     for axis, name in zip(axes, names, strict=True):
-        for row in (row for row in rows if row["benchmark"] == name):
-            mean, reach = _percent(row["accuracy"])
-            colour = theme.ours if row["key"] == OURS else theme.others
-            axis.errorbar(mean, labels.index(row["label"]), xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
-            if row["key"] == "greedy":
-                axis.axvline(mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+        for row, interval in rows:
+            if row.benchmark == name:
+                _dot(axis, interval, labels.index(row.label), theme.ours if row.key == OURS else theme.others)
+                if row.key == "greedy":
+                    axis.axvline(100 * interval.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
         axis.set_xlabel(f"accuracy on {_shown(name)}, %")
         axis.set_yticks(range(len(labels)), [_shown(label) for label in labels])
         axis.set_ylim(len(labels) - 0.5, -0.5)
     return figure
 
 
-@_pictured
+def _dot(axis: Axes, interval: Interval, place: int, colour: str) -> None:
+    mean, reach = _percent(interval)
+    axis.errorbar(mean, place, xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
+
+
+@pictured
 def agreement(findings: Findings, theme: Theme) -> Figure | None:
     """How each score orders pairs of candidates as their rollouts do, a panel a kind of event."""
-    rows = [row for row in findings.get("agreement") or () if row.get("pairwise")]
+    rows = [(row, row.pairwise) for row in findings.agreement or () if row.pairwise]
     if not rows:
         return None
-    scores = list(dict.fromkeys(row["score"] for row in rows))
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    scores = list(dict.fromkeys(row.score for row, _ in rows))
+    kinds = list(dict.fromkeys(row.kind for row, _ in rows))
     figure, axes = _panels(len(kinds), 4, 0.3 * len(scores) + 0.9, sharey=True)
     for axis, kind in zip(axes, kinds, strict=True):
-        for row in (row for row in rows if row["kind"] == kind):
-            mean, reach = _percent(row["pairwise"])
-            colour = theme.ours if row["score"] == "FutureBridge" else theme.others
-            axis.errorbar(mean, scores.index(row["score"]), xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
+        for row, interval in rows:
+            if row.kind == kind:
+                colour = theme.ours if row.score == "FutureBridge" else theme.others
+                _dot(axis, interval, scores.index(row.score), colour)
         axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
         axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
         axis.set_xlabel(f"pairs in order, %\n({_shown(kind)} events)")
@@ -211,18 +121,18 @@ def agreement(findings: Findings, theme: Theme) -> Figure | None:
     return figure
 
 
-@_pictured
+@pictured
 def horizon(findings: Findings, theme: Theme) -> Figure | None:
     """Accuracy of rerankers by the horizon of their target, and how far the target itself agrees with rollouts."""
-    rows = [row for row in _rows(findings, "horizons") if row.get("x") is not None]
+    rows = [(row, interval) for row, interval in _rows(findings, "horizons") if row.x is not None]
     targets = {
-        int(found[1]): row["pairwise"]
-        for row in findings.get("agreement") or ()
-        if row["kind"] == "all" and row.get("pairwise") and (found := re.fullmatch(r"Direct-B_(\d+)", row["score"]))
+        int(found[1]): row.pairwise
+        for row in findings.agreement or ()
+        if row.kind == "all" and row.pairwise and (found := re.fullmatch(r"Direct-B_(\d+)", row.score))
     }
-    curves = [
-        ("accuracy, %", name, {row["x"]: row["accuracy"] for row in rows if row["benchmark"] == name})
-        for name in benchmarks(rows)
+    curves: list[tuple[str, str, dict[Any, Interval]]] = [
+        ("accuracy, %", name, {row.x: interval for row, interval in rows if row.benchmark == name})
+        for name in benchmarks([row for row, _ in rows])
     ]
     curves += [("target's pairs in order, %", "Direct-B against rollouts", targets)] if targets else []
     heads = list(dict.fromkeys(head for head, _, _ in curves))
@@ -244,7 +154,7 @@ def horizon(findings: Findings, theme: Theme) -> Figure | None:
 
 
 def _curve(
-    axis: Axes, points: dict[float, Sequence[float]], colour: str, marker: str, label: str, dashes: str = "-"
+    axis: Axes, points: Mapping[float, Interval], colour: str, marker: str, label: str, dashes: str = "-"
 ) -> None:
     """Means by x with their intervals as a band."""
     xs = sorted(points)
@@ -253,15 +163,15 @@ def _curve(
     axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
-@_pictured
+@pictured
 def quality(findings: Findings, theme: Theme) -> Figure | None:
     """The target's agreement with rollouts by what stands as the future and how much of it is read."""
-    found = findings.get("future_quality")
-    if not found:
+    found = findings.future_quality
+    if found is None:
         return None
-    colours, shares = colormaps["cividis"], found["pairwise"]
+    colours, shares = colormaps["cividis"], found.pairwise
     figure, (axis,) = _panels(1, 1, 0.42 * len(shares) + 0.8)
-    figure.set_figwidth(min(WIDTH, 2.4 + 1.1 * len(found["horizons"])))
+    figure.set_figwidth(min(WIDTH, 2.4 + 1.1 * len(found.horizons)))
     for row, values in enumerate(shares):
         for column, share in enumerate(values):
             colour = theme.line if share is None else colours(share)
@@ -270,8 +180,8 @@ def quality(findings: Findings, theme: Theme) -> Figure | None:
             dark = share is not None and share < 0.55
             ink = theme.ink if share is None else "#ffffff" if dark else "#000000"
             axis.text(column, row, text, ha="center", va="center", color=ink)
-    axis.set_xticks(range(len(found["horizons"])), [str(h) for h in found["horizons"]])
-    axis.set_yticks(range(len(shares)), [_shown(name) for name in found["qualities"]])
+    axis.set_xticks(range(len(found.horizons)), [str(h) for h in found.horizons])
+    axis.set_yticks(range(len(shares)), [_shown(name) for name in found.qualities])
     axis.set(ylim=(len(shares) - 0.5, -0.5), xlabel="horizon, tokens of the future", ylabel="future")
     axis.grid(False)
     axis.spines[:].set_visible(False)
@@ -279,61 +189,61 @@ def quality(findings: Findings, theme: Theme) -> Figure | None:
     return figure
 
 
-@_pictured
+@pictured
 def trajectory(findings: Findings, theme: Theme) -> Figure | None:
     """The SLM's entropy step by step, the threshold, and what was chosen where it was passed."""
-    found = findings.get("trajectory")
-    if not found:
+    found = findings.trajectory
+    if found is None:
         return None
-    entropy, steps = found["entropy"], range(len(found["entropy"]))
+    entropy, steps = found.entropy, range(len(found.entropy))
     figure, (axis,) = _panels(1, 1, 4.0)
     axis.plot(steps, entropy, color=theme.others, linewidth=1.2, marker="." if len(entropy) < 200 else "")
-    axis.axhline(found["threshold"], color=theme.faint, linestyle="--", linewidth=1)
-    events = sorted(found["events"], key=lambda event: event["step"])
-    at = [event["step"] for event in events]
+    axis.axhline(found.threshold, color=theme.faint, linestyle="--", linewidth=1)
+    events = sorted(found.events, key=lambda event: event.step)
+    at = [event.step for event in events]
     axis.plot(at, [entropy[step] for step in at], "D", color=theme.ours, markersize=6, linestyle="none")
-    top = max([*entropy, found["threshold"], 0.1])
+    top = max([*entropy, found.threshold, 0.1])
     room = 0.028 * len(entropy)
     for event, x in zip(events, _spread(at, room), strict=True):
-        text = f"{_token(event['slm'])} → {_token(event['chosen'])}"
+        text = f"{_token(event.slm)} → {_token(event.chosen)}"
         arrow = {"arrowstyle": "-", "color": theme.line, "linewidth": 0.8}
-        place = (event["step"], entropy[event["step"]])
+        place = (event.step, entropy[event.step])
         axis.annotate(text, place, (x, 1.1 * top), rotation=90, ha="center", va="bottom", fontsize=8, arrowprops=arrow)
-    label = f"threshold {found['threshold']:.3f} nats"
-    axis.text(1, found["threshold"], label, transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+    label = f"threshold {found.threshold:.3f} nats"
+    axis.text(1, found.threshold, label, transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
     axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step, tokens", ylabel="entropy, nats")
     axis.set_yticks([tick for tick in axis.get_yticks() if tick <= 1.08 * top])
     if len(entropy) <= LONGEST_SPELLED_OUT:
-        axis.set_xticks(steps, [_token(token) for token in found["tokens"]], rotation=90, fontsize=7.5)
+        axis.set_xticks(steps, [_token(token) for token in found.tokens], rotation=90, fontsize=7.5)
         axis.grid(False, axis="x")
         axis.set_xlabel("the text, token by token")
     return figure
 
 
-@_pictured
+@pictured
 def event(findings: Findings, theme: Theme) -> Figure | None:
     """One event: the score of every candidate, coloured by where the SLM's rollout behind it leads."""
-    found = findings.get("worked_event")
-    if not found:
+    found = findings.worked_event
+    if found is None:
         return None
-    candidates = sorted(found["candidates"], key=lambda row: -row["score"])
+    candidates = sorted(found.candidates, key=lambda row: -row.score)
     figure, (axis,) = _panels(1, 1, 0.28 * len(candidates) + 1.0)
     figure.set_figwidth(0.8 * WIDTH)
     for place, row in enumerate(candidates):
-        colour, hatch = (theme.good, "") if row["correct"] else (theme.bad, "///")
-        axis.barh(place, row["score"], 0.7, color=colour, hatch=hatch)
+        colour, hatch = (theme.good, "") if row.correct else (theme.bad, "///")
+        axis.barh(place, row.score, 0.7, color=colour, hatch=hatch)
         axis.annotate(
-            f"{row['score']:.2f}",
-            (row["score"], place),
-            (4 if row["score"] >= 0 else -4, 0),
+            f"{row.score:.2f}",
+            (row.score, place),
+            (4 if row.score >= 0 else -4, 0),
             textcoords="offset points",
-            ha="left" if row["score"] >= 0 else "right",
+            ha="left" if row.score >= 0 else "right",
             va="center",
             fontsize=8,
         )
     axis.axvline(0, color=theme.faint, linewidth=0.8)
     axis.margins(x=0.1)
-    axis.set_yticks(range(len(candidates)), [f"{_token(row['token'])} ({_shown(row['source'])})" for row in candidates])
+    axis.set_yticks(range(len(candidates)), [f"{_token(row.token)} ({_shown(row.source)})" for row in candidates])
     axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="score of the reranker", ylabel="candidate (source)")
     axis.grid(False, axis="y")
     key = [Patch(color=theme.good, label="rollout right"), Patch(facecolor=theme.bad, hatch="///", label="wrong")]
@@ -341,34 +251,34 @@ def event(findings: Findings, theme: Theme) -> Figure | None:
     return figure
 
 
-@_pictured
+@pictured
 def cost(findings: Findings, theme: Theme) -> Figure | None:
     """What a problem takes, in times of greedy decoding, against accuracy on the first benchmark."""
-    measured = (findings.get("costs") or {}).get("deployment") or ()
+    measured = (findings.costs and findings.costs.deployment) or ()
     rows = _rows(findings, "methods")
-    first = {row["label"]: row for row in rows if row["benchmark"] == rows[0]["benchmark"]}
-    known = [row for row in measured if row.get("relative") and row["method"] in first]
-    loops = {row.get("loop") for row in known}
+    first = {row.label: (row, interval) for row, interval in rows if row.benchmark == rows[0][0].benchmark}
+    known = [(one, one.relative) for one in measured if one.relative and one.method in first]
+    several = len({one.loop for one, _ in known}) > 1
     points = sorted(
-        ((row["relative"], first[row["method"]], f", {row['loop']} loop" if len(loops) > 1 else "") for row in known),
-        key=lambda point: point[1]["accuracy"][0],
+        ((relative, *first[one.method], f", {one.loop} loop" * several) for one, relative in known),
+        key=lambda point: point[2].mean,
     )
     if not points:
         return None
     height = 3.6
     figure, (axis,) = _panels(1, 1, height)
-    lows, highs = ([100 * row["accuracy"][end] for _, row, _ in points] for end in (1, 2))
+    lows, highs = ([100 * interval[end] for _, _, interval, _ in points] for end in (1, 2))
     low, high = max(0.0, min(lows) - 5), min(104.0, max(highs) + 5)
     gap = (high - low) * 12 / (0.8 * height * 72)  # of labels one above the other
-    places = _spread([100 * row["accuracy"][0] for _, row, _ in points], gap)
-    for (relative, row, loop), place in zip(points, places, strict=True):
-        colour = theme.ours if row["key"] == OURS else theme.others
-        mean, reach = _percent(row["accuracy"])
-        times = [[max(0.0, relative[0] - relative[1])], [max(0.0, relative[2] - relative[0])]]
-        axis.errorbar(relative[0], mean, reach, times, fmt="o", color=colour, markersize=5, capsize=2)
+    places = _spread([100 * interval.mean for _, _, interval, _ in points], gap)
+    for (relative, row, interval, loop), place in zip(points, places, strict=True):
+        colour = theme.ours if row.key == OURS else theme.others
+        mean, reach = _percent(interval)
+        times = [[max(0.0, relative.mean - relative.low)], [max(0.0, relative.high - relative.mean)]]
+        axis.errorbar(relative.mean, mean, reach, times, fmt="o", color=colour, markersize=5, capsize=2)
         axis.annotate(
-            _shown(row["label"]) + loop,
-            (relative[0], mean),
+            _shown(row.label) + loop,
+            (relative.mean, mean),
             (1.02, place),
             textcoords=axis.get_yaxis_transform(),
             va="center",
@@ -377,61 +287,45 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4},
         )
-    xs = [relative[0] for relative, _, _ in points]
+    xs = [relative.mean for relative, *_ in points]
     if min(xs) > 0 and max(xs) > 8 * min(xs):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_locator(NullLocator())
     axis.set(
-        ylim=(low, high), xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0]['benchmark'])}, %"
+        ylim=(low, high), xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %"
     )
     return figure
 
 
-def identity(row: dict[str, Any]) -> str:
-    """What is the same in rows of several tables: the key of what others are compared with, else the label."""
-    return row["key"] if row["key"] in (OURS, "direct", "greedy") else row["label"]
-
-
-def cells(findings: Findings) -> dict[tuple[str, str, float], dict[str, Any]]:
-    """Rows of repairs and of other quantiles by (identity, benchmark, quantile), and what they are compared with."""
-    quantile = (findings.get("policy") or {}).get("quantile")
-    recipes = [*_rows(findings, "quantiles"), *_rows(findings, "repairs")]
-    beside = {OURS, "direct", *map(identity, recipes)} if recipes else set()
-    found: dict[tuple[str, str, float], dict[str, Any]] = {}
-    for row in [*(row for row in _rows(findings, "methods") if identity(row) in beside), *recipes]:
-        at = quantile if row.get("quantile") is None else row["quantile"]
-        if at is not None:
-            found.setdefault((identity(row), row["benchmark"], at), row)
-    return found
-
-
-@_pictured
+@pictured
 def sweep(findings: Findings, theme: Theme) -> Figure | None:
     """Accuracy of what was tried at several request quantiles, the direct LLM score among it, and greedy decoding."""
-    places = [(key, name) for key, name, _ in cells(findings)]
-    found = {cell: row for cell, row in cells(findings).items() if places.count(cell[:2]) > 1}
+    cells = by_cell(findings)
+    places = [cell[:2] for cell in cells]
+    found = {cell: row for cell, row in cells.items() if places.count(cell[:2]) > 1}
     names = benchmarks(list(found.values()))
     if not names:
         return None
     figure, axes = _panels(len(names), 2, 3.6, sharey=True)
-    labels = {key: row["label"] for (key, _, _), row in found.items()}
+    labels = {key: row.label for (key, _, _), row in found.items()}
     order = sorted(labels, key=lambda key: (key != OURS, key != "direct"))
     colours = len(theme.series)
     for axis, name in zip(axes, names, strict=True):
         for number, key in enumerate(order):
             points = {
-                at: row["accuracy"] for (recipe, where, at), row in found.items() if (recipe, where) == (key, name)
+                at: row.accuracy
+                for (recipe, where, at), row in found.items()
+                if (recipe, where) == (key, name) and row.accuracy
             }
             if points:
                 look = theme.series[number % colours], MARKERS[number % len(MARKERS)]
                 _curve(axis, points, *look, _shown(labels[key]), DASHES[number // colours % len(DASHES)])
-        for row in _rows(findings, "methods"):
-            if row["key"] == "greedy" and row["benchmark"] == name:
-                axis.axhline(
-                    100 * row["accuracy"][0], color=theme.faint, linestyle="--", linewidth=1, label=_shown(row["label"])
-                )
+        for row, interval in _rows(findings, "methods"):
+            if row.key == "greedy" and row.benchmark == name:
+                level = 100 * interval.mean
+                axis.axhline(level, color=theme.faint, linestyle="--", linewidth=1, label=_shown(row.label))
         ticks = sorted({at for _, where, at in found if where == name})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set(xlabel="request quantile", ylabel=f"accuracy on {_shown(name)}, %")

@@ -1,122 +1,37 @@
-"""`futurebridge report`: what runs found, as one HTML file and as Markdown.
-
-The findings of a run are plain values. Shares and differences of shares come as [mean, low, high] in 0..1. Keys with a
-part in a verdict: "greedy", "direct", "s2t", "takeover" and "futurebridge" among the rows of the table "methods"; in
-the other tables a row of key "futurebridge" is the run's own; among those of "futures" "future-cross-state",
-"future-shuffled" and "future-incorrect". The differences of a row at another request quantile are to the methods at
-that same quantile; those of a row of "futures" may also be to the verified one, as "minus_verified", and those of a
-sample to the first correct one, as "minus_sampled". A section that is absent or None was not run.
-"""
+"""`futurebridge report`: what runs found, as one HTML file and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fb_core.report import figures
-from fb_core.report.comparisons import across, experiment, headlines, orderings_here
-from fb_core.report.diagnostics import DIAGNOSTICS
-from fb_core.report.figures import Findings
+from fb_core.report.columns import number
+from fb_core.report.diagnostics import DIAGNOSTICS, Diagnostic
+from fb_core.report.experiments import across, experiment_blocks, headlines
+from fb_core.report.findings import Experiment, Findings, findings_bytes, rows_bytes
+from fb_core.report.orderings import ordering_blocks
 from fb_core.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span, Table
-from fb_core.report.tables import number
-from fb_core.stages.artefacts import json_bytes, write_file
 
 FIGURES = "figures"  # folder beside report.md
-ROLLOUTS = "futurebridge rollouts"
+EXPERIMENT_FIGURES: Mapping[str | None, Callable[[Findings], Picture | None]] = {
+    "accuracy": figures.accuracy,
+    "horizon": figures.horizon,
+    "sweep": figures.sweep,
+}
 
 
 class Part(NamedTuple):
-    """A section of a run's report: its title, the command that makes what it shows, and its figure."""
+    """A section of a run's report: what is in it if anything, and the command that makes what it shows."""
 
     title: str
     command: str
-    draw: Callable[[Findings], Picture | None] = lambda findings: None
-    caption: str = ""
-
-
-PARTS = {  # by the section or the table of the findings, in the order shown
-    "methods": Part(
-        "Methods",
-        "futurebridge experiment methods",
-        figures.accuracy,
-        "Accuracy by method with 95% intervals; the dashed line is greedy decoding of the SLM.",
-    ),
-    "costs": Part(
-        "Costs",
-        "futurebridge experiment costs",
-        figures.cost,
-        "Time a problem, in times of greedy decoding, against accuracy, both with 95% intervals.",
-    ),
-    "pools": Part("Candidate pools", "futurebridge experiment pools"),
-    "coverage": Part("Pool coverage", ROLLOUTS),
-    "horizons": Part(
-        "Horizon",
-        "futurebridge experiment horizons",
-        figures.horizon,
-        "By horizon: accuracy of the rerankers, and how many pairs of candidates the target itself puts in the order "
-        "of the SLM's rollouts. Bands are 95% intervals.",
-    ),
-    "futures": Part("Futures", "futurebridge experiment futures"),
-    "future_quality": Part(
-        "Future quality",
-        "futurebridge experiment futures",
-        figures.quality,
-        "Pairs in order, in percent, by kind of future and horizon; 50 is chance.",
-    ),
-    "alpha": Part("Hybrid targets", "futurebridge experiment alpha"),
-    "temperature": Part("Target temperature", "futurebridge experiment temperature"),
-    "scope": Part("Adapter scope", "futurebridge experiment scope"),
-    "agreement": Part(
-        "Agreement with rollouts",
-        ROLLOUTS,
-        figures.agreement,
-        "Pairs of candidates that each score puts in the order of the SLM's rollouts, with 95% intervals; the dotted "
-        "line is chance.",
-    ),
-    "advice": Part("Advice", ROLLOUTS),
-    "calibration": Part("Calibration", "futurebridge experiment repairs"),
-    "repairs": Part("Repairs", "futurebridge experiment repairs"),
-    "quantiles": Part(
-        "Request quantiles",
-        "futurebridge experiment quantiles",
-        figures.sweep,
-        "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
-    ),
-    "choices": Part("Choices by kind of event", "futurebridge experiment repairs quantiles"),
-    "trajectory": Part(
-        "One trajectory",
-        ROLLOUTS,
-        figures.trajectory,
-        "Entropy of the SLM along the text. Diamonds are events, with the SLM's own token and the one chosen there; "
-        "the dashed line is the request threshold.",
-    ),
-    "worked_event": Part(
-        "One event in full",
-        ROLLOUTS,
-        figures.event,
-        "Score of every candidate; the colour says whether the SLM's rollout behind it reaches the right answer.",
-    ),
-    "selection": Part("Choice on validation", "futurebridge train"),
-    "filters": Part("States", "futurebridge score"),
-}
-TABLES = {  # of rows, and what each of them varies
-    "methods": "The reranker beside its rivals, on the same problems.",
-    "pools": "Whose candidates the reranker is trained on and chooses from.",
-    "horizons": "How many tokens of the future make the target.",
-    "futures": "What stands as the future behind every candidate when the target is made, on one set of states. "
-    "Verified and first correct sample differ in how they were decoded alone, the samples among each other in their "
-    "answers alone, cross-state and shuffled from verified in the state and in the order alone.",
-    "alpha": "How much of the target is the future's score, the rest being the LLM's preference.",
-    "temperature": "How soft the target is.",
-    "scope": "Whether the adapter acts on the candidate alone or on its prefix too.",
-    "repairs": "Recipes beyond the published one.",
-    "quantiles": "States, futures and rerankers made again at other request quantiles.",
-}
+    blocks: list[Block]
 
 
 def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
-    """Write report.html, report.md with its figures/*.svg, and findings.json.
+    """Write report.html, report.md with its figures/*.svg, findings.json, and rows.json with the tables' rows alone.
 
     Args:
         findings: of one run or several.
@@ -126,16 +41,16 @@ def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
         the files.
 
     Raises:
-        ValueError: no findings, or numbers that are not finite.
+        ValueError: no findings, or settings with numbers that are not finite.
         OSError: the folder cannot be written.
     """
     document = render(findings)
-    files = {"findings.json": json_bytes(list(findings))}
+    files = {"findings.json": findings_bytes(findings), "rows.json": rows_bytes(findings)}
     files |= {f"{FIGURES}/{figure.name}.svg": figure.picture.light.encode() for figure in document.figures()}
     files |= {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        write_file(folder / name, data)
+        (folder / name).write_bytes(data)
     return [folder / name for name in files]
 
 
@@ -147,7 +62,7 @@ def render(findings: Sequence[Findings]) -> Document:
     """
     if not findings:
         raise ValueError("findings: expected those of one run or more, got none; name a run's folder")
-    names = [str(one["name"]) for one in findings]
+    names = [one.name for one in findings]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
     how = Paragraph(
@@ -159,31 +74,48 @@ def render(findings: Sequence[Findings]) -> Document:
     )
     if len(findings) == 1:
         return Document(f"FutureBridge report: {names[0]}", [how], _run(findings[0], ""))
-    named = [{**one, "name": name} for name, one in zip(names, findings, strict=True)]
-    runs = [Section(one["name"], [], _run(one, f"run-{number}-")) for number, one in enumerate(named, 1)]
+    named = [one.model_copy(update={"name": name}) for name, one in zip(names, findings, strict=True)]
+    runs = [Section(one.name, [], _run(one, f"run-{number}-")) for number, one in enumerate(named, 1)]
     return Document(f"FutureBridge report: {', '.join(names)}", [how], [across(named), *runs])
 
 
 def _run(findings: Findings, prefix: str) -> list[Section]:
     """Everything about one run; `prefix` begins the names of its figures."""
-    sections, absent = [], []
-    for name, part in PARTS.items():
-        if name in TABLES:
-            blocks = experiment(findings, name, part.title, TABLES[name])
-        else:
-            blocks = DIAGNOSTICS[name](findings) if findings.get(name) else []
-        if (picture := part.draw(findings)) is not None:
-            blocks.append(Figure(f"{prefix}{name.replace('_', '-')}", part.caption, picture))
-        if blocks:
-            sections.append(Section(part.title, blocks))
-        else:
-            absent.append(part)
+    parts = list(_parts(findings, prefix))
+    absent = [part for part in parts if not part.blocks]
     return [
-        Section("At a glance", [*_overview(findings), *orderings_here(findings)]),
-        *sections,
+        Section("At a glance", [*_overview(findings), *headlines(findings), *ordering_blocks(findings)]),
+        *(Section(part.title, part.blocks) for part in parts if part.blocks),
         *([Section("Not run", _missing(absent))] if absent else []),
         Section("Settings", _settings(findings)),
     ]
+
+
+def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
+    """The experiments in their order, behind each the diagnostics that belong to it, then the others."""
+    left = dict(DIAGNOSTICS)
+    for shown in findings.experiments:
+        yield _experiment(findings, shown, prefix)
+        for name in [name for name, one in left.items() if one.behind == shown.name]:
+            yield _diagnostic(findings, name, left.pop(name), prefix)
+    yield from (_diagnostic(findings, name, one, prefix) for name, one in left.items())
+
+
+def _experiment(findings: Findings, shown: Experiment, prefix: str) -> Part:
+    draw = EXPERIMENT_FIGURES.get(shown.figure, lambda _: None)
+    blocks = [*experiment_blocks(findings, shown), *_figure(prefix + shown.name, shown.caption, draw(findings))]
+    return Part(shown.title, f"futurebridge experiment {shown.name}", blocks)
+
+
+def _diagnostic(findings: Findings, name: str, one: Diagnostic, prefix: str) -> Part:
+    found = getattr(findings, name)
+    drawn = one.draw(findings) if found else None
+    blocks = [*one.blocks(findings, found), *_figure(prefix + name, one.caption, drawn)] if found else []
+    return Part(one.title, one.command, blocks)
+
+
+def _figure(name: str, caption: str, picture: Picture | None) -> list[Block]:
+    return [] if picture is None else [Figure(name.replace("_", "-"), caption, picture)]
 
 
 def _missing(parts: Sequence[Part]) -> list[Block]:
@@ -194,28 +126,24 @@ def _missing(parts: Sequence[Part]) -> list[Block]:
 
 
 def _overview(findings: Findings) -> list[Block]:
-    pair, policy, selection = (findings.get(name) or {} for name in ("pair", "policy", "selection"))
-
-    def model(which: str) -> str:
-        count = pair.get(f"{which}_parameters")
-        return f"{pair[which]}, {number(count)} parameters" if count else str(pair[which])
-
-    facts = [("SLM", model("slm")), ("LLM", model("llm"))] if pair else []
+    facts, pair, policy, selection = [], findings.pair, findings.policy, findings.selection
+    if pair:
+        for which, model, count in (("SLM", pair.slm, pair.slm_parameters), ("LLM", pair.llm, pair.llm_parameters)):
+            facts.append((which, f"{model}, {number(count)} parameters" if count else model))
     if policy:
-        asks = f"entropy above {policy['threshold']:.3f} nats: quantile {policy['quantile']:g} on validation problems"
-        facts.append(("the LLM is asked at", f"{asks}, softmax of the {policy['top_k']} largest logits"))
+        asks = f"entropy above {policy.threshold:.3f} nats: quantile {policy.quantile:g} on validation problems"
+        facts.append(("the LLM is asked at", f"{asks}, softmax of the {policy.top_k} largest logits"))
     if selection:
-        facts.append(("reranker", f"horizon {selection['horizon']}, epoch {selection['epoch']}, chosen on validation"))
-    if findings.get("seeds"):
-        facts.append(("seeds", ", ".join(map(str, findings["seeds"]))))
-    facts += [(name, str(findings[name])) for name in ("machine", "commit") if findings.get(name)]
-    table = Table("The run", ("", ""), facts, align="ll")
-    return [*([table] if facts else []), *headlines(findings)]
+        facts.append(("reranker", f"horizon {selection.horizon}, epoch {selection.epoch}, chosen on validation"))
+    if findings.seeds:
+        facts.append(("seeds", ", ".join(map(str, findings.seeds))))
+    facts += [(name, text) for name, text in (("machine", findings.machine), ("commit", findings.commit)) if text]
+    return [Table("The run", ("", ""), facts, align="ll")] if facts else []
 
 
 def _settings(findings: Findings) -> list[Block]:
-    settings = [(name, Span(value, "code")) for name, value in _flat(findings.get("settings") or {})]
-    made = [(name, str(version)) for name, version in (findings.get("made") or {}).items()]
+    settings = [(name, Span(value, "code")) for name, value in _flat(findings.settings)]
+    made = [(name, str(version)) for name, version in findings.made.items()]
     blocks: list[Block] = [Table("Every setting", ("", "value"), settings, align="ll")] if settings else []
     return [*blocks, *([Table("Made with", ("", "version"), made, align="ll")] if made else [])]
 

@@ -21,7 +21,7 @@ from fb_core.calibrated import Calibration, Weights, calibrate, calibrated_targe
 from fb_core.cli import app
 from fb_core.demo.pairs import load_pair
 from fb_core.experiment import recommendation as advising
-from fb_core.experiment.recommendation import advice
+from fb_core.experiment.recommendation import recommend
 from fb_core.pool import Pool
 from fb_core.stages.agreement import (
     AgreementStage,
@@ -288,12 +288,12 @@ def test_a_run_without_rollouts_or_scores_says_so(undisturbed, run, tmp_path):
     assert "Direct-B" not in judge(settings(), place)
     assert "| all | LLM |" in judge(settings(), place)
     with pytest.raises(ValueError, match="expected finished scores, got none"):
-        advice(settings(), place)
+        recommend(settings(), place)
 
 
 def advised(monkeypatch, run, states, chosen=None):
     monkeypatch.setattr(advising, "judged_states", lambda *_: states)
-    return advice(settings() if chosen is None else chosen, run)
+    return recommend(settings() if chosen is None else chosen, run)
 
 
 def states_with(future, large, kind="word", problems=12, known=1.0, certain=0.0, name="p"):
@@ -446,7 +446,7 @@ def test_the_command_shows_agreement_and_advises(run, tmp_path):
     assert agreement_table(settings(), place) in done.stdout
     assert "| all | FutureBridge |" in done.stdout
     sentences = [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")]
-    assert sentences == advice(settings(), place)
+    assert sentences == recommend(settings(), place)
     assert sentences[0].startswith("37 of 45 admitted held-out states (82%) have a usable future: ")
     assert line(sentences, "Direct-B_8 ")
     assert line(sentences, "Take ")

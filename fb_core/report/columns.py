@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fb_core.report.figures import Findings
+from fb_core.report.findings import Choice, Findings, Result
 from fb_core.report.page import Span, Table, Text
+from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
-
-Row = dict[str, Any]
-Interval = Sequence[float]
 
 SHOWN_END = 200  # characters at either end of a long text
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
@@ -24,11 +22,11 @@ class Column(NamedTuple):
     """A head, what stands under it in a row's line, and the side that it keeps to."""
 
     head: str
-    cell: Callable[[Row], Text]
+    cell: Callable[[Any], Text]
     side: str = "r"
 
 
-def column_table(caption: str, rows: Sequence[Row], columns: Sequence[Column], note: str = "") -> Table:
+def column_table(caption: str, rows: Sequence[Any], columns: Sequence[Column], note: str = "") -> Table:
     """A table whose cells the columns make of the rows."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     return Table(caption, [column.head for column in columns], cells, note, "".join(column.side for column in columns))
@@ -64,37 +62,37 @@ def shortened(text: str) -> str:
 
 def text_column(key: str, head: str = "") -> Column:
     """Of words."""
-    return Column(head, lambda row: str(row.get(key) or ""), "l")
+    return Column(head, lambda row: str(getattr(row, key) or ""), "l")
 
 
 def number_column(key: str, head: str, decimals: int = 0) -> Column:
     """Of numbers."""
-    return Column(head, lambda row: number(row.get(key), decimals))
+    return Column(head, lambda row: number(getattr(row, key), decimals))
 
 
 def interval_column(key: str, head: str, signed: bool = False) -> Column:
     """Of shares or differences with their intervals."""
-    return Column(head, lambda row: percent(row.get(key), signed))
+    return Column(head, lambda row: percent(getattr(row, key), signed))
 
 
 def flipped(interval: Interval | None) -> Interval | None:
     """Of a - b that of b - a."""
-    return None if interval is None else (-interval[0], -interval[2], -interval[1])
+    return None if interval is None else Interval(-interval.mean, -interval.high, -interval.low)
 
 
 def above(interval: Interval | None) -> bool:
     """Whether a difference is above 0 beyond chance."""
-    return interval is not None and interval[1] > 0
+    return interval is not None and interval.low > 0
 
 
 def below(interval: Interval | None) -> bool:
     """Whether it is below."""
-    return interval is not None and interval[2] < 0
+    return interval is not None and interval.high < 0
 
 
 def within_margin(interval: Interval) -> bool:
     """Whether a difference lies above minus the margin beyond chance, or ends there."""
-    return interval[1] >= -MARGIN - 1e-9  # a mean of outcomes is rounded
+    return interval.low >= -MARGIN - 1e-9  # a mean of outcomes is rounded
 
 
 def said(sides: dict[str, list[str]]) -> str:
@@ -102,26 +100,21 @@ def said(sides: dict[str, list[str]]) -> str:
     return " ".join(f"{words}: {'; '.join(names)}." for words, names in sides.items() if names)
 
 
-def rows_of(findings: Findings, table: str) -> list[Row]:
-    """The rows of one table."""
-    return [row for row in findings.get("rows") or () if row["table"] == table]
-
-
 def made_with(
-    findings: Findings, rows: Sequence[Row] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
+    findings: Findings, rows: Sequence[Result | Choice] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
 ) -> str:
     """The settings of a table: pair, problems, seeds, decoding, policy, and what its intervals are, if it has any."""
-    pair, policy = findings.get("pair") or {}, findings.get("policy") or {}
-    problems = sorted({row["problems"] for row in rows if row.get("problems")})
-    seeds = sorted({seed for row in rows for seed in row.get("seeds") or ()})
-    parts = [f"SLM {pair['slm']}, LLM {pair['llm']}"] if pair else []
+    pair, policy = findings.pair, findings.policy
+    problems = sorted({row.problems for row in rows if row.problems})
+    seeds = sorted({seed for row in rows if isinstance(row, Result) for seed in row.seeds})
+    parts = [f"SLM {pair.slm}, LLM {pair.llm}"] if pair else []
     if problems:
         parts.append(" to ".join(map(number, dict.fromkeys((problems[0], problems[-1])))) + " problems")
     if seeds:
         parts.append(f"seeds {', '.join(map(str, seeds))}")
     parts += ["greedy decoding between events"] if decoded else []
     if policy:
-        elsewhere = " unless the row says another" if any(row.get("quantile") is not None for row in rows) else ""
-        parts.append(f"request quantile {policy['quantile']:g}, {policy['threshold']:.3f} nats{elsewhere}")
+        elsewhere = " unless the row says another" if any(row.quantile is not None for row in rows) else ""
+        parts.append(f"request quantile {policy.quantile:g}, {policy.threshold:.3f} nats{elsewhere}")
     parts += [intervals] if intervals else []
     return f"{'; '.join(parts)}." if parts else ""
