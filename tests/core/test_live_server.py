@@ -184,9 +184,13 @@ class Interrupted(ServerLLM):
     then = staticmethod(lambda: None)
     lock = threading.Lock()
 
-    def _send(self, *arguments):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._plain, self._connections.post = self._connections.post, self._counted
+
+    def _counted(self, *arguments):
         try:
-            answer = super()._send(*arguments)
+            answer = self._plain(*arguments)
         except Exception:
             self.failures += 1
             raise
