@@ -29,8 +29,9 @@ from fb_core import (
     TokenReranker,
     hf,
 )
-from fb_core.decoding import Pool, ScoringSelector, State
-from fb_core.runtime import LowLatencyDecoder
+from fb_core.decoding import LowLatencyDecoder
+from fb_core.pool import Pool
+from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
 STEPS = 32 if shapes.ON_GPU else 8  # of one timed call
@@ -106,10 +107,10 @@ class Ours:
     """The same steps over the runtime's buffers."""
 
     def __init__(self, model: PreTrainedModel, context: Tensor) -> None:
-        step = decoder(model, len(context) + STEPS)._step
-        assert step is not None
-        self.step, self.context = step, context
-        step.begin(context, 0)
+        fast = decoder(model, len(context) + STEPS)._fast
+        assert fast is not None
+        self.step, self.context = fast.step, context
+        self.step.begin(context, 0)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -196,9 +197,9 @@ def rerank_truth(
 def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int) -> None:
     reranker = peers.as_trained(endless)
     ids = tokens(endless, context)
-    fast = decoder(endless, context + STEPS, selector=FutureBridgeSelector(reranker))
-    step, merged = fast._step, fast._merged
-    assert step is not None
+    fast = decoder(endless, context + STEPS, selector=FutureBridgeSelector(reranker))._fast
+    assert fast is not None
+    step, merged = fast.step, fast.merged
     assert merged is not None
     step.begin(ids, 0)
     step.outcome()
@@ -285,8 +286,9 @@ class NaivePEFT(ScoringSelector):
 
 def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
     """The policy that would ask EVENTS times in a greedy generation."""
-    step = decoder(slm, len(ids) + new)._step
-    assert step is not None
+    fast = decoder(slm, len(ids) + new)._fast
+    assert fast is not None
+    step = fast.step
     step.begin(ids, 0)
     entropies = [step.outcome()[2] for _ in range(new)]
     return RequestPolicy.calibrate(entropies, 1 - shapes.EVENTS / new)

@@ -11,10 +11,14 @@ from typing import Any
 from benchmarks import roofline, stages, targets
 from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
-from fb_core.pipeline import comparisons
-from fb_core.pipeline.tables import percent
+from fb_core.report.columns import percent
+from fb_core.report.findings import DeploymentCost, Findings, Result, read_findings
+from fb_core.report.page import markdown_table
+from fb_core.report.recipes import COUNTED, caveats, counted
+from fb_core.report.recipes import recipes as recipes_of
 
 ROOT = Path(__file__).parent.parent
+ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
 GPU = "h200"  # folder of its results, and of their plots in docs
 ACCURACY = (  # label, row of the findings
     ("SLM alone", "greedy"),
@@ -34,25 +38,21 @@ SPEED = (  # label, result file, op, what the shape says
 
 def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables made anew."""
-    found = root / "docs" / "experiments" / "findings.json"
-    if found.is_file():
-        readme = _replace(readme, "accuracy", accuracy(json.loads(found.read_text())))
+    if (root / ROWS).is_file():
+        readme = _replace(readme, "accuracy", accuracy(read_findings(root / ROWS)), ROWS)
     results = load(root, GPU) or load(root, "cpu")
     return _replace(readme, "speed", speed(results))
 
 
-def accuracy(findings: Sequence[dict[str, Any]]) -> list[str]:
+def accuracy(worlds: Sequence[Findings]) -> list[str]:
     """Four ways to decode in every world at its own quantile, with the large model's tokens a problem beside them."""
-    lines = [
-        f"| accuracy, % (LLM tokens a problem) | {' | '.join(SHOWN.get(w['name'], w['name']) for w in findings)} |"
-    ]
-    lines.append("|---" * (len(findings) + 1) + "|")
-    for label, key in ACCURACY:
-        lines.append(f"| {label} | {' | '.join(_accuracy(world, key) for world in findings)} |")
-    plain = ", ".join(f"{_row(world, 'futurebridge')['accuracy'][0]:.1%}" for world in findings)
-    problems = sorted({_row(world, "greedy")["problems"] for world in findings})
-    seeds = sorted({len(world["seeds"]) for world in findings})
-    timed = sorted({one["problems"] for world in findings for one in world["costs"]["deployment"] if one["suffix"]})
+    head = ["accuracy, % (LLM tokens a problem)", *(SHOWN.get(world.name, world.name) for world in worlds)]
+    lines = markdown_table(head, [[label, *(_accuracy(world, key) for world in worlds)] for label, key in ACCURACY])
+    published = [_row(world, "futurebridge").accuracy for world in worlds]
+    plain = ", ".join(f"{interval.mean:.1%}" for interval in published if interval)
+    problems = sorted({_row(world, "greedy").problems or 0 for world in worlds})
+    seeds = sorted({len(world.seeds) for world in worlds})
+    timed = sorted({one.problems for world in worlds for one in _deployment(world) if one.suffix})
     note = (
         f"*{', '.join(map(str, problems))} test problems a world ({', '.join(map(str, timed))} for the tokens that "
         f"Takeover writes), {', '.join(map(str, seeds))} reranker seeds. As published, without features and override, "
@@ -61,14 +61,18 @@ def accuracy(findings: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, "", note]
 
 
-def _accuracy(world: dict[str, Any], key: str) -> str:
+def _accuracy(world: Findings, key: str) -> str:
     row = _row(world, key)
-    written = sum(one["suffix"] for one in world["costs"]["deployment"] if one["key"] == key)  # takeover writes on
-    return f"{percent(row['accuracy'])} ({row['calls'] + written:.1f})"
+    written = sum(one.suffix for one in _deployment(world) if one.key == key)  # takeover writes on
+    return f"{percent(row.accuracy)} ({(row.calls or 0.0) + written:.1f})"
 
 
-def _row(world: dict[str, Any], key: str) -> dict[str, Any]:
-    return next(row for row in world["rows"] if row["key"] == key and row["table"] in ("methods", "repairs"))
+def _deployment(world: Findings) -> Sequence[DeploymentCost]:
+    return (world.costs and world.costs.deployment) or ()
+
+
+def _row(world: Findings, key: str) -> Result:
+    return next(row for row in world.rows if row.key == key and row.table in ("methods", "repairs"))
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -90,8 +94,8 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def render_experiments(text: str, root: Path = ROOT) -> str:
     """docs/experiments.md with its table of recipes made anew."""
-    found = root / "docs" / "experiments" / "findings.json"
-    return _replace(text, "recipes", recipes(json.loads(found.read_text()))) if found.is_file() else text
+    found = root / ROWS
+    return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
@@ -112,25 +116,22 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return cost_table(results["decode"]["cases"]) if "decode" in results else []
 
 
-def recipes(findings: Sequence[dict[str, Any]]) -> list[str]:
+def recipes(worlds: Sequence[Findings]) -> list[str]:
     """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
-    columns, found = comparisons.recipes(findings)
-    head = ["", *comparisons.COUNTED]
-    head += [f"least minus {other}, pp [95%]" for other in ("greedy", "direct")]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(columns)]  # tried everywhere
+    cells, found = recipes_of(worlds)
+    head = ["", *COUNTED, *(f"least minus {other}, pp [95%]" for other in ("greedy", "direct"))]
+    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried everywhere
+    rows = []
     for recipe in found:
-        greedy, direct = recipe.minus("greedy"), recipe.minus("direct")
-        cells = comparisons.counted(recipe)
-        for known in (greedy, direct):
-            cell = min(known, key=lambda cell: known[cell][0], default=None)
-            cells.append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
-        lines.append(f"| {recipe.label} | {' | '.join(cells)} |")
-    problems = {row["problems"] for one in findings for row in one["rows"] if row.get("problems")}
-    seeds = {len(one["seeds"]) for one in findings}
+        rows.append([recipe.label, *counted(recipe)])
+        for known in (recipe.minus("greedy"), recipe.minus("direct")):
+            cell = min(known, key=lambda cell: known[cell].mean, default=None)
+            rows[-1].append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
+    problems = {row.problems for one in worlds for row in one.rows if row.problems}
+    seeds = {len(one.seeds) for one in worlds}
     note = f"*{', '.join(map(str, sorted(problems)))} problems a cell, {', '.join(map(str, sorted(seeds)))} reranker "
-    about = comparisons.caveats(findings, found)
-    return [*lines, "", f"{note}seeds, 95% paired bootstrap over problems. {about} Cells: {'; '.join(columns)}.*"]
+    about = f"seeds, 95% paired bootstrap over problems. {caveats(worlds, found)} Cells: {'; '.join(cells)}.*"
+    return [*markdown_table(head, rows), "", note + about]
 
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
@@ -196,10 +197,12 @@ def ratios(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _replace(text: str, name: str, lines: list[str]) -> str:
+def _replace(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
+    """The lines in a block of that name, whose first line says what they are from."""
     begin = text.index(f"<!-- {name}:")
     start, stop = text.index("-->", begin) + 3, text.index(f"<!-- end of {name} -->")
-    return f"{text[:start]}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
+    mark = f"<!-- {name}: written by `make figures` from {source.as_posix()} -->" if source else text[begin:start]
+    return f"{text[:begin]}{mark}\n" + "\n".join(lines).strip() + f"\n{text[stop:]}"
 
 
 def render_scale(text: str, root: Path = ROOT) -> str:

@@ -15,10 +15,9 @@ from torch import Tensor
 from benchmarks import harness
 from fb_core import BranchGroup, hf
 from fb_core.config import RunSettings
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
-from fb_core.pipeline.futures import read_futures
-from fb_core.pipeline.score import read_groups
+from fb_core.stages.commands import COMMANDS, run_command, stages_of
+from fb_core.stages.examples import Examples
+from fb_core.stages.trajectories import TrajectoryStage
 
 RESULTS = Path(__file__).parent / "results" / "stages"
 GROUPS = 100  # scored one candidate at a time
@@ -47,16 +46,14 @@ def rates(settings: RunSettings, run: Path) -> list[dict[str, Any]]:
 
 def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, BranchGroup]]:
     """(trajectory, group) of the run's first scored states."""
-    stage, found = TrajectoryStage(settings, run), []
-    for shard in stage.shards():
-        trajectories = read_trajectories(stage.folder, shard)
-        states, futures = stage.source("states").table(shard), read_futures(stage.source("futures"), shard)[0]
-        for scored in read_groups(stage.source("scores"), shard):
+    found = []
+    for shard in TrajectoryStage(settings, run).shards():
+        examples = Examples(run, shard)
+        futures = examples.futures()
+        for name, scored in examples.groups.items():
             if scored.logprob is not None:
-                future = futures[scored.state].tokens[: settings.score.horizon]
-                state = states[scored.state]
-                group = BranchGroup(state["position"], scored.candidates, future)
-                found.append((trajectories[state["trajectory"]].tokens, group))
+                state, future = scored.state, futures[name].tokens[: settings.score.horizon]
+                found.append((state.trajectory.tokens, BranchGroup(state.position, state.pool.ids, future)))
     return found[:GROUPS]
 
 

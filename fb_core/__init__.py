@@ -6,25 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fb_core.decoding import (
+    from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
+    from fb_core.http import ServerError
+    from fb_core.llm import LocalLLM
+    from fb_core.policy import RequestPolicy
+    from fb_core.pool import Event, Pool
+    from fb_core.reranker import TokenReranker, candidate_features
+    from fb_core.scorer import BranchGroup, CompatibilityScorer
+    from fb_core.selectors import (
         CertainLLM,
-        CollaborativeDecoder,
-        Event,
         FutureBridgeSelector,
-        Generation,
         LLMPreference,
-        Pool,
         RandomChoice,
         Selector,
         SLMPreference,
         State,
     )
-    from fb_core.llm import LocalLLM
-    from fb_core.policy import RequestPolicy
-    from fb_core.reranker import TokenReranker, candidate_features
-    from fb_core.runtime import LowLatencyDecoder
-    from fb_core.scorer import BranchGroup, CompatibilityScorer
-    from fb_core.server import ServerError, ServerLLM
+    from fb_core.server import ServerLLM
     from fb_core.targets import future_compatibility, group_targets
     from fb_core.training import (
         GroupMetrics,
@@ -39,25 +37,23 @@ if TYPE_CHECKING:
     from fb_core.verify import Verdict, Verifier
 
 _HOMES = {
-    "fb_core.decoding": (
+    "fb_core.decoding": ("CollaborativeDecoder", "Generation", "LowLatencyDecoder"),
+    "fb_core.http": ("ServerError",),
+    "fb_core.llm": ("LocalLLM",),
+    "fb_core.policy": ("RequestPolicy",),
+    "fb_core.pool": ("Event", "Pool"),
+    "fb_core.reranker": ("TokenReranker", "candidate_features"),
+    "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
+    "fb_core.selectors": (
         "CertainLLM",
-        "CollaborativeDecoder",
-        "Event",
         "FutureBridgeSelector",
-        "Generation",
         "LLMPreference",
-        "Pool",
         "RandomChoice",
         "SLMPreference",
         "Selector",
         "State",
     ),
-    "fb_core.llm": ("LocalLLM",),
-    "fb_core.policy": ("RequestPolicy",),
-    "fb_core.reranker": ("TokenReranker", "candidate_features"),
-    "fb_core.runtime": ("LowLatencyDecoder",),
-    "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
-    "fb_core.server": ("ServerError", "ServerLLM"),
+    "fb_core.server": ("ServerLLM",),
     "fb_core.targets": ("future_compatibility", "group_targets"),
     "fb_core.training": (
         "GroupMetrics",

@@ -11,21 +11,15 @@ from rich.segment import Segment, Segments
 
 from fb_core import hf
 from fb_core.config import PairSettings
-from fb_core.decoding import (
-    CollaborativeDecoder,
-    Event,
-    FutureBridgeSelector,
-    Generation,
-    LLMPreference,
-    Selector,
-    overridden,
-)
+from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.llm import LLM
-from fb_core.pipeline.inputs import load_model
+from fb_core.pair import known_ids
 from fb_core.policy import RequestPolicy
+from fb_core.pool import Event
 from fb_core.reranker import TokenReranker
-from fb_core.runtime import LowLatencyDecoder
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
 from fb_core.server import ServerLLM, key_in
+from fb_core.stages.inputs import load_model
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
@@ -46,7 +40,7 @@ class Chat:
         self.settings = settings
         slm, self.tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
         llm, tokenizer = self._llm()
-        self.decoder: CollaborativeDecoder = LowLatencyDecoder(
+        self.decoder = LowLatencyDecoder(
             slm,
             llm,
             self._selector(slm),
@@ -61,12 +55,11 @@ class Chat:
         if settings.server is None:
             assert settings.llm is not None
             return load_model(settings.llm, "llm", settings.device, settings.dtype)
-        known = 1 + max(self.tokenizer.get_vocab().values())
         server = ServerLLM(
             settings.server,
             settings.flavour,
             model=settings.llm,
-            vocabulary=known,
+            vocabulary=known_ids(self.tokenizer),
             api_key=key_in(settings.api_key_variable),
         )
         server.check_tokenizer(self.tokenizer)

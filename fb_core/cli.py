@@ -12,8 +12,8 @@ import typer
 
 if TYPE_CHECKING:
     from fb_core.config import PairSettings
-    from fb_core.pipeline.commands import Command
-    from fb_core.pipeline.stage import Engine
+    from fb_core.stages.commands import Command
+    from fb_core.stages.stage import Engine
 
 app = typer.Typer(no_args_is_help=True, help="Future-compatibility reranking.")
 
@@ -97,13 +97,13 @@ def rollouts(
     _run_command("rollouts", config, run, engine, dry_run)
     if not dry_run:
         from fb_core.config import RunSettings
-        from fb_core.pipeline.advice import advice
-        from fb_core.pipeline.agreement import judge
+        from fb_core.experiment.recommendation import recommend
+        from fb_core.stages.agreement import judge
 
         settings, folder = RunSettings.load(config), _folder(config, run)
         _show(judge(settings, folder))
         if advise:
-            _show("\n".join(f"- {sentence}" for sentence in advice(settings, folder)))
+            _show("\n".join(f"- {sentence}" for sentence in recommend(settings, folder)))
 
 
 @app.command()
@@ -120,7 +120,7 @@ def _run_command(command: Command, config: str, run: Path | None, engine: str, d
     if engine not in ("local", "ray"):
         raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
     settings = RunSettings.load(config)  # before torch is imported, which takes seconds
-    from fb_core.pipeline.commands import run_command
+    from fb_core.stages.commands import run_command
 
     logging.basicConfig(format="%(message)s")
     show = print if dry_run else _show
@@ -161,16 +161,17 @@ def experiment(
     from fb_core.config import RunSettings
 
     settings, folder = RunSettings.load(config), _folder(config, run)
-    from fb_core.pipeline.experiment import TABLES, Table, run_experiment
-    from fb_core.pipeline.findings import findings
-    from fb_core.pipeline.report import write_report
+    from fb_core.experiment.gather import gather
+    from fb_core.experiment.run import COSTS, run_experiment
+    from fb_core.experiment.tables import TABLES
+    from fb_core.report.report import write_report
 
-    if unknown := [table for table in tables if table not in ("all", *TABLES)]:
-        raise ValueError(f"experiment: expected all or some of {', '.join(TABLES)}, got {unknown[0]!r}; name those")
+    known = [*TABLES, COSTS]
+    if unknown := [table for table in tables if table not in ("all", *known)]:
+        raise ValueError(f"experiment: expected all or some of {', '.join(known)}, got {unknown[0]!r}; name those")
     logging.basicConfig(format="%(message)s")
-    wanted = TABLES if "all" in tables else cast("list[Table]", tables)
-    run_experiment(wanted, settings, folder, workers, _show)
-    written = write_report([findings(settings, folder)], folder / "report")
+    run_experiment(known if "all" in tables else tables, settings, folder, workers, _show)
+    written = write_report([gather(settings, folder)], folder / "report")
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 
@@ -183,10 +184,10 @@ def report(
     from fb_core.config import settings_of
 
     settings = [settings_of(run) for run in runs]
-    from fb_core.pipeline.findings import findings
-    from fb_core.pipeline.report import write_report
+    from fb_core.experiment.gather import gather
+    from fb_core.report.report import write_report
 
-    written = write_report([findings(chosen, run) for chosen, run in zip(settings, runs, strict=True)], out)
+    written = write_report([gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)], out)
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 

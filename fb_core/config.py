@@ -6,17 +6,20 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
+
+from fb_core.methods import names
 
 
 def _server_url(url: str) -> str:
-    from fb_core.server import url_parts
+    from fb_core.http import url_parts
 
     url_parts(url)  # settings are stored and shown: no secret may be in them
     return url
@@ -29,6 +32,7 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 CERTAINTY = 0.6
 AVERAGE = "average"  # in the place of a benchmark's name: all of a run's, each counting alike
 SETTINGS = "settings.json"  # of a run's last finished command, in its folder
+FREE = "changes no result"  # marks a setting that no stage's identity holds
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -271,7 +275,7 @@ class ScoreSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     horizon: int = Field(default=128, ge=1)
-    token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], FREE] = "auto"
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
     future: Literal["llm", "own", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
 
@@ -331,7 +335,7 @@ class TrainSettings(BaseModel):
     epochs: int = Field(default=3, ge=1)
     order_seed: int = Field(default=0, ge=0)
     microbatches: int = Field(default=1, ge=1)
-    checkpoint_steps: int = Field(default=50, ge=1)
+    checkpoint_steps: Annotated[int, FREE] = Field(default=50, ge=1)
 
     @model_validator(mode="after")
     def _some_runs(self) -> TrainSettings:
@@ -389,28 +393,18 @@ class RouterSettings(BaseModel):
     min_recall: float = Field(default=0.95, gt=0, le=1)
 
 
-Method = Literal[
-    "greedy",
-    "majority",
-    "takeover",
-    "one-token-takeover",
-    "s2t",
-    "direct",
-    "slm-preference",
-    "random",
-    "r2r",
-    "r2r-events",
-    "r2r-entropy",
-    "spec-reason",
-    "futurebridge",
-]
+def _known_method(name: Any) -> Any:
+    if name not in (known := names()):
+        *others, last = map(repr, known)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+    return name
 
 
 class CompareSettings(BaseModel):
     """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
 
     Attributes:
-        methods: which of them; those without training of their own first.
+        methods: which of them; all, where left out.
         external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
         votes: samples of a majority.
         delimiter: text behind which a step of SpecReason ends.
@@ -420,7 +414,7 @@ class CompareSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    methods: tuple[Method, ...] = get_args(Method)
+    methods: tuple[Annotated[str, BeforeValidator(_known_method)], ...] = Field(default_factory=names)
     external: dict[str, str] = {}
     votes: int = Field(default=8, ge=1)
     router: RouterSettings = RouterSettings()
@@ -466,7 +460,7 @@ class VerifierSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    workers: int = Field(default=2, ge=1)
+    workers: Annotated[int, FREE] = Field(default=2, ge=1)
     timeout: float = Field(default=5.0, gt=0)
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
 
@@ -476,7 +470,7 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    models: ModelSettings
+    models: Annotated[ModelSettings, FREE]  # stages identify them by hashes
     problems: ProblemSettings = ProblemSettings()
     collect: CollectSettings = CollectSettings()
     futures: FutureSettings = FutureSettings()
@@ -512,6 +506,38 @@ class RunSettings(BaseModel):
         if isinstance(values, dict) and "base" in values:
             values = _over(_read_yaml(str(values["base"])), {key: one for key, one in values.items() if key != "base"})
         return checked(cls, values, source)
+
+
+class Slice:
+    """Some of a run's settings, by section and frozen; to read another one is an AttributeError.
+
+    Args:
+        settings: all of them, or those of a section.
+        names: of sections, or of parts of them, such as "train" and "collect.max_states".
+    """
+
+    def __init__(self, settings: BaseModel, names: Iterable[str]) -> None:
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            section, _, rest = name.partition(".")
+            parts.setdefault(section, []).append(rest)
+        for section, inside in parts.items():
+            value = getattr(settings, section)
+            vars(self)[section] = value if "" in inside else Slice(value, inside)
+        vars(self)["_kind"] = type(settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"settings: expected to be read alone, got a new {name}")
+
+
+def counted(part: BaseModel | Slice) -> dict[str, Any]:
+    """The settings that results depend on, by name: all but the free ones."""
+    kind = vars(part)["_kind"] if isinstance(part, Slice) else type(part)
+    return {
+        name: counted(value) if isinstance(value, BaseModel | Slice) else value
+        for name, value in vars(part).items()
+        if name != "_kind" and FREE not in kind.model_fields[name].metadata
+    }
 
 
 def _read_yaml(source: str) -> Any:

@@ -2,354 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
-from fb_core.config import CERTAINTY
-from fb_core.llm import (
-    LLM,
-    Candidates,
-    LocalLLM,
-    Row,
-    Step,
-    check_max_new_tokens,
-    checked_prompts,
-    lockstep,
-    seeded,
-)
-from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker, candidate_features
-from fb_kernels import joint_pool, topk_entropy
+from fb_core.engine.loop import FastLoop, has_native
+from fb_core.llm import LLM, check_least, check_max_new_tokens, checked_prompts
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy, gate
+from fb_core.pool import Event, PoolKind, candidate_pool
+from fb_core.selectors import Selector, State
 
-PoolKind = Literal["joint", "slm", "llm"]
 OnError = Literal["raise", "slm"]
-SLM, LARGE = 1, 2  # source bits
+MAX_LENGTH = 8192
 
 
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """The candidates of one event, the SLM's first, none twice."""
+class Usage(NamedTuple):
+    """What one generation asked of the LLM."""
 
-    ids: Tensor  # [K] int64
-    sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
-    slm_logprob: Tensor  # [K] float32, nats
-    llm_logprob: Tensor  # [K] float32
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """Where a token is to be chosen."""
-
-    tokens: Tensor  # [P] int64, prompt and prefix
-    step: int  # number of tokens generated so far
-    entropy: float  # nats
-    prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
-
-
-@dataclass
-class Event:
-    """One admitted intervention, in plain numbers."""
-
-    step: int  # 0-based index of its token among the new ones
-    entropy: float  # nats
-    pool: list[int]  # ids
-    sources: list[int]  # bits, 1 = SLM, 2 = LLM
-    slm_logprob: list[float]
-    llm_logprob: list[float]
-    scores: list[float] | None  # the selector's, None where it has none
-    choice: int  # index into the pool
-    error: str | None = None  # of the LLM: then the pool is the SLM's token alone, its llm_logprob NaN
-
-    @property
-    def token(self) -> int:
-        """The id that was appended."""
-        return self.pool[self.choice]
+    calls: int  # requests
+    pool: float | None  # candidates an event, on average
+    appended: int  # tokens chosen at events
+    suffix: int  # tokens that the LLM wrote beyond those
 
 
 @dataclass
 class Generation:
-    """What a decoder made of one prompt."""
+    """What a method made of one prompt."""
 
     token_ids: Tensor  # [n] int64, new tokens only, the end-of-sequence token included
     events: list[Event]
-    text: str | None  # where the decoder has a tokenizer
+    text: str | None  # where there is a tokenizer
 
-
-def candidate_pool(
-    logits: Tensor,
-    llm: LLM,
-    prompts: Sequence[Tensor],
-    pool: PoolKind = "joint",
-    slm_k: int = 8,
-    llm_k: int = 8,
-) -> list[Pool]:
-    """The candidates of many states, both models' log-probabilities beside each of them.
-
-    A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
-
-    Args:
-        logits: [n, V] the SLM's at each state, over the ids that both models share.
-        llm: asked for its candidates and for the log-probabilities of the SLM's.
-        prompts: the [P] tokens of each state.
-        pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
-        slm_k: candidates of the SLM, clamped to V.
-        llm_k: candidates of the LLM, clamped likewise.
-
-    Returns:
-        one pool a state, on the device of logits.
-
-    Raises:
-        ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
-    """
-    size = logits.shape[-1]
-    slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
-    if pool != "llm":
-        slm_ids = topk_entropy(logits, min(slm_k, size))[2]
-    answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
-    if pool == "slm":
-        answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
-    slm_logprob = logits.float().log_softmax(-1)
-    return [
-        Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
-        for row, (ids, sources, llm_logprob) in enumerate(merge_candidates(slm_ids, answers, size))
-    ]
-
-
-def merge_candidates(
-    slm_ids: Tensor, answers: Sequence[Candidates], vocabulary: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The SLM's candidates of many states, then what is new among the LLM's.
-
-    Args:
-        slm_ids: [n, Ks] int64, by falling probability.
-        answers: the LLM's of each state, with its log-probabilities of the SLM's candidates.
-        vocabulary: ids from here on are not shared and are left out.
-
-    Returns:
-        (ids [K] int64, source bits [K] int32, log p_T [K] float32) of each state, on the device of slm_ids.
-
-    Raises:
-        ValueError: a state without candidates, or an answer that leaves out log-probabilities.
-    """
-    device = slm_ids.device
-    proposed = [answer.ids.where(answer.ids < vocabulary, -1) for answer in answers]
-    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
-    pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
-    merged = []
-    for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
-        if not count:
-            raise ValueError(
-                f"llm: expected a candidate among the {vocabulary} common ids, got none; tell the LLM how many ids are "
-                "valid"
-            )
-        ids = pool_ids[row, :count]
-        asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
-        known = answer.logprob.to(device)
-        if slm_ids.shape[1]:
-            if answer.score_logprob is None:
-                raise ValueError(
-                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
-                    "beside the candidates"
-                )
-            known = torch.cat([answer.score_logprob.to(device), known])
-        place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
-        merged.append((ids, sources[row, :count], known[place]))
-    return merged
-
-
-def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:
-    there = [tokens.to(llm.device) for tokens in prompts]
-    scored = list(score_ids.to(llm.device)) if score_ids.shape[1] else None
-    if len(there) == 1:
-        return [llm.candidates(there[0], k, None if scored is None else scored[0])]
-    return llm.candidates_many(there, k, scored)
-
-
-class Selector(ABC):
-    """Takes one candidate of a pool."""
-
-    def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
-        """Called when a decoder is made. Raises ValueError where the selector was made for another small model."""
-
-    @abstractmethod
-    def choose(self, state: State, pool: Pool) -> int:
-        """The index of the candidate to append."""
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index, scores[K] or None) for every state; each as `choose` would have it."""
-        return [(self.choose(state, pool), None) for state, pool in zip(states, pools, strict=True)]
-
-
-class ScoringSelector(Selector):
-    """Takes the candidate of the highest score, ties to the first in the pool."""
-
-    @abstractmethod
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """float32 [K] for every pool; higher is better."""
-
-    def best(self, scores: Tensor, pool: Pool) -> Tensor:
-        """The index of the highest score."""
-        return scores.argmax()
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The index of the highest score."""
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index of the highest score, scores) for every state.
-
-        Raises:
-            ValueError: a NaN score.
-        """
-        chosen: list[tuple[int, Tensor | None]] = []
-        for scores, pool in zip(self.scores_many(states, pools), pools, strict=True):
-            if bool(scores.isnan().any()):
-                raise ValueError(
-                    f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
-                )
-            chosen.append((int(self.best(scores, pool)), scores))
-        return chosen
-
-
-class LLMPreference(ScoringSelector):
-    """The LLM's most likely candidate, ties to the lowest id: on the joint pool its argmax, on the SLM's own "S2T"."""
-
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The candidates' log p_T."""
-        return [pool.llm_logprob for pool in pools]
-
-    def best(self, scores: Tensor, pool: Pool) -> Tensor:
-        """Of equal ones the lowest id, which is the LLM's own rule."""
-        return pool.ids.where(scores == scores.max(), pool.ids.max() + 1).argmin()
-
-
-class SLMPreference(ScoringSelector):
-    """The SLM's most likely candidate: plain greedy decoding wherever the pool holds the SLM's token."""
-
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The candidates' log p_S."""
-        return [pool.slm_logprob for pool in pools]
-
-
-class RandomChoice(Selector):
-    """A uniformly random candidate: a function of the seed and the state's tokens alone, whatever the batch.
-
-    Args:
-        seed: another seed, another draw.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The same index for the same seed and tokens."""
-        return seeded(self.seed, state.tokens.tolist()).randrange(len(pool))
-
-
-class CertainLLM(Selector):
-    """The LLM's token where it is certain of it, another selector's otherwise.
-
-    Args:
-        selector: asked where the LLM is not certain, or its token is not in the pool.
-        certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
-            docs/experiments.md.
-
-    Raises:
-        ValueError: a certainty outside [0, 1].
-    """
-
-    def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
-        if not 0.0 <= certainty <= 1.0:
-            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
-        self.selector = selector
-        self.certainty = certainty
-
-    def check_slm(self, slm: hf.CausalLM) -> None:
-        """As the other selector's."""
-        self.selector.check_slm(slm)
-
-    def choose(self, state: State, pool: Pool) -> int:
-        """The LLM's token, or the other selector's."""
-        return self.choose_many([state], [pool])[0][0]
-
-    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """As `choose`, with the other selector's scores where it was asked."""
-        best = [int(pool.llm_logprob.argmax()) for pool in pools]
-        certain = [bool(pool.llm_logprob[top].exp() > self.certainty) for pool, top in zip(pools, best, strict=True)]
-        unsure = [row for row, sure in enumerate(certain) if not sure]
-        asked = self.selector.choose_many([states[row] for row in unsure], [pools[row] for row in unsure])
-        chosen: list[tuple[int, Tensor | None]] = [(top, None) for top in best]
-        for row, choice in zip(unsure, asked, strict=True):
-            chosen[row] = choice
-        return chosen
-
-
-def overridden(selector: Selector, certainty: float | None) -> Selector:
-    """The selector under a `CertainLLM` of that certainty; itself where that is None."""
-    return selector if certainty is None else CertainLLM(selector, certainty)
-
-
-class FutureBridgeSelector(ScoringSelector):
-    """The candidate that the reranker expects the SLM to continue from best.
-
-    Args:
-        reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
-            are scored in one forward.
-    """
-
-    def __init__(self, reranker: TokenReranker) -> None:
-        self.reranker = reranker
-
-    def check_slm(self, slm: hf.CausalLM) -> None:
-        """ValueError where the reranker was made on a model of other weights."""
-        base = self.reranker.base
-        if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
-            raise ValueError(
-                f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
-                "with other weights or architecture; make or load it on this SLM"
-            )
-
-    @torch.no_grad()
-    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores, candidate features included where it was trained with them.
-
-        Raises:
-            ValueError: a reranker in training mode.
-        """
-        if not states:
-            return []
-        reranker = self.reranker
-        if reranker.training:
-            raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
-        features = None
-        if reranker.feature_names:
-            features = [
-                candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
-                for pool in pools
-            ]
-        return self._scores(states, pools, features)
-
-    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
-        reranker = self.reranker
-        prefixes = [state.prefix for state in states if state.prefix is not None]
-        if reranker.scope == "candidate" and len(prefixes) == len(states):
-            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
-        return [
-            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
-            for row, (state, pool) in enumerate(zip(states, pools, strict=True))
-        ]
+    @property
+    def usage(self) -> Usage:
+        """What it asked of the LLM; a method whose LLM does more than propose at events has a class of its own."""
+        sizes = [len(event.pool) for event in self.events]
+        calls = sum(event.asked for event in self.events)
+        chosen = sum(len(event.pool) > 1 or event.asked for event in self.events)  # not the SLM's token alone
+        return Usage(calls, sum(sizes) / len(sizes) if sizes else None, chosen, 0)
 
 
 class CollaborativeDecoder:
@@ -364,8 +61,9 @@ class CollaborativeDecoder:
 
     Args:
         slm: the small model, in eval mode; it is never changed.
-        llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`.
-        selector: takes one candidate of the pool.
+        llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`. None for the SLM's own pool,
+            whose llm_logprob is NaN then, or where max_events is 0.
+        selector: takes one candidate of the pool; None where max_events is 0.
         policy: when to ask; a subclass's own `asks` and `entropy` decide.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
         slm_k: candidates of the SLM, clamped to the vocabulary.
@@ -375,6 +73,13 @@ class CollaborativeDecoder:
             models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
             models must take equally many ids. Texts are decoded by it.
         batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
+        max_length: where given, prompts run one after another, each as fast as it can: keys, values and the sequence
+            lie in buffers of so many tokens (the models' positions bound them too), a step is always the same
+            operations on the device, a reranker of scope "candidate" runs with merged weights over the very same
+            buffers, and a large model in this process is kept in step. Tokens and events stay the same, to rounding.
+            Families other than Llama, Mistral, Qwen2 and Qwen3 run as without it; a warning says so. Of threads that
+            share such a decoder one generates at a time and the others wait, `on_token` and streamers being part of
+            that turn.
         on_llm_error: what an LLM that does not answer (an OSError, as `ServerError` is) means: "raise" ends the call
             with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
             are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
@@ -382,15 +87,15 @@ class CollaborativeDecoder:
 
     Raises:
         TypeError: `slm` is not a transformers model, or another argument not of its kind.
-        ValueError: another vocabulary, a model in training mode, a reranker made on another model, or an argument out
-            of range.
+        ValueError: another vocabulary, a model in training mode, a reranker made on another model, an argument out of
+            range, or for buffers a policy with its own `asks` or `entropy`, since the device compares with a threshold.
     """
 
     def __init__(
         self,
         slm: hf.CausalLM,
-        llm: LLM | hf.CausalLM,
-        selector: Selector,
+        llm: LLM | hf.CausalLM | None,
+        selector: Selector | None,
         policy: RequestPolicy,
         *,
         pool: PoolKind = "joint",
@@ -399,9 +104,10 @@ class CollaborativeDecoder:
         max_events: int = 8,
         tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
         batch_tokens: int = 65536,
+        max_length: int | None = None,
         on_llm_error: OnError = "raise",
     ) -> None:
-        hf.check_decodable("slm", slm)
+        self.pair = Pair(slm, llm, tokenizer)
         if pool not in ("joint", "slm", "llm"):
             raise ValueError(f"pool: expected 'joint', 'slm' or 'llm', got {pool!r}; 'joint' is the method's own")
         if on_llm_error not in ("raise", "slm"):
@@ -412,31 +118,33 @@ class CollaborativeDecoder:
             ("max_events", max_events, 0),
             ("batch_tokens", batch_tokens, 1),
         ):
-            if not isinstance(count, Integral) or count < least:
-                raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
-        known = _known_ids(tokenizer)
-        if isinstance(llm, hf.CausalLM):
-            llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
-        for name, given, kind, remedy in (
-            ("llm", llm, LLM, "a LocalLLM or a transformers causal LM"),
-            ("selector", selector, Selector, "one such as FutureBridgeSelector(reranker)"),
-            ("policy", policy, RequestPolicy, "RequestPolicy(threshold)"),
+            check_least(name, count, least)
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length: expected 2 tokens or more, got {max_length}; leave it out for {MAX_LENGTH}")
+        for name, given, kind, needed, remedy in (
+            ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
+            ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),
+            ("policy", policy, RequestPolicy, True, "RequestPolicy(threshold)"),
         ):
-            if not isinstance(given, kind):
+            if not isinstance(given, kind) and (needed or given is not None):
                 raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")
-        selector.check_slm(slm)
+        if selector is not None:
+            selector.check_slm(slm)
         self.slm = slm
-        self.llm: LLM = llm
+        self.llm = self.pair.llm
         self.selector = selector
         self.policy = policy
         self.pool = pool
         self.max_events = max_events
         self.batch_tokens = batch_tokens
         self.on_llm_error = on_llm_error
-        self.tokenizer = tokenizer[0] if isinstance(tokenizer, tuple) else tokenizer
-        self.vocabulary = _common_vocabulary(hf.vocabulary(slm), llm.vocabulary, known)
+        self.vocabulary = self.pair.vocabulary
         self.slm_k = min(slm_k, self.vocabulary)
         self.llm_k = min(llm_k, self.vocabulary)
+        self._fast: FastLoop | None = None
+        if max_length is not None and has_native("slm", slm):
+            self._fast = FastLoop(self.pair, selector, policy, max_length)
+            self.llm, self.selector = self._fast.llm, self._fast.selector
 
     def generate(
         self,
@@ -464,39 +172,34 @@ class CollaborativeDecoder:
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]
         if on_token is None:
-            return self.generate_many([input_ids], max_new_tokens)[0]
-        ends = hf.eos_ids(self.slm)
+            return self._decode([input_ids], max_new_tokens)[0]
 
-        def done(row: Row, events: list[Event]) -> bool:
-            last = events[-1] if events and events[-1].step == len(row.new) - 1 else None
+        def told(row: hf.Running) -> bool:
+            last = row.events[-1] if row.events and row.events[-1].step == len(row.tokens) - row.prompt - 1 else None
             on_token(row.tokens[-1], last)
-            return row.tokens[-1] in ends
+            return False
 
-        return self._decode([input_ids], max_new_tokens, done)[0]
+        return self._decode([input_ids], max_new_tokens, told=told)[0]
 
-    def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
+    def generate_many(
+        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
+    ) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.
 
-        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them.
+        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them. On buffers
+        prompts run one after another.
 
         Args:
             prompts: [P] int64 each, of any lengths.
             max_new_tokens: the most tokens to generate for each.
+            until: a generation also ends behind the token of this event, counted from 1.
 
         Raises:
             TypeError: as `generate`.
             ValueError: as `generate`.
             OSError: as `generate`.
         """
-        ends = hf.eos_ids(self.slm)
-        return self._decode(prompts, max_new_tokens, lambda row, _: row.tokens[-1] in ends)
-
-    def generate_until(
-        self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int, events: int
-    ) -> list[Generation]:
-        """As `generate_many`, but each generation also ends behind the token of its event number `events`."""
-        ends = hf.eos_ids(self.slm)
-        return self._decode(prompts, max_new_tokens, lambda row, found: row.tokens[-1] in ends or len(found) >= events)
+        return self._decode(prompts, max_new_tokens, events=until)
 
     def as_custom_generate(self) -> Callable[..., Tensor]:
         """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
@@ -549,7 +252,7 @@ class CollaborativeDecoder:
         if streamer is not None and len(input_ids) != 1:
             raise ValueError(f"streamer: expected one prompt, got {len(input_ids)}; stream them one by one")
 
-        def done(row: Row, _: list[Event]) -> bool:
+        def told(row: hf.Running) -> bool:
             if streamer is not None:
                 streamer.put(torch.tensor(row.tokens[-1:]))
             ids = torch.cat([input_ids[row.index], input_ids.new_tensor(row.new)])
@@ -558,65 +261,70 @@ class CollaborativeDecoder:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         prompts = [ids[keep.bool()] for ids, keep in zip(input_ids, attention_mask, strict=True)]
-        new = [one.token_ids for one in self._decode(prompts, generation_config.max_length - input_ids.shape[1], done)]
+        room = generation_config.max_length - input_ids.shape[1]
+        new = [one.token_ids for one in self._decode(prompts, room, frozenset(), told=told)]
         padding = generation_config.pad_token_id
         padded = pad_sequence(new, batch_first=True, padding_value=0 if padding is None else padding)
         return torch.cat([input_ids, padded], 1)
 
-    def text(self, token_ids: Tensor) -> str | None:
-        """token_ids [n] as text without special tokens, None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes set aside beside the models: "buffers" of keys and values, "merged" weights, captured "graphs"."""
+        return {"buffers": 0, "merged": 0, "graphs": 0} if self._fast is None else self._fast.memory
+
+    def load_adapter(self, directory: str | os.PathLike[str]) -> None:
+        """Take another reranker, from a PEFT directory, in the memory of the one at work: no graph is captured anew.
+
+        Raises:
+            OSError: no adapter there.
+            ValueError: no reranker runs on buffers, the adapter is of scope "sequence" or for another model, or a call
+                from inside a generation.
+        """
+        if self._fast is None or self._fast.merged is None:
+            raise ValueError(
+                "load_adapter: expected a decoder whose reranker runs merged, got one without; "
+                "make it with a FutureBridgeSelector"
+            )
+        self._fast.load_adapter(directory)
 
     def _decode(
         self,
         prompts: Sequence[Tensor | Sequence[int]],
         max_new_tokens: int,
-        done: Callable[[Row, list[Event]], bool],
+        ends: frozenset[int] | None = None,
+        events: float = float("inf"),
+        told: Callable[[hf.Running], bool] | None = None,
     ) -> list[Generation]:
+        """By either loop; the arguments are those of `hf.Stop`."""
         hf.check_decodable("slm", self.slm)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
-        events: list[list[Event]] = [[] for _ in checked]
-        rows = lockstep(
-            self.slm,
-            checked,
-            max_new_tokens,
-            lambda step: self._next_tokens(step, events),
-            lambda row: done(row, events[row.index]),
-            self.batch_tokens,
-        )
+        ends = hf.eos_ids(self.slm) if ends is None else ends
+        stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
+        if self._fast is None:
+            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens)
+        else:
+            rows = self._fast.run(checked, stop, self.policy, self.max_events, self._events)
         generations = []
         for row in rows:
             new = torch.tensor(row.new, device=self.slm.device)
-            generations.append(Generation(new, events[row.index], self.text(new)))
+            generations.append(Generation(new, row.events, self.pair.text(new)))
         return generations
 
-    def _next_tokens(self, step: Step, events: list[list[Event]]) -> list[int]:
+    def _choose(self, step: hf.Step) -> list[int]:
         """One token a row, greedy or the selector's where the policy asks; its event joins the row's others."""
-        logits, rows = step.logits[:, : self.vocabulary], step.rows
-        entropy = self.policy.entropy(logits)
-        tokens = logits.argmax(-1).tolist()  # the first of equal ones
-        entropies = entropy.tolist()
-        for row, nats in zip(rows, entropies, strict=True):
-            if math.isnan(nats):
-                raise ValueError(
-                    f"slm: expected finite logits, got NaN or infinite ones at step {step.index} of prompt "
-                    f"{row.index}; check its weights and dtype"
-                )
-        asks = self.policy.asks(entropy).tolist()
-        asking = [place for place, row in enumerate(rows) if asks[place] and len(events[row.index]) < self.max_events]
+        logits = step.logits[:, : self.vocabulary]
+        entropy, asking = gate(self.policy, step, logits, self.max_events)
+        tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
         if not asking:
             return tokens
-        kv = hf.PrefixKV.from_cache(step.cache, step.slots)
-        states = []
+        kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
         for place in asking:
-            row, held = rows[place], len(rows[place].tokens)
-            prefix = hf.Prefix(kv, start=step.slots - held, length=held, row=place)
-            states.append(State(torch.tensor(row.tokens, device=logits.device), step.index, entropies[place], prefix))
+            ids = step.rows[place].tokens
+            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), row=place)
+            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
         for place, event in zip(asking, self._events(states, logits[asking]), strict=True):
-            events[rows[place].index].append(event)
+            step.rows[place].events.append(event)
             tokens[place] = event.token
         return tokens
 
@@ -628,12 +336,11 @@ class CollaborativeDecoder:
         except OSError as problem:
             if self.on_llm_error == "raise":
                 raise
-            tokens, error = logits.argmax(-1), f"{type(problem).__name__}: {problem}"
-            logprobs = logits.float().log_softmax(-1).gather(1, tokens[:, None])
+            error = f"{type(problem).__name__}: {problem}"
             return [
-                Event(state.step, state.entropy, [token], [SLM], logprob, [math.nan], None, 0, error)
-                for state, token, logprob in zip(states, tokens.tolist(), logprobs.tolist(), strict=True)
+                Event.alone(state.step, state.entropy, row, error) for state, row in zip(states, logits, strict=True)
             ]
+        assert self.selector is not None
         chosen = self.selector.choose_many(states, pools)
         events = []
         for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):
@@ -642,64 +349,21 @@ class CollaborativeDecoder:
                     f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
                     "return a place in the pool"
                 )
-            events.append(
-                Event(
-                    state.step,
-                    state.entropy,
-                    pool.ids.tolist(),
-                    pool.sources.tolist(),
-                    pool.slm_logprob.tolist(),
-                    pool.llm_logprob.tolist(),
-                    None if scores is None else scores.tolist(),
-                    int(choice),
-                )
-            )
+            events.append(Event.of(state.step, state.entropy, pool, int(choice), scores))
         return events
 
 
-def _known_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None) -> int | None:
-    """The number of ids that the tokenizer knows, None without one.
+class LowLatencyDecoder(CollaborativeDecoder):
+    """A `CollaborativeDecoder` on buffers: its `max_length` is 8192 tokens where left out."""
 
-    Raises:
-        TypeError: neither a tokenizer nor a pair of them.
-        ValueError: a pair with different vocabularies.
-    """
-    if tokenizer is None:
-        return None
-    given = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
-    if len(given) > 2 or not all(hasattr(one, "get_vocab") for one in given):
-        raise TypeError(
-            f"tokenizer: expected a tokenizer or a pair of them, got {type(tokenizer).__name__}; load one with "
-            "AutoTokenizer"
-        )
-    if not isinstance(tokenizer, tuple):
-        return max(tokenizer.get_vocab().values()) + 1
-    small, large = (one.get_vocab() for one in tokenizer)
-    if small != large:
-        differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
-        raise ValueError(
-            f"tokenizer: expected SLM and LLM to share one vocabulary, got {len(small)} and {len(large)} entries of "
-            f"which {differing} differ; use two models of one family"
-        )
-    return max(small.values()) + 1
-
-
-def _common_vocabulary(slm: int, llm: int | None, known: int | None) -> int:
-    """The number of ids that both models and the tokenizer share.
-
-    Raises:
-        ValueError: different sizes without a tokenizer, or a model that takes fewer ids than the tokenizer has.
-    """
-    if known is None:
-        if llm is not None and slm != llm:
-            raise ValueError(
-                f"llm: expected the SLM's vocabulary of {slm} ids, got {llm}; use two models of one family, or pass "
-                "their tokenizer where only the padding of the embeddings differs"
-            )
-        return slm
-    for name, size in (("slm", slm), ("llm", llm)):
-        if size is not None and size < known:
-            raise ValueError(
-                f"{name}: expected at least the tokenizer's {known} ids, got {size}; use its own tokenizer"
-            )
-    return known
+    def __init__(
+        self,
+        slm: hf.CausalLM,
+        llm: LLM | hf.CausalLM | None,
+        selector: Selector | None,
+        policy: RequestPolicy,
+        *,
+        max_length: int = MAX_LENGTH,
+        **options: Any,
+    ) -> None:
+        super().__init__(slm, llm, selector, policy, max_length=max_length, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,8 +17,10 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
-from fb_core.pipeline.artefacts import MANIFEST, Artefact, write_file
-from fb_core.pipeline.inputs import models_of
+from fb_core.report.page import Table as HtmlTable
+from fb_core.report.page import page
+from fb_core.stages.artefacts import MANIFEST, Artefact, write_file
+from fb_core.stages.inputs import models_of
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
 STAGE = "evaluation"
@@ -30,6 +31,7 @@ CHOSEN = "→"
 HALF = "\N{REPLACEMENT CHARACTER}"
 RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
+VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -245,87 +247,20 @@ def html_page(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer) -> str
         rows: as from `find_rows`.
         tokenizer: of the run.
     """
-    title = escape(escaped(rows[0]["problem"]))
-    sections = "".join(_section(index, row, tokenizer) for index, row in enumerate(rows))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{sections}</body>\n</html>\n"
-    )
+    runs = [
+        {
+            "method": _method(row),
+            "verdict": row["verdict"],
+            "look": VERDICT_LOOKS.get(row["verdict"], "faint"),
+            "facts": f"{row['benchmark']}, {_facts(row)}",
+            "pieces": list(_pieces(row, tokenizer)),
+            "events": [_table(number, event, tokenizer) for number, event in enumerate(row["events"], 1)],
+        }
+        for row in rows
+    ]
+    return page("explain.html", title=rows[0]["problem"], runs=runs)
 
 
-def _section(index: int, row: Mapping[str, Any], tokenizer: hf.Tokenizer) -> str:
-    tables = [_table(event, tokenizer) for event in row["events"]]
-    headings = [escape(_heading(number, event)) for number, event in enumerate(row["events"], 1)]
-    text = "".join(
-        escape(piece)
-        if number is None
-        else f'<div class="event" id="text-{index}-{number}"><a href="#event-{index}-{number}">{escape(piece)}'
-        f'<sup>{number}</sup></a><div class="card"><b>{headings[number - 1]}</b>{tables[number - 1]}</div></div>'
-        for piece, number in _pieces(row, tokenizer)
-    )
-    below = "".join(
-        f'<details open><summary>{heading}</summary><div class="table" id="event-{index}-{number}">{table}'
-        f'<a href="#text-{index}-{number}">in the text</a></div></details>\n'
-        for number, (heading, table) in enumerate(zip(headings, tables, strict=True), 1)
-    )
-    verdict = row["verdict"] if row["verdict"] in VERDICT_STYLES else "other"
-    return (
-        f'<section>\n<h2>{_method(row)} <span class="{verdict}">{escape(escaped(row["verdict"]))}</span></h2>\n'
-        f"<p>{escape(escaped(row['benchmark']))}, {escape(_facts(row))}</p>\n"
-        f'<div class="text">{text}</div>\n<div class="events">\n{below}</div>\n</section>\n'
-    )
-
-
-def _table(event: Mapping[str, Any], tokenizer: hf.Tokenizer) -> str:
-    head = "".join(f'<th scope="col">{column}</th>' for column in COLUMNS)
-    body = "".join(
-        f"<tr{' class=chosen' if cells[0] else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for cells in _cells(event, tokenizer)
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --panel: #f5f6f8; --ink: #1b1f24; --faint: #5d6670; --line: #d8dce1;
-  --mark: #ffe27a; --mark-ink: #3a2d00; --chosen: #fff3c4; --good: #1a7f37; --bad: #c62828; --link: #0b57d0; }
-@media (prefers-color-scheme: dark) { :root { --ground: #14171b; --panel: #1e2227; --ink: #e4e7eb; --faint: #9aa4af;
-  --line: #363c44; --mark: #6b5200; --mark-ink: #ffeeb3; --chosen: #3d3310; --good: #5fd07f; --bad: #ff8a80;
-  --link: #8ab4f8; } }
-body { max-width: 72rem; margin: 0 auto; padding: 1.5rem; background: var(--ground); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0 0 1rem; }
-h2 { font-size: 1.15rem; margin: 0; }
-h2 span { border: 1px solid; border-radius: 1rem; padding: 0 .6rem; font-size: .85rem; margin-left: .3rem; }
-section { border-top: 1px solid var(--line); padding: 1.25rem 0; }
-p { margin: .25rem 0 .75rem; color: var(--faint); }
-a { color: var(--link); }
-.correct { color: var(--good); } .wrong { color: var(--bad); } .other { color: var(--faint); }
-.text { position: relative; white-space: pre-wrap; background: var(--panel); border: 1px solid var(--line);
-  border-radius: .5rem; padding: .75rem 1rem; font: .95rem/1.7 ui-monospace, monospace; }
-.event { display: inline; }
-.event > a { background: var(--mark); color: var(--mark-ink); border-radius: .25rem; padding: .1rem .2rem;
-  text-decoration: none; }
-.event:target > a, .event > a:hover, .event > a:focus-visible { outline: 2px solid var(--link); }
-sup { font-size: .7em; line-height: 0; margin-left: .1em; }
-.card { display: none; position: absolute; left: 1rem; z-index: 1; max-width: calc(100% - 2rem); overflow-x: auto;
-  box-sizing: border-box; padding: .6rem .9rem; white-space: normal; background: var(--ground); color: var(--ink);
-  border: 1px solid var(--line); border-radius: .5rem; box-shadow: 0 .3rem 1.2rem #0006; font: .875rem/1.5 system-ui,
-  sans-serif; }
-.event:hover .card, .event > a:focus-visible + .card { display: block; }
-.events { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr)); gap: 1rem;
-  margin-top: 1rem; align-items: start; }
-details { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; font-size: .875rem; }
-details:has(:target) { outline: 2px solid var(--link); }
-summary { font-weight: 600; cursor: pointer; }
-.table { overflow-x: auto; scroll-margin-top: 4rem; }
-table { border-collapse: collapse; width: 100%; margin: .4rem 0; font-variant-numeric: tabular-nums; }
-th { color: var(--faint); font-weight: 500; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th, td { padding: .15rem .5rem; text-align: right; }
-:is(th, td):nth-child(-n + 2) { text-align: left; }
-:is(th, td):nth-child(4) { text-align: center; }
-td { white-space: nowrap; }
-td:nth-child(2) { font-family: ui-monospace, monospace; white-space: normal; min-width: 4rem; }
-.chosen { background: var(--chosen); font-weight: 600; }
-"""
+def _table(number: int, event: Mapping[str, Any], tokenizer: hf.Tokenizer) -> HtmlTable:
+    cells = list(_cells(event, tokenizer))
+    return HtmlTable(_heading(number, event), COLUMNS, cells, align="llrlrrr", marked=event["choice"])

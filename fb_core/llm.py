@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
@@ -17,8 +16,6 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_kernels import topk_entropy
-
-MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small beside the model
 
 Ids = Tensor | Sequence[int]
 
@@ -77,13 +74,6 @@ class LLM(ABC):
         """`complete` of many prompts, in their order."""
         return [self.complete(ids, max_new_tokens) for ids in prompts]
 
-    def continue_many(
-        self, prompts: Sequence[Ids], max_new_tokens: int, k: int, score_ids: Sequence[Ids]
-    ) -> list[tuple[Candidates, Tensor]]:
-        """`candidates` and `complete` of many prompts together."""
-        found = self.candidates_many(prompts, k, score_ids)
-        return list(zip(found, self.complete_many(prompts, max_new_tokens), strict=True))
-
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
@@ -140,107 +130,6 @@ class LLM(ABC):
         raise ValueError(f"llm: expected one that samples, got {type(self).__name__}; use LocalLLM or ServerLLM")
 
 
-@dataclass
-class Row:
-    """One sequence under way."""
-
-    index: int  # among the prompts
-    tokens: list[int]  # prompt and what was generated
-    prompt: int  # its length
-
-    @property
-    def new(self) -> list[int]:
-        """What was generated."""
-        return self.tokens[self.prompt :]
-
-
-@dataclass
-class Step:
-    """What is known when the next token of every row is to be chosen."""
-
-    index: int  # number of tokens generated so far
-    rows: list[Row]
-    logits: Tensor  # float32 [B, V] behind each row's last token
-    cache: hf.Cache  # of all rows, left-padded to `slots` tokens
-    slots: int
-
-
-@torch.no_grad()
-def lockstep(
-    model: hf.CausalLM,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    choose: Callable[[Step], Sequence[int]],
-    done: Callable[[Row], bool],
-    batch_tokens: int,
-    *,
-    shared: bool = False,
-) -> list[Row]:
-    """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
-
-    Args:
-        model: a causal LM in eval mode.
-        prompts: as from `checked_prompts`.
-        max_new_tokens: the most tokens for each; the model's positions bound them too.
-        choose: the next token of every row.
-        done: called once behind every token; a row that is done leaves its batch.
-        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
-        shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
-
-    Returns:
-        one row a prompt, in order.
-    """
-    rows = [Row(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
-    device, limit = model.device, hf.max_positions(model) or math.inf
-    for batch in batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens):
-        live = [rows[index] for index in batch]
-        first, source = _distinct(live) if shared else (live, [])
-        ids, mask = hf.left_padded([prompts[row.index] for row in first])
-        width, cache = ids.shape[1], hf.new_cache()
-        for step in range(max_new_tokens):
-            logits = hf.last_logits(model, ids, mask, cache)
-            if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
-                hf.keep_rows(cache, source, device)
-                logits, mask = logits[source], None if mask is None else mask[source]
-            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
-                row.tokens.append(token)
-            going = [place for place, row in enumerate(live) if not done(row) and len(row.tokens) < limit]
-            if not going:
-                break
-            if len(going) < len(live):
-                hf.keep_rows(cache, going, device)
-                mask = None if mask is None else mask[going]
-                live = [live[place] for place in going]
-            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
-            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
-    return rows
-
-
-def _distinct(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """The first of the rows with each sequence of tokens, and every row's place among these."""
-    places: dict[tuple[int, ...], int] = {}
-    source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
-    return [rows[source.index(place)] for place in range(len(places))], source
-
-
-def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Indices by falling length, cut into batches of at most `batch_tokens` tokens and MAX_ROWS rows.
-
-    Args:
-        lengths: tokens of each prompt.
-        room: new tokens that each may get.
-        batch_tokens: the most tokens, padding and new ones included; a prompt that is larger goes alone.
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batch and (len(batch) == MAX_ROWS or (len(batch) + 1) * (lengths[batch[0]] + room) > batch_tokens):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
 def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room: int) -> list[Tensor]:
     """Prompts as int64 tensors on the model's device; behind each of them `room` positions are left.
 
@@ -267,6 +156,12 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
         raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
+
+
+def check_least(name: str, count: int, least: int) -> None:
+    """ValueError for what is no int, or below the least."""
+    if not isinstance(count, Integral) or count < least:
+        raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
 
 
 def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
@@ -369,7 +264,7 @@ class LocalLLM(LLM):
         """As `LLM.candidates_many`, in left-padded batches without a cache; raises as `candidates`."""
         checked, scored = self._checked(prompts, k, score_ids)
         found: dict[int, Candidates] = {}
-        for rows in batches([len(ids) for ids in checked], 0, self.batch_tokens):
+        for rows in hf.batches([len(ids) for ids in checked], 0, self.batch_tokens):
             logits = hf.last_logits(self.model, *hf.left_padded([checked[row] for row in rows]))
             found.update(zip(rows, self._candidates(logits, k, [scored[row] for row in rows]), strict=True))
         return [found[row] for row in range(len(checked))]
@@ -388,22 +283,6 @@ class LocalLLM(LLM):
         """
         return self._continue(prompts, max_new_tokens, self._greedy)
 
-    def continue_many(
-        self, prompts: Sequence[Ids], max_new_tokens: int, k: int, score_ids: Sequence[Ids]
-    ) -> list[tuple[Candidates, Tensor]]:
-        """As `LLM.continue_many`, candidates read off the first step; raises as `candidates` and `complete_many`."""
-        _, scored = self._checked(prompts, k, score_ids)
-        found: dict[int, Candidates] = {}
-
-        def choose(step: Step) -> list[int]:
-            if step.index == 0:
-                rows = [row.index for row in step.rows]
-                found.update(zip(rows, self._candidates(step.logits, k, [scored[row] for row in rows]), strict=True))
-            return self._greedy(step)
-
-        written = self._continue(prompts, max_new_tokens, choose)
-        return [(found[row], new) for row, new in enumerate(written)]
-
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
@@ -420,7 +299,7 @@ class LocalLLM(LLM):
         firsts = [hf.token_ids("branches", ids, self.model).tolist() for ids in branches]
         flat = [first for group in firsts for first in group]
 
-        def choose(step: Step) -> list[int]:
+        def choose(step: hf.Step) -> list[int]:
             return self._greedy(step) if step.index else [flat[row.index] for row in step.rows]
 
         prompts = [prefix for prefix, group in zip(checked, firsts, strict=True) for _ in group]
@@ -444,7 +323,7 @@ class LocalLLM(LLM):
         checked = checked_prompts("ids", prompts, self.model, room=1)
         sources = [seeded(seed, ids.tolist(), sample) for ids in checked for sample in range(n)]
 
-        def draw(step: Step) -> list[int]:
+        def draw(step: hf.Step) -> list[int]:
             values, ids = self._ranked(step.logits, kept)
             probability = (values.double() / temperature).softmax(-1)
             before = probability.cumsum(-1) - probability
@@ -499,7 +378,7 @@ class LocalLLM(LLM):
         self._check_finite(values[:, 0])
         return values, ids
 
-    def _greedy(self, step: Step) -> list[int]:
+    def _greedy(self, step: hf.Step) -> list[int]:
         largest, ids = step.logits[:, : self._valid].max(-1)  # the first of equal ones
         self._check_finite(largest)
         return ids.tolist()
@@ -510,18 +389,11 @@ class LocalLLM(LLM):
             raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
 
     def _continue(
-        self, prompts: Sequence[Ids], max_new_tokens: int, choose: Callable[[Step], Sequence[int]]
+        self, prompts: Sequence[Ids], max_new_tokens: int, choose: Callable[[hf.Step], Sequence[int]]
     ) -> list[Tensor]:
         hf.check_decodable("model", self.model)
         check_max_new_tokens(max_new_tokens)
-        checked, ends = checked_prompts("ids", prompts, self.model, room=1), self.ends
-        rows = lockstep(
-            self.model,
-            checked,
-            max_new_tokens,
-            choose,
-            lambda row: row.tokens[-1] in ends,
-            self.batch_tokens,
-            shared=True,
-        )
+        checked = checked_prompts("ids", prompts, self.model, room=1)
+        stop = hf.Stop(self.ends, max_new_tokens, hf.max_positions(self.model))
+        rows = hf.lockstep(self.model, checked, stop, choose, self.batch_tokens, shared=True)
         return [torch.tensor(row.new, device=self.device) for row in rows]

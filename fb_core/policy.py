@@ -6,18 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fb_kernels import topk_entropy
 
+if TYPE_CHECKING:
+    from fb_core import hf
+
 
 @dataclass(frozen=True)
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
 
-    A subclass may have its own `entropy` and `asks`: `CollaborativeDecoder` follows them, `LowLatencyDecoder` refuses.
+    A subclass may have its own `entropy` and `asks`: a decoder follows them, but on buffers it refuses.
 
     Attributes:
         threshold: nats; inf never asks, -inf always does.
@@ -80,3 +84,32 @@ class RequestPolicy:
     def asks(self, entropy: Tensor) -> Tensor:
         """Bool of entropy's shape: True where the LLM is asked."""
         return entropy > self.threshold
+
+
+def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
+    """(entropy of every row in nats, places of the rows that the policy admits and that have events left).
+
+    Args:
+        policy: when to ask.
+        step: of the rows.
+        logits: [B, V] its logits over the ids that count.
+        budget: the most events of a row.
+
+    Raises:
+        ValueError: a row without a softmax.
+    """
+    entropy = policy.entropy(logits)
+    nats: list[float] = entropy.tolist()
+    for row, value in zip(step.rows, nats, strict=True):
+        if math.isnan(value):
+            raise not_finite(step.index, row.index)
+    asks = policy.asks(entropy).tolist()
+    return nats, [place for place, row in enumerate(step.rows) if asks[place] and len(row.events) < budget]
+
+
+def not_finite(step: int, prompt: int) -> ValueError:
+    """What a small model without a distribution is told."""
+    return ValueError(
+        f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {prompt}; check its weights "
+        "and dtype"
+    )

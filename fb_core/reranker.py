@@ -31,7 +31,7 @@ class TokenReranker(nn.Module):
     h_c is the candidate's hidden state after the final norm. In scope "candidate" the prefix is the frozen model's own
     KV and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only adapter,
     head and feature weights train. The adapter sits in a copy of the module tree that shares the base weights' storage:
-    the given model computes what it did (see `fb_core.decoder` about its storage). Make it with `from_base` or
+    the given model computes what it did (see `fb_core.native` about its storage). Make it with `from_base` or
     `from_pretrained`. In eval mode it is safe to share between threads.
     """
 

@@ -42,7 +42,7 @@ class CompatibilityScorer:
     l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
     packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
     and values as the prefix, no copied cache and no logits. Llama, Mistral, Qwen2 and Qwen3 run in the native decoder
-    (`fb_core.decoder`), which lays weights that are multiplied together side by side in memory; nothing else about the
+    (`fb_core.native`), which lays weights that are multiplied together side by side in memory; nothing else about the
     model changes. Safe to share between threads.
 
     Args:

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import operator
 import os
 import random
-import re
 import reprlib
-import socket
-import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from numbers import Integral
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.dialects import DIALECTS
+from fb_core.http import Connections, ServerError, url_parts
 from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
-MAX_BODY = 64 << 20  # bytes of one answer
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
 PART = 8  # characters of a key that tell something of it
-ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
-TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading another answer raises
 TEXTS = (
     "The answer is \\boxed{42}.\n\nSo 3.14159 * 2 = 6.28318, and 1000000 > 999999!",
@@ -54,16 +46,12 @@ def key_in(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-class ServerError(OSError):
-    """A server that did not answer, or not with what was asked for."""
-
-
 class ServerLLM(LLM):
     r"""A large model behind a server, greedy unless told to sample, with no penalties, whatever the server's defaults.
 
     A request that fails (no connection, no whole answer in time, status 429 or 5xx) is sent again up to `retries` times
-    with growing pauses; any other failure is final. All calls share one pool of threads, each with its own connection,
-    which is kept, but not to llama.cpp: there it would hold one of a few threads. How each flavour is asked:
+    with growing pauses; any other failure is final. All calls share one pool of threads and its connections,
+    which are kept, but not to llama.cpp: there each would hold one of a few threads. How each flavour is asked:
 
     - "vllm": `/v1/completions` with `logprobs=k`, which the server bounds (`--max-logprobs`, 20 unless told). It lists
       its top tokens alone, so the `score_ids` that are not among them are asked for by `logprob_token_ids` (at most 128
@@ -91,7 +79,7 @@ class ServerLLM(LLM):
         model: the name that requests carry, None where the server has one model.
         vocabulary: number of ids that the served model takes.
         ends: ids that end a continuation.
-        timeout: seconds to connect, to send, and to receive the whole answer, each.
+        timeout: seconds of one request, from connecting to the whole of its answer.
         retries: how often a failed request is sent again.
         in_flight: the most requests under way at once.
         api_key: sent as `Authorization: Bearer ...`, and shown nowhere; None where the server asks for none.
@@ -114,8 +102,8 @@ class ServerLLM(LLM):
         in_flight: int = 8,
         api_key: str | None = None,
     ) -> None:
-        self._secure, self._host, self._port, self._path = url_parts(url)
-        if flavour not in _DIALECTS:
+        address = url_parts(url)
+        if flavour not in DIALECTS:
             raise ValueError(f"flavour: expected 'vllm', 'sglang' or 'llama.cpp', got {flavour!r}; name the server's")
         for name, count, least, remedy in (
             ("vocabulary", vocabulary, 1, "pass the served model's vocab_size"),
@@ -138,17 +126,14 @@ class ServerLLM(LLM):
         self.timeout = timeout
         self.retries = retries
         self._api_key = api_key
-        self._headers = {"Content-Type": "application/json"}
-        if flavour == "llama.cpp":
-            self._headers["Connection"] = "close"
+        headers = {"Content-Type": "application/json"}
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = f"Bearer {api_key}"
         self._vocabulary = vocabulary
         self._ends = frozenset(_listed("ends", ends, vocabulary))
-        self._dialect = _DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
+        self._dialect = DIALECTS[flavour](self._post, vocabulary, sorted(self._ends))
         self._pool = ThreadPoolExecutor(in_flight, "fb-server")
-        self._own = threading.local()  # a connection each thread
-        self._connections: list[HTTPConnection] = []
+        self._connections = Connections(address, headers, timeout, kept=0 if flavour == "llama.cpp" else in_flight)
         self._closing = weakref.finalize(self, _close, self._pool, self._connections)
         self._random = random.Random()
 
@@ -331,19 +316,19 @@ class ServerLLM(LLM):
 
     def _recognised(self, prompt: list[int]) -> str:
         """The flavour that the server speaks; its own too where it speaks none that is known, or not at all now."""
-        for flavour in (self.flavour, *_DIALECTS):
+        for flavour in (self.flavour, *DIALECTS):
             try:
-                _DIALECTS[flavour](self._post_once, self._vocabulary, []).candidates(prompt, 1, [])
+                DIALECTS[flavour](self._post_once, self._vocabulary, []).candidates(prompt, 1, [])
             except (ServerError, *UNREADABLE):
                 continue
-            except (OSError, HTTPException):
+            except OSError:
                 break
             return flavour
         return self.flavour
 
     def _post_once(self, path: str, fields: dict[str, Any]) -> Any:
         """The JSON that comes for a JSON; another status than 200 is a LookupError."""
-        status, answer = self._exchange(self._path + path, self._body(fields))
+        status, answer = self._connections.post(path, self._body(fields))
         if status != 200:
             raise LookupError(f"status {status}")
         return self._parsed(path, answer)
@@ -358,10 +343,10 @@ class ServerLLM(LLM):
             if attempt:
                 time.sleep(min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5))
             try:
-                status, answer = self._exchange(self._path + path, body)
+                status, answer = self._connections.post(path, body)
             except ServerError:
                 raise
-            except (OSError, HTTPException) as problem:
+            except OSError as problem:
                 came = f"{type(problem).__name__}: {self._quoted(str(problem))}"
                 continue
             if status == 200:
@@ -396,255 +381,10 @@ class ServerLLM(LLM):
         text = text.replace(key, "***") if key else text
         return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
 
-    def _exchange(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of one POST on this thread's connection."""
-        connection: HTTPConnection | None = getattr(self._own, "connection", None)
-        if connection is None:
-            kind = HTTPSConnection if self._secure else HTTPConnection
-            connection = self._own.connection = kind(self._host, self._port, timeout=self.timeout)
-            connection.response_class = _Response
-            self._connections.append(connection)
-        if connection.sock is not None:
-            connection.sock.settimeout(self.timeout)
-            try:
-                return self._send(connection, path, body)
-            except ConnectionError:
-                pass  # a kept connection that the server has closed meanwhile
-        return self._send(connection, path, body)
 
-    def _send(self, connection: HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
-        try:
-            connection.request("POST", path, body, self._headers)
-            response = connection.getresponse()
-            answer = bytearray()
-            while chunk := response.read(1 << 16):
-                answer += chunk
-                if len(answer) > MAX_BODY:
-                    raise ServerError(
-                        f"{self.url}: expected at most {MAX_BODY} bytes from {path}, got more; check what listens there"
-                    )
-            if response.length:
-                raise IncompleteRead(bytes(answer), response.length)
-        except BaseException:
-            connection.close()  # the next request opens it again
-            raise
-        return response.status, bytes(answer)
-
-
-class _Response(HTTPResponse):
-    """An answer that must be whole within the socket's timeout, however slowly it trickles in."""
-
-    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp = io.BufferedReader(_Timed(sock, self.fp.detach()))  # type: ignore[arg-type]
-
-
-class _Timed(io.RawIOBase):
-    """A socket's bytes; none later than its timeout from now."""
-
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
-        self._sock = sock
-        self._raw = raw
-        self._end = time.monotonic() + (sock.gettimeout() or 0.0)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._end - time.monotonic()
-        if left <= 0.0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left)
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _Dialect(ABC):
-    """What is posted to one kind of server, and how its answers are read; what does not fit raises as it comes.
-
-    Args:
-        post: (path, fields) -> the answer.
-        vocabulary: ids from here on do not fit.
-        ends: ids to end a continuation at.
-    """
-
-    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
-        self.post = post
-        self.vocabulary = vocabulary
-        self.ends = ends
-
-    @abstractmethod
-    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        """Log-probabilities by id: of the k most likely tokens, and of `wanted`; others may be among them."""
-
-    @abstractmethod
-    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
-        """The continuation, greedy without the fields of `sampled`."""
-
-    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
-        """The fields that make `complete` sample; top_k 0 keeps all."""
-        return {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around."""
-        return self.tokens(self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
-
-    def token(self, value: Any) -> int:
-        """A token id of an answer."""
-        if type(value) is not int or not 0 <= value < self.vocabulary:
-            raise ValueError(f"token id {reprlib.repr(value)} is not one from 0 below {self.vocabulary}")
-        return value
-
-    def tokens(self, values: Any) -> list[int]:
-        """Token ids of an answer."""
-        if type(values) is not list:
-            raise ValueError(f"{reprlib.repr(values)} is not a list of token ids")
-        return [self.token(value) for value in values]
-
-    def logprobs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-        """Token ids and log-probabilities of an answer."""
-        known: dict[int, float] = {}
-        for token, value in pairs:
-            if type(value) not in (float, int) or not value <= ROUNDING:
-                raise ValueError(
-                    f"log-probability {reprlib.repr(value)} of id {reprlib.repr(token)} is not a number up to 0"
-                )
-            if self.token(token) in known:
-                raise ValueError(f"token id {token} comes twice")
-            known[token] = min(float(value), 0.0)
-        return known
-
-
-_PLAIN = {
-    "temperature": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-
-
-class _VLLM(_Dialect):
-    takes_ids = True  # until the server has ignored logprob_token_ids
-
-    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        top = self._next(ids, logprobs=k)
-        known = dict(top)
-        missing = [token for token in wanted if token not in known]
-        if missing and self.takes_ids:
-            known |= self._next(ids, logprobs=1, logprob_token_ids=missing)
-            missing = [token for token in missing if token not in known]
-            self.takes_ids = not missing
-        if missing:
-            choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
-            last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
-            known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
-        return top, known
-
-    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
-        fields = {"max_tokens": n, "return_token_ids": True, "stop_token_ids": self.ends} | sampled
-        (choice,) = self._choices(prompt=ids, **fields)
-        return self.tokens(choice["token_ids"])
-
-    def _next(self, ids: list[int], **fields: Any) -> dict[int, float]:
-        (choice,) = self._choices(prompt=ids, max_tokens=1, return_tokens_as_token_ids=True, **fields)
-        return self.logprobs((self._id(name), value) for name, value in choice["logprobs"]["top_logprobs"][0].items())
-
-    def _choices(self, **fields: Any) -> Any:
-        return self.post("/v1/completions", _PLAIN | fields)["choices"]
-
-    def _id(self, name: str) -> int:
-        found = TOKEN_ID.fullmatch(name)
-        if found is None:
-            raise ValueError(f"token {reprlib.repr(name)} is not of the form token_id:...")
-        return int(found[1])
-
-
-class _SGLang(_Dialect):
-    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        asked = {"token_ids_logprob": wanted} if wanted else {}
-        found = self._generate(ids, 1, {}, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
-        top = self.logprobs((token, value) for value, token, *_ in found["output_top_logprobs"][0])
-        if not wanted:
-            return top, {}
-        return top, self.logprobs((token, value) for value, token, *_ in found["output_token_ids_logprobs"][0])
-
-    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
-        return self.tokens(self._generate(ids, n, sampled)["output_ids"])
-
-    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
-        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or -1, "sampling_seed": seed}
-
-    def _generate(self, ids: list[int], n: int, sampled: dict[str, Any], **fields: Any) -> Any:
-        sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends} | sampled
-        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
-
-
-class _LlamaCpp(_Dialect):
-    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        n = min(max(k, 128), self.vocabulary) if wanted else k
-        known = self._next(ids, n)
-        while n < self.vocabulary and not known.keys() >= set(wanted):
-            n = min(16 * n, self.vocabulary)
-            known = self._next(ids, n)
-        return known, known
-
-    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
-        return self.tokens(self._completion(ids, n, return_tokens=True, **sampled)["tokens"])
-
-    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
-        order = {"samplers": ["top_k", "temperature", "top_p"]}  # the server's own would take top_p before temperature
-        return super().sampled(temperature, top_p, top_k, seed) | order
-
-    def tokenize(self, text: str) -> list[int]:
-        fields = {"content": text, "add_special": False, "parse_special": True}
-        return self.tokens(self.post("/tokenize", fields)["tokens"])
-
-    def _next(self, ids: list[int], n: int) -> dict[int, float]:
-        whole = {"logit_bias": [["0", 1e9]]}  # what is sampled: behind half a character no probabilities come
-        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
-        return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
-
-    def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
-        plain = {"temperature": 0, "dynatemp_range": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": []}
-        return self.post("/completion", plain | {"cache_prompt": True, "prompt": ids, "n_predict": n} | fields)
-
-
-_DIALECTS: dict[str, type[_Dialect]] = {"vllm": _VLLM, "sglang": _SGLang, "llama.cpp": _LlamaCpp}
-
-
-def _close(pool: ThreadPoolExecutor, connections: list[HTTPConnection]) -> None:
+def _close(pool: ThreadPoolExecutor, connections: Connections) -> None:
     pool.shutdown(wait=False)
-    for connection in connections:
-        connection.close()
-
-
-def url_parts(url: str) -> tuple[bool, str, int, str]:
-    """(https or not, host, port, path) of a server's URL.
-
-    Raises:
-        TypeError: not a str.
-        ValueError: another scheme, no host, a bad port, or user, query or fragment, which are not repeated.
-    """
-    if not isinstance(url, str):
-        raise TypeError(f"url: expected a str, got {type(url).__name__}; pass one such as 'http://localhost:8000'")
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError:
-        parts, port = urlsplit(""), 0
-    extra = parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isprintable() or " " in url:
-        secret = any(mark in url for mark in "@?#%")
-        got = "one with a user, a query, a fragment or an escape, which may hold a secret" if secret else repr(url)
-        raise ValueError(
-            f"url: expected http or https, a host, perhaps a port and a path, got {got}; pass one such as "
-            "'http://localhost:8000', a key by api_key"
-        )
-    return parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/")
+    connections.close()
 
 
 def _listed(name: str, ids: Ids | Collection[int], size: int) -> list[int]:

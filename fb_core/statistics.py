@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 DRAWS_AT_ONCE = 1 << 20  # resampled outcomes held in memory
+DRAWS_KEPT = 1 << 23  # the most of one set of problems that are kept for the next interval over it
 
 
 class Interval(NamedTuple):
@@ -291,17 +293,27 @@ def _bootstrap(
     if not resamples >= 1:
         raise ValueError(f"bootstrap: resamples must be at least 1, got {resamples}; 10000 is usual.")
     _check_level("bootstrap", level)
-    generator = np.random.default_rng(seed)
-    rows = max(1, DRAWS_AT_ONCE // sum(problems))
-    values = np.empty(resamples)
-    for start in range(0, resamples, rows):
-        part = values[start : start + rows]
-        part[:] = statistic(*(generator.integers(n, size=(len(part), n), dtype=np.int32) for n in problems))
+    draw = _kept_draws if resamples * sum(problems) <= DRAWS_KEPT else _draws
+    values = np.concatenate([statistic(*drawn) for drawn in draw(tuple(problems), resamples, seed)])
     values = values[~np.isnan(values)]
     if not len(values):
         raise ValueError(f"bootstrap: the whole must not be 0 in all draws, got {resamples} such; draw more often.")
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(statistic(*(np.arange(n)[None] for n in problems))[0]), float(low), float(high))
+
+
+def _draws(problems: tuple[int, ...], resamples: int, seed: int) -> Iterator[tuple[NDArray[np.int32], ...]]:
+    """Rows of problems drawn again, [rows, n] of each set, in parts that fit in memory."""
+    generator = np.random.default_rng(seed)
+    rows = max(1, DRAWS_AT_ONCE // sum(problems))
+    for start in range(0, resamples, rows):
+        size = min(rows, resamples - start)
+        yield tuple(generator.integers(n, size=(size, n), dtype=np.int32) for n in problems)
+
+
+@lru_cache(maxsize=4)
+def _kept_draws(problems: tuple[int, ...], resamples: int, seed: int) -> list[tuple[NDArray[np.int32], ...]]:
+    return list(_draws(problems, resamples, seed))
 
 
 def _check_level(where: str, level: float) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fb_kernels import compatibility_targets
 
+MARGIN, KL_WEIGHT = 1.0, 0.1  # of S2T-Local's loss
+
 
 def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
     """B_H: the mean log-likelihood of the shared future's first `horizon` tokens behind every candidate.
@@ -117,3 +119,37 @@ def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
         gap = (start[first] - start[others]).clamp(min=0)  # [K - 1, early]
         repaired[others, :early] += gap.amin(0)
     return repaired
+
+
+def selection_target(llm_logprob: Tensor) -> Tensor:
+    """The target of one group whose cross-entropy is that of S2T-Local's loss, up to a constant.
+
+    Source: Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency", arXiv 2604.26940, and its
+    software YeRona/Select-to-Think (scripts/train_s2t_local.py, `listwise_loss` in its default mode top1_ce):
+    cross-entropy to the LLM's best candidate, MARGIN as the hinge against the best other one (`Recipe(margin=MARGIN)`),
+    and KL_WEIGHT * KL(p_T || p) with p = softmax(score), p_T renormalised over the SLM's own candidates. First and last
+    term together are the cross-entropy to onehot(best) + KL_WEIGHT * p_T less KL_WEIGHT * H(p_T), which no score moves.
+
+    Here it trains FutureBridge's reranker: a scalar head whose score has no bounds, an adapter on the attention alone,
+    and a frozen prefix. The software scores by the expected bin, 0 to 1, of reserved tokens' logits: its hinge never
+    rests. It adapts the MLPs and the reserved rows of the head as well, on the prefix (its last 511 tokens) and in
+    greedy decoding too; a KL term of weight 0.1 holds the prefix to the base model, which is zero where candidates
+    alone are adapted. It trains at a constant rate of 5e-5, four groups a step, three epochs.
+
+    Args:
+        llm_logprob: [K] log p_T of the candidates, nats; ties for the best go to the first.
+
+    Returns:
+        [K] in the dtype of llm_logprob; its sum is 1 + KL_WEIGHT.
+
+    Raises:
+        ValueError: no candidate, another shape, or none with a finite log-probability, or a NaN.
+    """
+    if llm_logprob.ndim != 1 or not len(llm_logprob) or not bool(llm_logprob.max().isfinite()):
+        raise ValueError(
+            f"llm_logprob: expected [K] with numbers and at least one finite, got {list(llm_logprob.shape)} "
+            f"{llm_logprob.tolist()}; ask the LLM about the SLM's candidates"
+        )
+    target = KL_WEIGHT * llm_logprob.softmax(0)
+    target[llm_logprob.argmax()] += 1.0
+    return target

@@ -247,8 +247,8 @@ def test_a_mistyped_folder_does_not_go_to_the_hub(tmp_path, monkeypatch, place):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(hf, name), "from_pretrained", no_hub)
-    monkeypatch.setattr(hf, "snapshot_download", no_hub)
+        monkeypatch.setattr(getattr(hf.checkpoints, name), "from_pretrained", no_hub)
+    monkeypatch.setattr(hf.checkpoints, "snapshot_download", no_hub)
     for load in (hf.load_model, hf.load_tokenizer, hf.checkpoint_hash):
         with pytest.raises(OSError, match=re.escape(f"{place}: expected a folder or hub id of a ")):
             load(place)

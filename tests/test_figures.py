@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import figures, roofline, summary, targets
+from fb_core.report.findings import Findings, Policy, Result
+from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -130,24 +132,32 @@ def test_nothing_to_show_draws_nothing(tmp_path: Path) -> None:
 
 
 def test_recipes_are_counted_over_worlds_and_quantiles() -> None:
-    def row(key: str, quantile: float, greedy: float, direct: float | None, ours: float | None) -> dict[str, Any]:
-        values = {"minus_greedy": greedy, "minus_direct": direct, "minus_futurebridge": ours}
-        around = {name: None if x is None else [x, x - 0.02, x + 0.02] for name, x in values.items()}
-        about = {"table": "quantiles", "benchmark": "plans", "key": key, "label": f"the {key}", "quantile": quantile}
-        return {**about, "accuracy": [0.5, 0.4, 0.6], "problems": 400, **around}
+    def row(key: str, quantile: float, greedy: float, direct: float | None, ours: float | None) -> Result:
+        values = {"greedy": greedy, "direct": direct, "futurebridge": ours}
+        around = {name: Interval(x, x - 0.02, x + 0.02) for name, x in values.items() if x is not None}
+        return Result(
+            table="quantiles",
+            benchmark="plans",
+            key=key,
+            label=f"the {key}",
+            quantile=quantile,
+            accuracy=Interval(0.5, 0.4, 0.6),
+            problems=400,
+            minus=around,
+        )
 
     worlds = [
-        {
-            "name": name,
-            "policy": {"quantile": 0.9},
-            "seeds": [0, 1],
-            "rows": [
+        Findings(
+            name=name,
+            policy=Policy(quantile=0.9, threshold=1.0, top_k=64),
+            seeds=(0, 1),
+            rows=(
                 row("direct", 0.9, 0.2, None, -0.1),
                 row("futurebridge", 0.9, sign * 0.3, sign * 0.1, None),
                 row("repair", 0.9, 0.3, -0.01, 0.03),
                 *([row("own", 0.9, 0.4, 0.4, 0.4)] if sign > 0 else []),  # not tried everywhere
-            ],
-        }
+            ),
+        )
         for name, sign in (("one", 1), ("other", -1))
     ]
     lines = figures.recipes(worlds)

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,24 @@ import torch
 from torch import Tensor
 
 from fb_core import statistics
-from fb_core.baselines.majority import majority
-from fb_core.baselines.takeover import takeover
 from fb_core.config import DemoSettings, WorldSettings
-from fb_core.decoding import (
-    CertainLLM,
-    CollaborativeDecoder,
-    FutureBridgeSelector,
-    LLMPreference,
-    RandomChoice,
-    Selector,
-    SLMPreference,
-)
-from fb_core.demo.pairs import Pair
+from fb_core.decoding import CollaborativeDecoder
+from fb_core.demo.pairs import DemoPair
 from fb_core.llm import LocalLLM
-from fb_core.pipeline.accuracy import Evaluation, evaluate
-from fb_core.pipeline.collect import LoggedState, Trajectory, collect, log_states
-from fb_core.pipeline.futures import Filters, Future, llm_futures, own_futures, usable
-from fb_core.pipeline.rollouts import roll_out
-from fb_core.pipeline.score import score_states
+from fb_core.methods.majority import majority
+from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.scorer import CompatibilityScorer
+from fb_core.selectors import CertainLLM, FutureBridgeSelector, LLMPreference, RandomChoice, Selector, SLMPreference
+from fb_core.stages.accuracy import Evaluation, evaluate
+from fb_core.stages.examples import Future, Rollout, State, Trajectory
+from fb_core.stages.futures import Filters, own_futures, usable, verified
+from fb_core.stages.problems import Problem
+from fb_core.stages.rollouts import roll_out
+from fb_core.stages.scores import score_states
+from fb_core.stages.states import log_states
+from fb_core.stages.trajectories import collect
 from fb_core.targets import future_compatibility, group_targets
 from fb_core.training import Recipe, TrainingGroup, TrainingTrajectory, train_reranker
 from fb_core.verify import Verifier
@@ -48,8 +44,13 @@ Report = Callable[[str, int, int], None]
 class Problems:
     """A role's problems, ready for the models."""
 
+    known: list[Problem]
     prompts: list[Tensor]
-    golds: list[str]
+
+    @property
+    def golds(self) -> list[str]:
+        """Their answers."""
+        return [problem.answer for problem in self.known]
 
 
 @dataclass
@@ -57,9 +58,8 @@ class Distilled:
     """What the offline stages leave behind at one request policy."""
 
     policy: RequestPolicy
-    states: list[LoggedState]
-    futures: list[Future]
-    used: list[int]  # states that can be scored
+    states: list[State]
+    used: list[Future]  # of the states that can be scored
     matrices: list[Tensor]  # [K, H] of the used ones
     filters: Filters
 
@@ -68,7 +68,7 @@ class Distilled:
 class WorldRun:
     """One world's run: the models, its problems and the clock."""
 
-    pair: Pair
+    pair: DemoPair
     settings: DemoSettings
     world: WorldSettings
     verifier: Verifier
@@ -93,9 +93,10 @@ class WorldRun:
     def problems(self, role: str, n: int) -> Problems:
         """Fresh problems of the demo's seed."""
         drawn = self.pair.world.problems(n, self.settings.seed, role)  # type: ignore[arg-type]
-        return Problems([torch.tensor(problem.prompt_ids) for problem in drawn], [problem.answer for problem in drawn])
+        known = [Problem(problem.prompt, problem.prompt, problem.answer) for problem in drawn]
+        return Problems(known, [torch.tensor(problem.prompt_ids) for problem in drawn])
 
-    def distil(self, trajectories: Sequence[Trajectory], golds: Sequence[str], policy: RequestPolicy) -> Distilled:
+    def distil(self, trajectories: Sequence[Trajectory], policy: RequestPolicy) -> Distilled:
         """Admitted states, pools, verified futures and the log-likelihood matrices."""
         k = self.settings.pool_k
         with self.stage("pools"):
@@ -103,32 +104,24 @@ class WorldRun:
                 self.slm, self.llm, trajectories, policy, slm_k=k, llm_k=k, max_states=self.settings.max_events
             )
         with self.stage("verified futures"):
-            futures = llm_futures(self.llm, trajectories, states, golds, self.tokenizer, self.verifier, self.length)
-        used, filters = usable([state.pool.ids.tolist() for state in states], futures, self.world.horizon)
-        matrices = self.score(trajectories, [states[i] for i in used], [futures[i].tokens for i in used])
-        return Distilled(policy, states, futures, used, matrices, filters)
+            written = self.llm.complete_many([state.prefix for state in states], self.length)
+            _, futures = verified(states, written, self.tokenizer, self.verifier)
+        used, filters = usable(futures, self.world.horizon)
+        return Distilled(policy, states, used, self.score(used), filters)
 
-    def score(
-        self, trajectories: Sequence[Trajectory], states: Sequence[LoggedState], futures: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The [K, H] matrices of states with futures."""
-        with self.stage("compatibility scores", max(1, len(states))) as done:
-            return score_states(self.scorer, trajectories, states, futures, self.world.horizon, done)
+    def score(self, futures: Sequence[Future]) -> list[Tensor]:
+        """The [K, H] matrices of futures."""
+        with self.stage("compatibility scores", max(1, len(futures))) as done:
+            return score_states(self.scorer, futures, self.world.horizon, done)
 
-    def train(
-        self,
-        trajectories: Sequence[Trajectory],
-        states: Sequence[LoggedState],
-        matrices: Sequence[Tensor],
-        horizon: int,
-    ) -> TokenReranker:
+    def train(self, futures: Sequence[Future], matrices: Sequence[Tensor], horizon: int) -> TokenReranker:
         """A fresh reranker, distilled from the matrices at one horizon."""
         _, targets = group_targets(matrices, [horizon], temperature=self.settings.temperature)
-        grouped: dict[int, list[TrainingGroup]] = {}
-        for state, target in zip(states, targets, strict=True):
+        grouped: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
+        for state, target in zip((future.state for future in futures), targets, strict=True):
             group = TrainingGroup(state.position, state.pool.ids, target[:, 0])
-            grouped.setdefault(state.trajectory, []).append(group)
-        data = [TrainingTrajectory(trajectories[index].tokens, groups) for index, groups in grouped.items()]
+            grouped.setdefault(state.trajectory.problem.id, (state.trajectory.tokens, []))[1].append(group)
+        data = [TrainingTrajectory(tokens, groups) for tokens, groups in grouped.values()]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
             reranker = TokenReranker.from_base(self.pair.slm, rank=self.settings.rank)
@@ -157,23 +150,23 @@ class WorldRun:
             return evaluate(generate, problems.prompts, problems.golds, self.tokenizer, self.verifier, self.length)
 
 
-def cross_state(states: Sequence[LoggedState], futures: Sequence[Tensor], seed: int) -> list[Tensor]:
+def cross_state(futures: Sequence[Future], seed: int) -> list[Future]:
     """Futures moved round, so that every state gets one of another problem."""
-    order = np.random.default_rng(seed).permutation(len(states))
+    order = np.random.default_rng(seed).permutation(len(futures))
     moved = np.roll(order, 1)
-    problem = np.array([state.trajectory for state in states])
-    for _ in range(len(states)):
+    problem = np.array([future.state.trajectory.problem.id for future in futures])
+    for _ in range(len(futures)):
         clash = np.flatnonzero(problem[order] == problem[moved])
         if len(clash) == 0:
             break
         moved[clash], moved[(clash + 7) % len(moved)] = moved[(clash + 7) % len(moved)].copy(), moved[clash].copy()
-    result: list[Tensor] = [futures[0]] * len(states)
+    result = list(futures)
     for target, source in zip(order.tolist(), moved.tolist(), strict=True):
-        result[target] = futures[source]
+        result[target] = replace(futures[target], tokens=futures[source].tokens)
     return result
 
 
-def run_world(pair: Pair, settings: DemoSettings, world: WorldSettings, report: Report) -> dict[str, Any]:
+def run_world(pair: DemoPair, settings: DemoSettings, world: WorldSettings, report: Report) -> dict[str, Any]:
     """Everything the demo shows of one world, as plain JSON values."""
     began = time.perf_counter()
     with Verifier() as verifier:
@@ -192,18 +185,16 @@ def _run(run: WorldRun) -> dict[str, Any]:
     )
     test = run.problems("test", world.test_problems)
     with run.stage("trajectories", world.train_problems + world.validation_problems) as done:
-        logged = collect(run.slm, train.prompts, run.length, on_done=done)
-        held_out = collect(run.slm, validation.prompts, run.length, on_done=lambda n: done(n + len(train.prompts)))
+        logged = collect(run.slm, train.known, train.prompts, run.length, on_done=done)
+        after = len(train.prompts)
+        held_out = collect(run.slm, validation.known, validation.prompts, run.length, on_done=lambda n: done(n + after))
     entropies = torch.cat([trajectory.entropy for trajectory in held_out])
     policy = RequestPolicy.calibrate(entropies, world.quantile)
-    data = run.distil(logged, train.golds, policy)
-    states = [data.states[i] for i in data.used]
-    futures = [data.futures[i].tokens for i in data.used]
-    reranker = run.train(logged, states, data.matrices, world.horizon)
-    short = run.train(logged, states, data.matrices, world.short_horizon)
-    crossed = run.train(
-        logged, states, run.score(logged, states, cross_state(states, futures, settings.seed)), world.horizon
-    )
+    data = run.distil(logged, policy)
+    reranker = run.train(data.used, data.matrices, world.horizon)
+    short = run.train(data.used, data.matrices, world.short_horizon)
+    moved = cross_state(data.used, settings.seed)
+    crossed = run.train(moved, run.score(moved), world.horizon)
 
     chosen = FutureBridgeSelector(reranker)
     never = RequestPolicy(float("inf"))
@@ -220,7 +211,7 @@ def _run(run: WorldRun) -> dict[str, Any]:
         "FutureBridge + certain LLM": run.decoder(CertainLLM(chosen, settings.certainty), policy),
     }
     if world.own_future:
-        own = FutureBridgeSelector(train_on_own_futures(run, logged, data.states, train.golds))
+        own = FutureBridgeSelector(train_on_own_futures(run, data.states))
         decoders["FutureBridge, own future"] = run.decoder(own, policy)
         decoders["FutureBridge, own future + certain LLM"] = run.decoder(CertainLLM(own, settings.certainty), policy)
     evaluations = {name: run.evaluate(name, decoder.generate_many, test) for name, decoder in decoders.items()}
@@ -238,8 +229,8 @@ def _run(run: WorldRun) -> dict[str, Any]:
         "threshold_nats": policy.threshold,
         "filters": vars(data.filters),
         "accuracy": accuracy_table(outcomes, evaluations),
-        **diagnostics(run, held_out, validation, policy, reranker),
-        "sweep": sweep(run, logged, train, entropies, test, evaluations, outcomes),
+        **diagnostics(run, held_out, policy, reranker),
+        "sweep": sweep(run, logged, entropies, test, evaluations, outcomes),
     }
 
 
@@ -259,18 +250,12 @@ def majority_outcomes(run: WorldRun, problems: Problems) -> np.ndarray:
         return np.array([verdict == "correct" for verdict in run.verifier.verify_many(answers, problems.golds)])
 
 
-def train_on_own_futures(
-    run: WorldRun, trajectories: Sequence[Trajectory], states: Sequence[LoggedState], golds: Sequence[str]
-) -> TokenReranker:
+def train_on_own_futures(run: WorldRun, states: Sequence[State]) -> TokenReranker:
     """The recipe with the SLM's own verified futures in the place of the LLM's."""
     with run.stage("own futures"):
-        futures = own_futures(
-            run.slm, trajectories, states, golds, run.tokenizer, run.verifier, run.length, seed=run.settings.seed
-        )
-    used, _ = usable([state.pool.ids.tolist() for state in states], futures, run.world.horizon)
-    kept = [states[i] for i in used]
-    matrices = run.score(trajectories, kept, [futures[i].tokens for i in used])
-    return run.train(trajectories, kept, matrices, run.world.horizon)
+        futures = own_futures(run.slm, states, run.tokenizer, run.verifier, run.length, seed=run.settings.seed)
+    used, _ = usable(futures, run.world.horizon)
+    return run.train(used, run.score(used), run.world.horizon)
 
 
 def accuracy_table(outcomes: dict[str, np.ndarray], evaluations: dict[str, Evaluation]) -> list[dict[str, Any]]:
@@ -290,21 +275,18 @@ def accuracy_table(outcomes: dict[str, np.ndarray], evaluations: dict[str, Evalu
 
 
 def diagnostics(
-    run: WorldRun,
-    trajectories: Sequence[Trajectory],
-    problems: Problems,
-    policy: RequestPolicy,
-    reranker: TokenReranker,
+    run: WorldRun, trajectories: Sequence[Trajectory], policy: RequestPolicy, reranker: TokenReranker
 ) -> dict[str, Any]:
     """On held-out states: how scores agree with the SLM's own rollouts, what the pools cover, and one event in full."""
-    data = run.distil(trajectories, problems.golds, policy)
+    data = run.distil(trajectories, policy)
     with run.stage("rollouts"):
-        outcomes, texts = roll_out(
-            run.slm, trajectories, data.states, problems.golds, run.tokenizer, run.verifier, run.length
-        )
+        rollouts = roll_out(run.slm, data.states, run.tokenizer, run.verifier, run.length)
+    outcomes = [rollout.correct for rollout in rollouts]
     with torch.no_grad():
-        learned = [reranker.scores(trajectories[s.trajectory].tokens[: s.position], s.pool.ids) for s in data.states]
-    compatibility: dict[int, Tensor] = dict(zip(data.used, data.matrices, strict=True))
+        learned = [reranker.scores(state.prefix, state.pool.ids) for state in data.states]
+    place = {state.id: i for i, state in enumerate(data.states)}
+    futures = {place[future.state.id]: future for future in data.used}
+    compatibility: dict[int, Tensor] = dict(zip(futures, data.matrices, strict=True))
     scores: dict[str, dict[int, Tensor]] = {
         "SLM": {i: state.pool.slm_logprob for i, state in enumerate(data.states)},
         "LLM": {i: state.pool.llm_logprob for i, state in enumerate(data.states)},
@@ -331,7 +313,7 @@ def diagnostics(
             for kind in sorted(set(kinds))
         },
         "coverage": _coverage(data.states, outcomes),
-        "worked_event": _worked_event(run, trajectories, problems, data, outcomes, texts, learned, compatibility),
+        "worked_event": _worked_event(run, futures, rollouts, learned, compatibility),
     }
 
 
@@ -339,16 +321,16 @@ def _agreement(
     name: str,
     scores: dict[int, Tensor],
     outcomes: Sequence[Tensor],
-    states: Sequence[LoggedState],
+    states: Sequence[State],
     members: Sequence[int],
 ) -> dict[str, Any]:
     members = [i for i in members if i in scores]
     succeeded = succeeded_mixed = mixed = 0.0
-    tallies: dict[int, list[float]] = {}  # agreeing and comparable pairs by problem
+    tallies: dict[str, list[float]] = {}  # agreeing and comparable pairs by problem
     for i in members:
         score, outcome = scores[i].numpy(), outcomes[i].numpy()
         won, pairs = statistics.pairwise_agreement(score, outcome)
-        tally = tallies.setdefault(states[i].trajectory, [0.0, 0.0])
+        tally = tallies.setdefault(states[i].trajectory.problem.id, [0.0, 0.0])
         tally[:] = tally[0] + won, tally[1] + pairs
         success = statistics.top1_success(score, outcome)
         succeeded += success
@@ -367,7 +349,7 @@ def _agreement(
     }
 
 
-def _coverage(states: Sequence[LoggedState], outcomes: Sequence[Tensor]) -> list[dict[str, Any]]:
+def _coverage(states: Sequence[State], outcomes: Sequence[Tensor]) -> list[dict[str, Any]]:
     """How often a pool holds a candidate from which the SLM succeeds."""
     rows = []
     mixed = [bool(outcome.any() and not outcome.all()) for outcome in outcomes]
@@ -390,35 +372,30 @@ def _coverage(states: Sequence[LoggedState], outcomes: Sequence[Tensor]) -> list
 
 def _worked_event(
     run: WorldRun,
-    trajectories: Sequence[Trajectory],
-    problems: Problems,
-    data: Distilled,
-    outcomes: Sequence[Tensor],
-    texts: Sequence[Sequence[str]],
+    futures: dict[int, Future],
+    rollouts: Sequence[Rollout],
     learned: Sequence[Tensor],
     compatibility: dict[int, Tensor],
 ) -> dict[str, Any] | None:
     """The first held-out state with a verified future where the picks of LLM and FutureBridge differ in outcome."""
 
     def differs(i: int) -> bool:
-        picks = int(learned[i].argmax()), int(data.states[i].pool.llm_logprob.argmax())
-        return picks[0] != picks[1] and bool(outcomes[i][picks[0]] != outcomes[i][picks[1]])
+        picks = int(learned[i].argmax()), int(rollouts[i].state.pool.llm_logprob.argmax())
+        return picks[0] != picks[1] and bool(rollouts[i].correct[picks[0]] != rollouts[i].correct[picks[1]])
 
-    found = next((i for i in data.used if differs(i)), None)
+    found = next((i for i in futures if differs(i)), None)
     if found is None:
         return None
-    state = data.states[found]
-    trajectory = trajectories[state.trajectory]
+    state, rollout = rollouts[found].state, rollouts[found]
+    trajectory = state.trajectory
     decode = run.tokenizer.decode
     b = future_compatibility(compatibility[found], run.world.horizon)
     return {
         "prompt": decode(trajectory.tokens[: trajectory.prompt_length].tolist(), skip_special_tokens=True),
-        "prefix": decode(
-            trajectory.tokens[trajectory.prompt_length : state.position].tolist(), skip_special_tokens=True
-        ),
-        "gold": problems.golds[state.trajectory],
+        "prefix": decode(state.output.tolist(), skip_special_tokens=True),
+        "gold": trajectory.problem.answer,
         "entropy_nats": round(state.entropy, 3),
-        "future": decode(data.futures[found].tokens[: run.world.horizon].tolist(), skip_special_tokens=True),
+        "future": decode(futures[found].tokens[: run.world.horizon].tolist(), skip_special_tokens=True),
         "candidates": [
             {
                 "token": decode([int(state.pool.ids[k])]),
@@ -427,8 +404,8 @@ def _worked_event(
                 "p_llm": round(float(state.pool.llm_logprob[k].exp()), 4),
                 "compatibility": round(float(b[k]), 3),
                 "score": round(float(learned[found][k]), 3),
-                "rollout": texts[found][k],
-                "correct": bool(outcomes[found][k]),
+                "rollout": rollout.texts[k],
+                "correct": bool(rollout.correct[k]),
             }
             for k in range(len(state.pool.ids))
         ],
@@ -438,7 +415,6 @@ def _worked_event(
 def sweep(
     run: WorldRun,
     trajectories: Sequence[Trajectory],
-    train: Problems,
     entropies: Tensor,
     test: Problems,
     evaluations: dict[str, Evaluation],
@@ -451,8 +427,8 @@ def sweep(
     ]
     for quantile in run.world.sweep:
         policy = RequestPolicy.calibrate(entropies, quantile)
-        data = run.distil(trajectories, train.golds, policy)
-        reranker = run.train(trajectories, [data.states[i] for i in data.used], data.matrices, run.world.horizon)
+        data = run.distil(trajectories, policy)
+        reranker = run.train(data.used, data.matrices, run.world.horizon)
         chosen = FutureBridgeSelector(reranker)
         selectors = (LLMPreference(), chosen, CertainLLM(chosen, run.settings.certainty))
         found = {

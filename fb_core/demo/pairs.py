@@ -31,7 +31,7 @@ BATCH, WARMUP = 32, 100
 
 
 @dataclass
-class Pair:
+class DemoPair:
     """A world with its two frozen models, float32 and in eval mode."""
 
     world: World
@@ -61,14 +61,14 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def load_pair(name: str, directory: Path | None = None) -> Pair:
+def load_pair(name: str, directory: Path | None = None) -> DemoPair:
     """The pair of a world ("plans", "helpful" or "control"), from the package or from a directory `retrain` wrote."""
     if name not in WORLDS:
         raise ValueError(f"load_pair: expected one of {', '.join(WORLDS)}, got {name!r}; pick one of them.")
     with resources.as_file(resources.files("fb_core.demo") / "weights") as shipped:
         folder = shipped if directory is None else Path(directory)
         slm, llm = (_load_model(folder / model) for model in _model_names([name]))
-    return Pair(WORLDS[name], slm, llm)
+    return DemoPair(WORLDS[name], slm, llm)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Description:
     slm_guessed: float
 
 
-def describe(pair: Pair, n: int, seed: int) -> Description:
+def describe(pair: DemoPair, n: int, seed: int) -> Description:
     """Measures a pair on `n` validation problems by an exact checker."""
     problems = pair.world.problems(n, seed, "validation")
 

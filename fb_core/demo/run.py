@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import queue
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,10 +16,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from fb_core.config import DemoSettings, WorldSettings
 from fb_core.demo import pairs, report
+from fb_core.progress import Board
 
 
 def run_demo(settings: DemoSettings, out: Path, *, retrain: bool = False) -> dict[str, Any]:
@@ -59,51 +59,31 @@ def _write(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-class Board:
-    """Progress bars on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
-        self._bars = Progress(
-            TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True
-        )
-        self._tasks: dict[str, Any] = {}
-        self._last: dict[str, str] = {}
-
-    def __enter__(self) -> Board:
-        if self._terminal:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def show(self, line: str, stage: str, done: int, of: int) -> None:
-        """`line` (a world, a model) is at `done` of `of` in `stage`."""
-        if self._terminal:
-            if line not in self._tasks:
-                self._tasks[line] = self._bars.add_task(line)
-            self._bars.update(self._tasks[line], description=f"{line}: {stage}", completed=done, total=of)
-        elif self._last.get(line) != stage:
-            print(f"{line}: {stage}", flush=True)
-            self._last[line] = stage
+def _show(board: Board, line: str, stage: str, done: int, of: int) -> None:
+    """`line` (a world, a model) is at `done` of `of` in `stage`."""
+    board.show(line, done, of, stage)
+    board.say(line, stage)
 
 
 def _retrain(folder: Path, worlds: Sequence[str]) -> None:
-    with Board() as board:
-        pairs.retrain(folder, worlds=worlds, progress=lambda model, done, of: board.show(model, "training", done, of))
+    with Board(TimeElapsedColumn(), transient=True) as board:
+        pairs.retrain(folder, worlds=worlds, progress=lambda model, done, of: _show(board, model, "training", done, of))
 
 
 def _run_worlds(settings: DemoSettings, weights: Path | None) -> list[dict[str, Any]]:
     """One single-threaded process a world: on models this small more threads cost time."""
     context = get_context("spawn")
     workers = min(len(settings.worlds), os.cpu_count() or 1)
-    with Board() as board, context.Manager() as manager, ProcessPoolExecutor(workers, context) as executor:
+    with (
+        Board(TimeElapsedColumn(), transient=True) as board,
+        context.Manager() as manager,
+        ProcessPoolExecutor(workers, context) as executor,
+    ):
         messages: Any = manager.Queue()
         jobs = [executor.submit(_run_world, settings, world, weights, messages) for world in settings.worlds]
         while not all(job.done() for job in jobs) or not messages.empty():
             try:
-                board.show(*messages.get(timeout=0.2))
+                _show(board, *messages.get(timeout=0.2))
             except queue.Empty:
                 continue
         return [job.result() for job in jobs]

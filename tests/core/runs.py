@@ -69,7 +69,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
     """One command in this process, which dies inside its write number `dies`."""
     import torch
 
-    from fb_core.pipeline.commands import run_command
+    from fb_core.stages.commands import run_command
 
     torch.set_num_threads(1)
     if dies is not None:
@@ -81,7 +81,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
 
 def _die_in_write(number: int, random: random.Random) -> None:
     """SIGKILL to this very process inside a write: half the bytes there, or all but the name, or just the name."""
-    from fb_core.pipeline import artefacts
+    from fb_core.stages import artefacts
 
     sync, replace, left = os.fsync, os.replace, [number]
     moment = random.choice(["half", "unnamed", "named"])
@@ -113,7 +113,7 @@ def context() -> ForkServerContext:
     """Processes forked from one that has imported everything: a start costs little."""
     made = get_context("forkserver")
     made.set_forkserver_preload(
-        ["runs", "fb_core.pipeline.commands", "fb_core.demo.pairs", "transformers.models.qwen3.modeling_qwen3"]
+        ["runs", "fb_core.stages.commands", "fb_core.demo.pairs", "transformers.models.qwen3.modeling_qwen3"]
     )
     return made
 

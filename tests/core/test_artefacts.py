@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.pipeline.artefacts import (
+from fb_core.stages.artefacts import (
+    FORMAT,
     Artefact,
     json_bytes,
-    lists,
     sealed_bytes,
     table_bytes,
     tensor_bytes,
@@ -40,7 +43,7 @@ def begun(folder: Path, name: str = "states") -> Artefact:
 def filled(folder: Path, shards: int = 3) -> tuple[Artefact, list[str]]:
     artefact, names = begun(folder), [f"train-{index:05d}" for index in range(shards)]
     for index, shard in enumerate(names):
-        table = table_bytes({"tokens": lists([torch.arange(index + 2)], pa.int32())})
+        table = table_bytes([{"tokens": list(range(index + 2))}], {"tokens": pa.list_(pa.int32())})
         tensors = tensor_bytes({"logprob": torch.full((2, 3), float(index))})
         files = {f"{shard}.parquet": table, f"{shard}.safetensors": tensors}
         artefact.put(shard, files, {"states": index}, 1.5, "cpu")
@@ -263,9 +266,9 @@ def test_every_edit_of_a_receipt_is_one_sentence_with_its_name(tmp_path):
     "manifest",
     [
         {},
-        {"stage": "states"},
-        {"stage": "states", "identity": {}, "chosen": {}, "made_by": [], "complete": True},
-        {"stage": "states", "identity": {}, "chosen": {}, "made_by": None, "complete": False},
+        {"stage": "states", "format": FORMAT},
+        {"stage": "states", "format": FORMAT, "identity": {}, "chosen": {}, "made_by": [], "complete": True},
+        {"stage": "states", "format": FORMAT, "identity": {}, "chosen": {}, "made_by": None, "complete": False},
         {"stage": "futures", "identity": {}, "chosen": {}, "made_by": [], "complete": False},
     ],
 )
@@ -274,6 +277,30 @@ def test_a_manifest_of_another_kind_is_no_manifest(tmp_path, manifest):
     (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
     with pytest.raises(ValueError, match=r"manifest\.json: expected the manifest of states"):
         artefact.finished()
+
+
+def test_files_of_another_format_are_refused_by_name(tmp_path):
+    artefact, names = filled(tmp_path)
+    assert artefact.table(names[0])
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"tokens": [[1]]}), buffer)  # as before tables said their format
+    artefact.put(names[0], {f"{names[0]}.parquet": buffer.getvalue()}, {}, 1.0, "cpu")
+    words = f"{names[0]}.parquet: expected files of format {FORMAT}, got format 1; run the stage again into a new run"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        artefact.table(names[0])
+    for format_, said in ((1, "1"), (None, "None"), ("9" * 5000, "999")):
+        manifest = artefact.manifest()
+        (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest | {"format": format_}))
+        words = f"manifest.json: expected files of format {FORMAT}, got format {said}"
+        for use in (artefact.finished, lambda: artefact.begin(IDENTITY, {}), lambda: artefact.receipt(names[1])):
+            with pytest.raises(ValueError, match=re.escape(words)) as raised:
+                use()
+            assert str(raised.value).endswith("; run the stage again into a new run folder")
+        (artefact.path / "manifest.json").write_bytes(sealed_bytes(manifest))
+    before = {key: value for key, value in manifest.items() if key != "format"}  # of the first format
+    (artefact.path / "manifest.json").write_bytes(sealed_bytes(before | {"shards": 3}))
+    with pytest.raises(ValueError, match="expected files of format 2, got format 1"):
+        artefact.begin(IDENTITY, {})
 
 
 def test_an_unfinished_stage_is_not_finished(tmp_path):
@@ -287,7 +314,7 @@ def test_an_unfinished_stage_is_not_finished(tmp_path):
 def test_two_processes_do_not_work_on_one_folder(tmp_path):
     artefact, _ = filled(tmp_path)
     code = (
-        "import sys, pathlib\nfrom fb_core.pipeline.artefacts import Artefact\n"
+        "import sys, pathlib\nfrom fb_core.stages.artefacts import Artefact\n"
         "with Artefact(pathlib.Path(sys.argv[1]), 'states').held():\n    pass\n"
     )
     with artefact.held():
@@ -318,7 +345,7 @@ def test_a_file_is_replaced_whole(before, after):
 def test_a_limit_on_file_sizes_leaves_what_was_there(tmp_path):
     code = (
         "import pathlib, resource, signal, sys\n"
-        "from fb_core.pipeline.artefacts import write_file\n"
+        "from fb_core.stages.artefacts import write_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "write_file(path, b'before')\n"

@@ -13,18 +13,18 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
-from fb_core.baselines.direct import direct, one_token_takeover
-from fb_core.baselines.external import external, load_external
-from fb_core.baselines.greedy import greedy
-from fb_core.baselines.majority import majority, majority_vote
-from fb_core.baselines.preferences import distilled_preference, preference_target, random_choice, slm_preference
-from fb_core.baselines.s2t import s2t
-from fb_core.baselines.s2t_local import KL_WEIGHT, MARGIN, NoLLM, original_target, s2t_local
-from fb_core.baselines.takeover import takeover
-from fb_core.decoding import LARGE, SLM, CollaborativeDecoder, LLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods import method
+from fb_core.methods.external import load_external
+from fb_core.methods.greedy import alone
+from fb_core.methods.majority import majority, majority_vote
+from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
+from fb_core.pool import LARGE, SLM
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, SLMPreference
+from fb_core.targets import KL_WEIGHT, MARGIN, group_targets, selection_target
 from fb_core.training import _hinge
 from fb_kernels import group_cross_entropy
 
@@ -59,6 +59,34 @@ def words_tokenizer(size, **more):
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0", eos_token="<end>"
     )
+
+
+class Pools:
+    """A context of no run: two models, a policy and options of the decoder."""
+
+    def __init__(self, slm, llm, policy, **options):
+        self.given, self.options = (slm, llm), {"policy": policy, **options}
+
+    def decoder(self, selector, **options):
+        return CollaborativeDecoder(*self.given, selector, **(self.options | options))
+
+
+def by(name, slm, llm, policy, seed=None, **options):
+    """What decodes by a method at events."""
+    return method(name).decode(Pools(slm, llm, policy, **options), seed)
+
+
+def greedy(slm, asked, length, **options):
+    return alone(slm, **options).generate_many(asked, length)
+
+
+def s2t_local(slm, reranker, policy, **options):
+    """As a run deploys a reranker on the SLM's own pool."""
+    return CollaborativeDecoder(slm, None, FutureBridgeSelector(reranker), policy, pool="slm", **options)
+
+
+def preference_target(llm_logprob):
+    return group_targets([torch.zeros(len(llm_logprob), 1)], [1], local=[llm_logprob], alpha=0.0)[1][0][:, 0]
 
 
 def tokens_of(generations):
@@ -171,8 +199,8 @@ def hand_made():
     return tuple(bigram([END] * 7 + [row]) for row in (SMALL, LARGER))
 
 
-def only_event(decoder):
-    generation = decoder.generate([7], 5)
+def only_event(generate):
+    (generation,) = generate([[7]], 5)
     (event,) = generation.events
     assert generation.token_ids.tolist() == [event.token, EOS]
     assert event.slm_logprob == pytest.approx(torch.tensor(SMALL).log_softmax(0)[event.pool].tolist(), abs=1e-4)
@@ -183,29 +211,29 @@ def test_decision_rules_by_hand():
     """Direct: argmax of p_T. S2T: that among the SLM's top k (evaluate_s2t.py, generate_hybrid, teacher_rerank)."""
     slm, llm = hand_made()
     options = {"slm_k": 2, "llm_k": 2, "max_events": 1}
-    event = only_event(direct(slm, llm, ALWAYS, **options))
+    event = only_event(by("direct", slm, llm, ALWAYS, **options))
     assert (event.pool, event.sources, event.token) == ([4, 5, 3, 6], [SLM, SLM, LARGE, LARGE], 3)
     assert event.llm_logprob == pytest.approx(torch.tensor(LARGER).log_softmax(0)[event.pool].tolist(), abs=1e-4)
-    event = only_event(one_token_takeover(slm, llm, ALWAYS, max_events=1))
+    event = only_event(by("one-token-takeover", slm, llm, ALWAYS, max_events=1))
     assert (event.pool, event.sources, event.token) == ([3], [LARGE], 3)
-    event = only_event(s2t(slm, llm, ALWAYS, **options))
+    event = only_event(by("s2t", slm, llm, ALWAYS, **options))
     assert (event.pool, event.sources, event.token) == ([4, 5], [SLM, SLM], 5)
     assert event.scores == event.llm_logprob
-    event = only_event(slm_preference(slm, llm, ALWAYS, **options))
+    event = only_event(by("slm-preference", slm, llm, ALWAYS, **options))
     assert (event.pool, event.token) == ([4, 5, 3, 6], 4)
-    event = only_event(slm_preference(slm, llm, ALWAYS, pool="llm", **options))
+    event = only_event(CollaborativeDecoder(slm, llm, SLMPreference(), ALWAYS, pool="llm", **options).generate_many)
     assert (event.pool, event.token) == ([3, 6], 6)
     assert tokens_of(greedy(slm, [[7]], 5)) == [[4, EOS]]
-    drawn = [only_event(random_choice(slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(400)]
+    drawn = [only_event(by("random", slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(400)]
     assert [drawn.count(token) for token in (4, 5, 3, 6)] == pytest.approx([100] * 4, abs=35)
-    assert drawn[:9] == [only_event(random_choice(slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(9)]
+    assert drawn[:9] == [only_event(by("random", slm, llm, ALWAYS, seed=seed, **options)).token for seed in range(9)]
 
 
 def test_where_the_llm_ties_both_take_the_lowest_id():
     slm, _ = hand_made()
     llm = bigram([END] * 7 + [[-9.0, -9.0, 1.0, 4.0, 0.0, 4.0, 3.0, -9.0]])
-    assert only_event(direct(slm, llm, ALWAYS, slm_k=2, llm_k=2, max_events=1)).token == 3
-    assert only_event(one_token_takeover(slm, llm, ALWAYS, max_events=1)).token == 3
+    assert only_event(by("direct", slm, llm, ALWAYS, slm_k=2, llm_k=2, max_events=1)).token == 3
+    assert only_event(by("one-token-takeover", slm, llm, ALWAYS, max_events=1)).token == 3
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -222,9 +250,8 @@ def test_direct_is_one_token_takeover_on_the_demo_pair():
 
 
 def compare_direct(slm, llm, policy, asked, length, **options):
-    found = direct(slm, llm, policy, **options).generate_many(asked, length)
-    taken = one_token_takeover(slm, llm, policy, **{k: v for k, v in options.items() if k != "llm_k"})
-    again = taken.generate_many(asked, length)
+    found = by("direct", slm, llm, policy, **options)(asked, length)
+    again = by("one-token-takeover", slm, llm, policy, **options)(asked, length)
     assert tokens_of(found) == tokens_of(again)
     choices = [[[(event.step, event.token) for event in one.events] for one in run] for run in (found, again)]
     assert choices[0] == choices[1]
@@ -260,9 +287,9 @@ def test_an_external_checkpoint_is_decoded_as_the_slm_is(tmp_path):
     loaded = load_external(str(tmp_path / "a"), tokenizer, "cpu", "float32")
     assert not loaded.training
     asked = prompts(4, 9, 6)
-    found = external(loaded, tokenizer, asked, 12)
+    found = greedy(loaded, asked, 12, tokenizer=tokenizer)
     assert tokens_of(found) == tokens_of(greedy(model, asked, 12, tokenizer=tokenizer))
-    assert tokens_of(external(loaded, tokenizer, asked, 12, batch_tokens=1)) == tokens_of(found)
+    assert tokens_of(greedy(loaded, asked, 12, tokenizer=tokenizer, batch_tokens=1)) == tokens_of(found)
     assert all(one.text is not None for one in found)
     for name, other in (
         ("b", words_tokenizer(V, w3=4, w4=3)),
@@ -279,20 +306,6 @@ def test_an_external_checkpoint_is_decoded_as_the_slm_is(tmp_path):
         load_external(str(tmp_path / "nowhere"), tokenizer)
 
 
-def test_the_distilled_preference_is_the_rerankers_favourite_of_the_joint_pool():
-    slm, llm = tiny("qwen3", 8), tiny("qwen3", 9)
-    reranker = shaken(slm)
-    decoder = distilled_preference(slm, llm, reranker, RequestPolicy(1.5), slm_k=3, llm_k=3)
-    (ids,) = prompts(6)
-    generation = decoder.generate(ids, 12)
-    assert any(LARGE in event.sources for event in generation.events)
-    for event in generation.events:
-        prefix = torch.cat([ids, generation.token_ids[: event.step]])
-        scores = reranker.scores(prefix, event.pool)
-        assert event.scores == pytest.approx(scores.tolist(), abs=1e-4)
-        assert event.choice == int(scores.argmax())
-
-
 def shaken(model, **options):
     """A reranker whose head prefers something."""
     with torch.random.fork_rng(devices=[]):
@@ -301,20 +314,6 @@ def shaken(model, **options):
         with torch.no_grad():
             reranker.head.copy_(torch.randn_like(reranker.head))
     return reranker
-
-
-def test_the_preference_target_is_a_softmax_of_standardised_log_probs():
-    values = [-0.5, -1.5, -4.0]
-    mean = sum(values) / 3
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / 3)
-    powers = [math.exp((value - mean) / (deviation + 1e-6) / 0.5) for value in values]
-    wanted = [power / sum(powers) for power in powers]
-    assert preference_target(torch.tensor(values, dtype=torch.float64)).tolist() == pytest.approx(wanted, rel=1e-9)
-    assert preference_target(torch.tensor([-1.0, -1.0])).tolist() == [0.5, 0.5]
-    assert preference_target(torch.tensor([-3.0])).tolist() == [1.0]
-    sharp = preference_target(torch.tensor(values), temperature=0.1)
-    assert sharp.dtype == torch.float32
-    assert float(sharp[0]) > wanted[0]
 
 
 def original_loss(scores, teacher):
@@ -341,7 +340,7 @@ def test_the_original_loss_is_a_cross_entropy_and_a_hinge(scores, teacher, smoot
     assert original_loss(scores, teacher) == pytest.approx((smooth, hinge), abs=1e-5)
     smooth, hinge = original_loss(scores, teacher)
     logprob = torch.tensor(teacher, dtype=torch.float64).log()
-    target = original_target(logprob)
+    target = selection_target(logprob)
     assert target.dtype == torch.float64
     assert float(target.sum()) == pytest.approx(1.1)
     p = torch.tensor(teacher, dtype=torch.float64) / sum(teacher)
@@ -353,12 +352,12 @@ def test_the_original_loss_is_a_cross_entropy_and_a_hinge(scores, teacher, smoot
     assert float(_hinge(score, target, [len(scores)], MARGIN)) == pytest.approx(hinge, rel=1e-12)
 
 
-def test_an_original_target_needs_a_candidate_that_the_llm_finds_possible():
-    assert original_target(torch.tensor([-1.0, -math.inf])).tolist() == pytest.approx([1.1, 0.0])
-    assert original_target(torch.tensor([-1.0, -1.0])).tolist() == pytest.approx([1.05, 0.05])  # ties to the first
+def test_an_selection_target_needs_a_candidate_that_the_llm_finds_possible():
+    assert selection_target(torch.tensor([-1.0, -math.inf])).tolist() == pytest.approx([1.1, 0.0])
+    assert selection_target(torch.tensor([-1.0, -1.0])).tolist() == pytest.approx([1.05, 0.05])  # ties to the first
     for bad in ([], [-math.inf, -math.inf], [math.nan, -1.0], [[-1.0]]):
         with pytest.raises(ValueError, match=r"llm_logprob: expected \[K\] with numbers"):
-            original_target(torch.tensor(bad))
+            selection_target(torch.tensor(bad))
 
 
 @pytest.mark.parametrize("scope", ["candidate", "sequence"])
@@ -388,24 +387,18 @@ def test_s2t_local_selects_without_an_llm(scope):
     assert all(0 < len(one.events) <= 4 for one in together)
 
 
-def test_no_llm_writes_nothing_and_what_needs_one_is_refused():
-    slm, nobody = tiny("qwen3", 8), NoLLM()
-    for names in (("slm",), ("llm", "in_slm")):
-        with pytest.raises(ValueError, match=f"reranker: expected none .* got {', '.join(names)}; train one without"):
-            s2t_local(slm, shaken(slm, feature_names=names), NEVER)
+def test_what_needs_an_llm_is_refused_without_one():
+    slm, policy = tiny("qwen3", 8), RequestPolicy(-math.inf)
     with pytest.raises(ValueError, match="selector: expected a reranker made on the decoder's own SLM"):
         s2t_local(slm, shaken(tiny("qwen3", 9)), NEVER)
-    with pytest.raises(ValueError, match="llm: expected one that writes, got NoLLM"):
-        nobody.complete([4], 3)
-    assert isinstance(nobody, LLM)
-    ids, logprob, asked = nobody.candidates([4], 8)
-    assert (ids.tolist(), logprob.tolist(), asked) == ([], [], None)
-    assert nobody.candidates([4], 8, [5, 6])[2].isnan().tolist() == [True, True]
+    for name in ("direct", "one-token-takeover"):
+        with pytest.raises(TypeError, match="llm: expected type LLM, got NoneType"):
+            by(name, slm, None, policy)
     (prompt,) = prompts(5)
     with pytest.raises(ValueError, match="LLMPreference: expected scores that are numbers"):
-        s2t(slm, nobody, ALWAYS).generate(prompt, 3)
-    with pytest.raises(ValueError, match="llm: expected a candidate among the 50 common ids, got none"):
-        one_token_takeover(slm, nobody, ALWAYS).generate(prompt, 3)
+        by("s2t", slm, None, policy)([prompt], 3)
+    with pytest.raises(ValueError, match="FutureBridgeSelector: expected scores that are numbers"):
+        s2t_local(slm, shaken(slm, feature_names=("llm",)), policy).generate(prompt, 3)
 
 
 class HighestId(LLM):
@@ -421,13 +414,13 @@ class HighestId(LLM):
         raise AssertionError
 
 
-@pytest.mark.parametrize(("target", "margin"), [(preference_target, 0.0), (original_target, MARGIN)])
+@pytest.mark.parametrize(("target", "margin"), [(preference_target, 0.0), (selection_target, MARGIN)])
 def test_a_trained_selector_does_what_s2t_did_with_the_llm(target, margin):
     slm, policy, options = tiny("qwen3", 8), RequestPolicy(1.0), {"slm_k": 4}
-    teacher = s2t(slm, HighestId(), policy, **options)
+    teacher = by("s2t", slm, HighestId(), policy, **options)
     data = []
     asked = prompts(*[5] * 60, seed=3)
-    for ids, generation in zip(asked, teacher.generate_many(asked, 12), strict=True):
+    for ids, generation in zip(asked, teacher(asked, 12), strict=True):
         groups = [
             TrainingGroup(len(ids) + event.step, torch.tensor(event.pool), target(torch.tensor(event.llm_logprob)))
             for event in generation.events

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_core.calibration import Calibration, Weights, calibrate, calibrated_target, calibration_terms
+from fb_core.calibrated import Calibration, Weights, calibrate, calibrated_target, calibration_terms
 from fb_core.reranker import candidate_features
 
 Groups = tuple[list[Tensor], list[Tensor]]

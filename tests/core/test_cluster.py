@@ -16,8 +16,8 @@ import yaml
 from limits import HANG
 from runs import SMALL, contents, settings
 
-from fb_core.pipeline.collect import TrajectoryStage
-from fb_core.pipeline.stage import Output, run_stage
+from fb_core.stages.stage import Output, run_stage
+from fb_core.stages.trajectories import TrajectoryStage
 
 HERE = Path(__file__).parent
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -26,7 +26,7 @@ ON_RAY = """
 import pathlib, sys
 import ray
 from fb_core.config import RunSettings
-from fb_core.pipeline.commands import run_command
+from fb_core.stages.commands import run_command
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, run = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -39,7 +39,7 @@ STAGE_ON_RAY = """
 import pathlib, sys
 import test_cluster
 from fb_core.config import RunSettings
-from fb_core.pipeline.stage import run_stage
+from fb_core.stages.stage import run_stage
 
 stage = getattr(test_cluster, sys.argv[1])(RunSettings.model_validate_json(sys.argv[2]), pathlib.Path(sys.argv[3]))
 try:

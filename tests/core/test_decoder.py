@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
 
 from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, decoder, hf
-from fb_core.decoder import NativeDecoder
+from fb_core.native import NativeDecoder
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
 
 NATIVE = ("qwen3", "qwen2", "llama", "mistral")
@@ -128,7 +128,7 @@ def ways(monkeypatch):
     """A list that gets "modules" for every packed forward through the model's modules."""
     seen = []
     plain = hf.forward_through_modules
-    monkeypatch.setattr(hf, "forward_through_modules", lambda *a: seen.append("modules") or plain(*a))
+    monkeypatch.setattr(hf.packed, "forward_through_modules", lambda *a: seen.append("modules") or plain(*a))
     return seen
 
 

@@ -11,22 +11,21 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from fb_core import hf
-from fb_core.decoding import (
+from fb_core.decoding import CollaborativeDecoder
+from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.policy import RequestPolicy
+from fb_core.pool import Pool, candidate_pool
+from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.selectors import (
     CertainLLM,
-    CollaborativeDecoder,
     FutureBridgeSelector,
     LLMPreference,
-    Pool,
     RandomChoice,
     ScoringSelector,
     Selector,
     SLMPreference,
     State,
-    candidate_pool,
 )
-from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker, candidate_features
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf

@@ -15,6 +15,9 @@ from fb_core.config import DemoSettings, WorldSettings
 from fb_core.demo import pairs, report
 from fb_core.demo.experiment import WorldRun, _agreement, cross_state, run_world
 from fb_core.demo.run import run_demo
+from fb_core.pool import Pool
+from fb_core.stages.examples import Future, State, Trajectory
+from fb_core.stages.problems import Problem
 from fb_core.verify import Verifier
 
 
@@ -139,16 +142,20 @@ def test_only_base_weights_ship():
     assert sum(path.stat().st_size for path in files) < 6 << 20
 
 
-def test_cross_state_futures_come_from_other_problems():
-    class State:
-        def __init__(self, trajectory):
-            self.trajectory = trajectory
+def state(problem):
+    """A state of the problem of that number."""
+    trajectory = Trajectory(Problem(str(problem), "", ""), torch.arange(3), 1, torch.zeros(2))
+    none = torch.zeros(0)
+    return State(trajectory, 1, 0.0, Pool(none.long(), none.int(), none, none))
 
-    states = [State(i // 3) for i in range(30)]
-    futures = [torch.tensor([i]) for i in range(30)]
-    moved = cross_state(states, futures, 0)
-    assert sorted(int(f) for f in moved) == list(range(30))
-    assert all(int(f) // 3 != state.trajectory for f, state in zip(moved, states, strict=True))
+
+def test_cross_state_futures_come_from_other_problems():
+    futures = [Future(state(i // 3), 0, torch.tensor([i]), "correct") for i in range(30)]
+    moved = cross_state(futures, 0)
+    assert sorted(int(one.tokens) for one in moved) == list(range(30))
+    for one, before in zip(moved, futures, strict=True):
+        assert one.state is before.state
+        assert str(int(one.tokens) // 3) != one.state.trajectory.problem.id
 
 
 def test_settings_are_checked():
@@ -232,15 +239,10 @@ def test_labels_of_the_sweep_do_not_overlap(drawn):
 
 def test_agreement_of_the_demo_is_by_problem():
     """Two problems, one with a state and one with two: 1 of 1 and 3 of 4 pairs."""
-
-    class State:
-        def __init__(self, trajectory):
-            self.trajectory = trajectory
-
     outcomes = [torch.tensor([True, False]), torch.tensor([True, False, False]), torch.tensor([True, False, False])]
     scores = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([2.0, 1.0, 0.0]), 2: torch.tensor([1.0, 2.0, 0.0])}
-    row = _agreement("s", scores, outcomes, [State(0), State(1), State(1)], range(3))
+    row = _agreement("s", scores, outcomes, [state(0), state(1), state(1)], range(3))
     wanted = statistics.share_interval([1, 3], [1, 4])
     assert row["pairwise_percent"] == [round(100 * part, 1) for part in wanted]
     assert (row["pairs"], row["states"], row["mixed_states"], row["top1_percent"]) == (5, 3, 3, 66.7)
-    assert _agreement("s", {}, outcomes, [State(0)] * 3, range(3))["pairwise_percent"] is None
+    assert _agreement("s", {}, outcomes, [state(0)] * 3, range(3))["pairwise_percent"] is None

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -20,24 +19,21 @@ from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, Method, ModelSettings, RunSettings
-from fb_core.decoding import CertainLLM, LLMPreference
-from fb_core.pipeline import experiment
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.deploy import frozen_policy
-from fb_core.pipeline.evaluate import benchmark_problems
-from fb_core.pipeline.experiment import (
-    PROBLEM,
-    TABLES,
-    UNSEEN,
-    Rows,
-    make,
-    run_experiment,
-    settings_of_variant,
-)
-from fb_core.pipeline.findings import findings, is_published
-from fb_core.pipeline.inputs import models_of
-from fb_core.pipeline.variants import Variant, changed
+from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, ModelSettings, RunSettings
+from fb_core.experiment import tables
+from fb_core.experiment.gather import gather, is_published
+from fb_core.experiment.results import UNSEEN
+from fb_core.experiment.run import PROBLEM, make, run_experiment
+from fb_core.experiment.tables import TABLES, Plan, Table, Variant
+from fb_core.experiment.variants import changed, settings_of_variant
+from fb_core.methods import names
+from fb_core.report.findings import findings_bytes
+from fb_core.report.report import render
+from fb_core.selectors import CertainLLM, LLMPreference
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.evaluation import benchmark_problems
+from fb_core.stages.inputs import models_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
@@ -54,10 +50,19 @@ def trained(undisturbed) -> Path:
     return undisturbed[0]["train"]
 
 
+SWEPT = ["features", "override", "features-override", "calibrated", "calibrated-features"]
+SWEPT += ["calibrated-features-override"]
+
+
+def own(table, plan):
+    """The rows that a table makes itself."""
+    return [variant for variant in TABLES[table].rows(plan) if not variant.borrowed]
+
+
 def variants_of(settings, run):
     """All rows by their paths inside the run."""
-    rows = Rows(settings, run, 8)
-    found = [variant for table in TABLES for variant in (*rows.of(table), *rows.references())]
+    plan = Plan(settings, run, 8)
+    found = [variant for table in TABLES for variant in (*own(table, plan), *plan.references())]
     places = [variant.inside for variant in found if variant.inside is not None]
     places += [place.inside for place in places if place.inside is not None]
     return {"/".join(variant.path.parts[1::2]): variant for variant in (*found, *places)}
@@ -151,7 +156,7 @@ def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
     assert not (place / variant.path / "comparison").exists()
     again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
     problem = make(variant, again.model_dump_json(), place, False)
-    assert "settings.minimum_mixed 41, got 40" in str(problem)
+    assert "settings.rollouts.minimum_mixed 41, got 40" in str(problem)
 
 
 def test_making_a_variant_again_changes_nothing(made, chosen):
@@ -166,11 +171,11 @@ def test_making_a_variant_again_changes_nothing(made, chosen):
 @pytest.fixture(scope="module")
 def found(made, chosen):
     run, _, _ = made
-    return findings(chosen, run)
+    return gather(chosen, run)
 
 
 def rows_of(found, table):
-    return {(row["key"], row.get("quantile")): row for row in found["rows"] if row["table"] == table}
+    return {(row.key, row.quantile): row for row in found.of(table)}
 
 
 def shares(run, key):
@@ -191,39 +196,39 @@ def test_a_row_is_what_its_files_say(made, found):
     run, _, _ = made
     row = rows_of(found, "alpha")["alpha-0.5", None]
     own, events, tokens = shares(run, "alpha-0.5")
-    assert len(own) == row["problems"] == 9
-    assert row["accuracy"] == statistics.interval(list(own.values()))
-    assert (row["events"], row["tokens"]) == (pytest.approx(events), pytest.approx(tokens))
-    assert (row["seeds"], row["x"], row["label"], row["benchmark"]) == ([0, 1], 0.5, "alpha = 0.5", "demo:plans")
+    assert len(own) == row.problems == 9
+    assert row.accuracy == statistics.interval(list(own.values()))
+    assert (row.events, row.tokens) == (pytest.approx(events), pytest.approx(tokens))
+    assert (row.seeds, row.x, row.label, row.benchmark) == ((0, 1), 0.5, "alpha = 0.5", "demo:plans")
     for name in ("greedy", "direct", "futurebridge"):
         theirs, _, _ = shares(run, name)
         wanted = statistics.paired_interval(list(own.values()), [theirs[problem] for problem in own])
-        assert row[f"minus_{name}"] == wanted
-    assert [key for key in row if key.startswith("minus_")] == ["minus_greedy", "minus_direct", "minus_futurebridge"]
+        assert row.minus[name] == wanted
+    assert list(row.minus) == ["greedy", "direct", "futurebridge"]
     ours = rows_of(found, "alpha")["futurebridge", None]
-    assert (ours["x"], ours["label"]) == (1.0, "alpha = 1")
-    assert ours["accuracy"] == statistics.interval(list(shares(run, "futurebridge")[0].values()))
-    assert "minus_futurebridge" not in ours
+    assert (ours.x, ours.label) == (1.0, "alpha = 1")
+    assert ours.accuracy == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    assert "futurebridge" not in ours.minus
 
 
 def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
     _, _, problems = made
-    rows = {row["key"]: row for row in found["rows"] if row["table"] == "methods"}
+    rows = {row.key: row for row in found.of("methods")}
     assert {"greedy", "majority", "one-token-takeover", "direct", "futurebridge", "external-lost"} <= rows.keys()
     assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original", "repaired"}
-    assert rows["external-lost"]["note"] == problems["external-lost"]
-    assert rows["distilled"]["note"] == "not run"
-    assert rows["TaH"]["note"].startswith("changes the SLM itself")
-    assert rows["greedy"]["seeds"] == []
-    assert rows["majority"]["seeds"] == [0, 1]
-    assert (rows["majority"]["label"], rows["majority"]["tokens"]) == ("Maj@2", None)
-    assert rows["direct"]["accuracy"] == rows["one-token-takeover"]["accuracy"]
-    assert rows["one-token-takeover"]["minus_direct"] == (0.0, 0.0, 0.0)
+    assert rows["external-lost"].note == problems["external-lost"]
+    assert rows["distilled"].note == "not run"
+    assert rows["TaH"].note.startswith("changes the SLM itself")
+    assert rows["greedy"].seeds == ()
+    assert rows["majority"].seeds == (0, 1)
+    assert (rows["majority"].label, rows["majority"].tokens) == ("Maj@2", None)
+    assert rows["direct"].accuracy == rows["one-token-takeover"].accuracy
+    assert rows["one-token-takeover"].minus["direct"] == (0.0, 0.0, 0.0)
     for key in ("greedy", "direct", "futurebridge"):
-        assert f"minus_{key}" not in rows[key]
+        assert key not in rows[key].minus
     best = rows["repaired"]  # the only one that was made
-    assert best["label"] == "FutureBridge, repaired: override by a certain LLM"
-    assert best["note"].startswith("the best of 1 repairs on validation problems, ")
+    assert best.label == "FutureBridge, repaired: override by a certain LLM"
+    assert best.note.startswith("the best of 1 repairs on validation problems, ")
 
 
 def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found, chosen):
@@ -231,50 +236,70 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
     rows = rows_of(found, "quantiles")
     there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
     own, direct = shares(run, "q0.92/futurebridge")[0], shares(run, "q0.92/direct")[0]
-    assert there["accuracy"] == statistics.interval(list(own.values()))
-    assert there["minus_direct"] == statistics.paired_interval(list(own.values()), [direct[p] for p in own])
+    assert there.accuracy == statistics.interval(list(own.values()))
+    assert there.minus["direct"] == statistics.paired_interval(list(own.values()), [direct[p] for p in own])
     greedy = shares(run, "greedy")[0]
-    assert there["minus_greedy"] == statistics.paired_interval(list(own.values()), [greedy[p] for p in own])
-    assert "minus_futurebridge" not in there
-    assert rows["direct", 0.92]["minus_futurebridge"].mean == pytest.approx(-there["minus_direct"].mean)
-    assert there["threshold"] == frozen_policy(run / "variants" / "q0.92").threshold
-    assert here["threshold"] == frozen_policy(run).threshold
-    assert here["accuracy"] == statistics.interval(list(shares(run, "futurebridge")[0].values()))
-    quantiles = [row["quantile"] for row in found["rows"] if row["table"] == "quantiles"]
+    assert there.minus["greedy"] == statistics.paired_interval(list(own.values()), [greedy[p] for p in own])
+    assert "futurebridge" not in there.minus
+    assert rows["direct", 0.92].minus["futurebridge"].mean == pytest.approx(-there.minus["direct"].mean)
+    assert there.threshold == frozen_policy(run / "variants" / "q0.92").threshold
+    assert here.threshold == frozen_policy(run).threshold
+    assert here.accuracy == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    quantiles = [row.quantile for row in found.of("quantiles")]
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
     assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
-    assert keys[0.92] == ["takeover", "s2t", "direct", "futurebridge", *experiment.SWEPT]
+    assert keys[0.92] == ["takeover", "s2t", "direct", "futurebridge", *SWEPT]
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
-    assert {row["table"] for row in found["rows"]} == {"methods", "pools", "alpha", "repairs", "quantiles"}
+    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "repairs", "quantiles"}
     pools = rows_of(found, "pools")
     assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
-    assert pools["futurebridge", None]["label"] == "joint pool"
-    assert pools["pool-llm", None]["note"] == "not run"
+    assert pools["futurebridge", None].label == "joint pool"
+    assert pools["pool-llm", None].note == "not run"
     repairs = rows_of(found, "repairs")
     assert next(iter(repairs)) == ("futurebridge", None)
-    assert {key for (key, _), row in repairs.items() if "accuracy" in row} == {"futurebridge", "override"}
+    assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
 
 
 def test_findings_are_plain_and_finite(made, found):
     run, _, _ = made
-    text = json.dumps(found, allow_nan=False)
-    assert len(text) > 1000
-    assert found["name"] == run.name
-    assert found["policy"]["threshold"] == frozen_policy(run).threshold
-    assert found["selection"]["problems"] == 12
-    assert found["filters"]["admitted"] == 187
-    assert {row["stage"] for row in found["costs"]["offline"]} == set(TRAINED)
-    assert all(row["published"] is None for row in found["costs"]["offline"])
-    assert list(found["test_sets"]) == ["demo:plans"]
-    assert found["costs"]["deployment"] is None
-    names = {row["score"] for row in found["agreement"]}
+    assert len(findings_bytes([found])) > 1000
+    assert found.name == run.name
+    assert found.policy.threshold == frozen_policy(run).threshold
+    assert found.selection.problems == 12
+    assert found.filters["admitted"] == 187
+    assert {row.stage for row in found.costs.offline} == set(TRAINED)
+    assert all(row.published is None for row in found.costs.offline)
+    assert list(found.test_sets) == ["demo:plans"]
+    assert found.costs.deployment is None
+    names = {row.score for row in found.agreement}
     assert names == {"SLM", "LLM", "Direct-B_8", "FutureBridge, override by a certain LLM"}
-    assert (found["future_quality"], found["calibration"], found["worked_event"]) == (None, None, None)
-    assert len(found["coverage"]) == 3
-    assert found["trajectory"]["events"]
+    assert (found.future_quality, found.calibration, found.worked_event) == (None, None, None)
+    assert len(found.coverage) == 3
+    assert found.trajectory.events
+
+
+def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
+    """Its row is made, compared and shown, and no other line knows of it."""
+    run, _, _ = made
+
+    def rows(plan):
+        greedier = plan.recipe("events-1", "one event", evaluate={"certainty": 0.0})
+        return [plan.own("all events"), greedier]
+
+    entry = Table("events", "Number of events", "How often the LLM may be asked.", rows)
+    monkeypatch.setitem(TABLES, "events", entry)
+    (variant,) = own("events", Plan(chosen, run, 8))
+    assert make(variant, chosen.model_dump_json(), run, False) is None
+    found = gather(chosen, run)
+    ours, new = found.of("events")
+    assert (ours.label, new.label) == ("all events", "one event")
+    assert new.accuracy == statistics.interval(list(shares(run, "events-1")[0].values()))
+    assert set(new.minus) == {"greedy", "direct", "futurebridge"}
+    (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
+    assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]
 
 
 def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
@@ -285,20 +310,21 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
     both = settings(evaluate={"benchmarks": ["demo:plans", str(path)], "limit": 3}, compare={"methods": ["direct"]})
     for name in ("greedy", "direct", "futurebridge"):
         assert make(variants_of(both, place)[name], both.model_dump_json(), place, False) is None
-    rows = [row for row in findings(both, place)["rows"] if row["key"] == "direct" and row["table"] == "methods"]
+    found = gather(both, place)
+    rows = [row for row in found.of("methods") if row.key == "direct"]
     known = {"demo:plans": [], str(path): []}
     for file in (place / "variants" / "direct" / "comparison").glob("*.jsonl"):
         for row in map(json.loads, file.read_text().splitlines()):
             known[row["benchmark"]].append((len(row["steps"]), len(row["tokens"])))
     average = rows.pop()
-    assert [row["benchmark"] for row in rows] == list(known)
+    assert [row.benchmark for row in rows] == list(known)
     for row in rows:
-        events, tokens = zip(*known[row["benchmark"]], strict=True)
-        assert (row["events"], row["tokens"]) == (pytest.approx(sum(events) / 3), pytest.approx(sum(tokens) / 3))
-    assert rows[0]["events"] != rows[1]["events"]
-    assert (average["benchmark"], average["problems"]) == (AVERAGE, 6)
+        events, tokens = zip(*known[row.benchmark], strict=True)
+        assert (row.events, row.tokens) == (pytest.approx(sum(events) / 3), pytest.approx(sum(tokens) / 3))
+    assert rows[0].events != rows[1].events
+    assert (average.benchmark, average.problems) == (AVERAGE, 6)
     for name in ("events", "calls", "tokens"):
-        assert average[name] == pytest.approx((rows[0][name] + rows[1][name]) / 2)
+        assert getattr(average, name) == pytest.approx((getattr(rows[0], name) + getattr(rows[1], name)) / 2)
     right = {}
     for key in ("direct", "greedy"):
         shared = shares(place, key)[0]  # of both sets, whose problems differ
@@ -306,9 +332,9 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
             [share for problem, share in shared.items() if problem.startswith("plans/") == world]
             for world in (True, False)
         ]
-    assert average["accuracy"] == statistics.average_interval(right["direct"])
-    assert average["minus_greedy"] == statistics.average_interval(right["direct"], right["greedy"])
-    assert not [row for row in findings(both, place)["rows"] if "note" not in row and "accuracy" not in row]
+    assert average.accuracy == statistics.average_interval(right["direct"])
+    assert average.minus["greedy"] == statistics.average_interval(right["direct"], right["greedy"])
+    assert not [row for row in found.rows if not row.note and not row.accuracy]
 
 
 def test_the_worlds_test_sets_and_slms_are_told_apart():
@@ -318,7 +344,7 @@ def test_the_worlds_test_sets_and_slms_are_told_apart():
         [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
         for settings in found
     ]
-    slms = [models_of(settings.models).identity("slm")["slm"] for settings in found]
+    slms = [models_of(settings.models).hashes("slm")["slm"] for settings in found]
     assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
     assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
 
@@ -326,13 +352,13 @@ def test_the_worlds_test_sets_and_slms_are_told_apart():
 def test_no_row_of_the_demos_worlds_wants_a_judge():
     for name in ("tiny", "tiny-helpful", "tiny-control"):
         methods = RunSettings.load(name).compare.methods
-        assert set(get_args(Method)) - set(methods) == {"spec-reason"}
+        assert set(names()) - set(methods) == {"spec-reason"}
 
 
 def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
-    rows = Rows(chosen, tmp_path, 8)
-    assert rows.of("alpha")[0].path == Path("variants/distilled")  # the same under another name
-    found = [variant for table in TABLES for variant in rows.of(table) if variant.label != "alpha = 0"]
+    plan = Plan(chosen, tmp_path, 8)
+    assert own("alpha", plan)[0].path == Path("variants/distilled")  # the same under another name
+    found = [variant for table in TABLES for variant in own(table, plan) if variant.label != "alpha = 0"]
     assert len({variant.path for variant in found}) == len(found)
     for variant in found:
         their = settings_of_variant(chosen, variant)
@@ -351,16 +377,17 @@ def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
     assert by_key["scope-sequence"].train.scope == "sequence"
     assert by_key["temperature-1"].train.temperature == 1.0
     same = {"train": {"alpha": 0.5}, "experiment": {"alphas": [0.5, 0.25], "quantiles": [0.9]}}
-    rows = Rows(settings(**same), tmp_path, 8)
-    assert [variant.x for variant in rows.of("alpha")] == [0.0, 0.25]  # the run's own is a row anyway
-    assert rows.of("quantiles") == []
+    plan = Plan(settings(**same), tmp_path, 8)
+    assert [variant.x for variant in own("alpha", plan)] == [0.0, 0.25]
+    assert [variant.x for variant in TABLES["alpha"].rows(plan)] == [0.0, 0.25, 0.5]  # the run's own among them
+    assert own("quantiles", plan) == []
 
 
 @pytest.mark.parametrize("train", [{"alpha": 0.5, "hindsight": 2}, {"target": "calibrated"}])
 def test_rows_have_the_target_that_they_are_of(train, tmp_path):
     chosen = settings(train=train, experiment={"alphas": [0.25], "temperatures": [1.0]})
-    rows = Rows(chosen, tmp_path, 8)
-    found = [variant for table in ("methods", "alpha", "temperature", "repairs") for variant in rows.of(table)]
+    plan = Plan(chosen, tmp_path, 8)
+    found = [variant for table in ("methods", "alpha", "temperature", "repairs") for variant in own(table, plan)]
     trained = {variant.key: settings_of_variant(chosen, variant).train for variant in found}
     assert (trained["distilled"].target, trained["distilled"].alpha) == ("future", 0.0)
     assert (trained["alpha-0.25"].target, trained["alpha-0.25"].alpha) == ("future", 0.25)
@@ -373,11 +400,11 @@ def test_rows_have_the_target_that_they_are_of(train, tmp_path):
 
 def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
     chosen = settings(train={"horizons": [4, 8, 2]})
-    rows = Rows(chosen, tmp_path, 4)
-    assert [(variant.key, variant.x) for variant in rows.of("horizons")] == [("horizon-8", 8.0), ("horizon-2", 2.0)]
-    assert settings_of_variant(chosen, rows.of("horizons")[1]).train.horizons == (2,)
+    plan = Plan(chosen, tmp_path, 4)
+    assert [(variant.key, variant.x) for variant in own("horizons", plan)] == [("horizon-2", 2.0), ("horizon-8", 8.0)]
+    assert settings_of_variant(chosen, own("horizons", plan)[0]).train.horizons == (2,)
     for table in ("pools", "futures", "alpha", "scope", "temperature", "quantiles"):
-        for variant in rows.of(table):
+        for variant in own(table, plan):
             assert settings_of_variant(chosen, variant).train.horizons == (4,)
 
 
@@ -553,7 +580,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     }
     assert not list(variants.rglob(PROBLEM))
     assert {path: receipts(path) for path in done} == before
-    assert {row["table"] for row in findings(chosen, run)["rows"]} == {"methods", "pools"}
+    assert {row.table for row in gather(chosen, run).rows} == {"methods", "pools"}
 
 
 @pytest.mark.slow
@@ -572,39 +599,39 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     assert not list(run.rglob(PROBLEM))
     assert (run / "report" / "report.html").stat().st_size > 10_000
     assert (run / "report" / "report.md").stat().st_size > 1000
-    found = findings(chosen, run)
-    assert {row["table"] for row in found["rows"]} == set(TABLES) - {"costs"}
-    for row in found["rows"]:
-        if row["key"] in UNSEEN:
-            assert row["note"] == UNSEEN[row["key"]]
+    found = gather(chosen, run)
+    assert {row.table for row in found.rows} == set(TABLES)
+    for row in found.rows:
+        if row.key in UNSEEN:
+            assert row.note == UNSEEN[row.key]
             continue
-        low, high = row["accuracy"][1:]
-        assert 0 <= low <= row["accuracy"][0] <= high <= 1
-        assert row["problems"] == 6
-        differences = {name for name in row if name.startswith("minus_")}
-        assert differences >= {"minus_greedy", "minus_direct", "minus_futurebridge"} - {f"minus_{row['key']}"}
-        if row["table"] == "futures" and row["key"] != "future-verified":
-            assert "minus_verified" in row
-        assert ("minus_sampled" in row) == (row["key"] in ("future-unverified", "future-incorrect"))
-    keys = {(row["table"], row["key"]) for row in found["rows"]}
+        mean, low, high = row.accuracy
+        assert 0 <= low <= mean <= high <= 1
+        assert row.problems == 6
+        assert row.minus.keys() >= {"greedy", "direct", "futurebridge"} - {row.key}
+        if row.table == "futures" and row.key != "future-verified":
+            assert "verified" in row.minus
+        assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
+    keys = {(row.table, row.key) for row in found.rows}
     assert len([key for table, key in keys if table == "methods"]) == 13 + 3 + 1 + 1 + 3  # distilled, tuned, repaired
     assert len([key for table, key in keys if table == "horizons"]) == 2
     assert len([key for table, key in keys if table == "futures"]) == 6 + 1
     by_quantile = {}
-    for row in found["rows"]:
-        if row["table"] == "quantiles":
-            by_quantile.setdefault(row["quantile"], []).append(row["key"])
-    assert by_quantile[0.9] == by_quantile[0.92] == ["takeover", "s2t", "direct", "futurebridge", *experiment.SWEPT]
-    scores = {row["score"] for row in found["agreement"]}
+    for row in found.of("quantiles"):
+        by_quantile.setdefault(row.quantile, []).append(row.key)
+    assert by_quantile[0.9] == by_quantile[0.92] == ["takeover", "s2t", "direct", "futurebridge", *SWEPT]
+    scores = {row.score for row in found.agreement}
     assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge", "FutureBridge, calibrated target"} <= scores
-    assert found["future_quality"]["states"] > 3
-    assert all(len(row) == 2 for row in found["future_quality"]["pairwise"])
-    assert found["calibration"]["mixed"] >= 3
-    judged = {(row["quantile"], row["key"]) for row in found["choices"] if row["kind"] == "all"}
-    assert judged == {(q, key) for q in (0.9, 0.92) for key in ("greedy", "direct", "futurebridge", *experiment.SWEPT)}
-    assert len(found["costs"]["deployment"]) == 10
-    assert {"samples", "router", "rollouts"} <= {row["stage"] for row in found["costs"]["offline"]}
-    assert found["advice"]
+    assert found.future_quality.states > 3
+    assert all(len(row) == 2 for row in found.future_quality.pairwise)
+    assert found.calibration.mixed >= 3
+    judged = {(row.quantile, row.label) for row in found.choices if row.kind == "all"}
+    swept = {row.label for row in found.of("quantiles") if row.key in (*SWEPT, "futurebridge")}
+    labels = swept | {"the SLM's choice", "the LLM's choice"}
+    assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
+    assert len(found.costs.deployment) == 10
+    assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
+    assert found.advice
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
         assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
     assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
@@ -623,14 +650,14 @@ def pair_checkpoint(tmp_path):
 def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_path, monkeypatch):
     run, shown = linked(trained, tmp_path / "run", *TRAINED), []
     chosen = settings(compare={"methods": ["greedy", "r2r"], "router": {"problems": 5, "width": 8, "epochs": 1}})
-    monkeypatch.setattr(Rows, "_distilled", lambda self: [])
+    monkeypatch.setattr(tables, "_distilled", lambda plan: [])
     run_experiment(["methods", "costs"], chosen, run, 1, shown.append)
     assert any(text.startswith("**not made**: ") and "label more trajectories" in text for text in shown)
-    rows = {row["key"]: row for row in findings(chosen, run)["rows"] if row["table"] == "methods"}
-    assert "label more trajectories" in rows["r2r"]["note"]
-    assert rows["greedy"]["accuracy"]
-    assert rows["futurebridge"]["accuracy"]
+    found = gather(chosen, run)
+    rows = {row.key: row for row in found.of("methods")}
+    assert "label more trajectories" in rows["r2r"].note
+    assert rows["greedy"].accuracy
+    assert rows["futurebridge"].accuracy
     assert (run / "variants" / "r2r" / "router-labels").is_symlink()
-    found = findings(chosen, run)
-    assert {row["score"] for row in found["agreement"]} >= {"FutureBridge"}
-    assert {row["key"] for row in found["costs"]["deployment"]} == {"greedy"}  # without a router's rows
+    assert {row.score for row in found.agreement} >= {"FutureBridge"}
+    assert {row.key for row in found.costs.deployment} == {"greedy"}  # without a router's rows

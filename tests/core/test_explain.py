@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from dialects import byte_tokenizer
+from pages import ESCAPED, Tree
 from rich.console import Console
 from runs import settings
 
 from fb_core.explain import COLUMNS, explain, find_rows, html_page, print_rows, token_text
-from fb_core.pipeline.artefacts import SEAL, sealed_bytes
-from fb_core.pipeline.inputs import models_of
+from fb_core.stages.artefacts import SEAL, sealed_bytes
+from fb_core.stages.inputs import models_of
 from fb_core.terminal import escaped
 
 HOSTILE = [
@@ -305,6 +306,25 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
     assert set(cells) == {"token", *shown}
     assert page.texts[1] == "".join(escaped(text) for text in HOSTILE)
     made.encode()
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "<!-- x", "</div></main>", "&lt;b&gt;&copy;", "{{ 7 * 7 }}{% raw %}"])
+def test_hostile_text_adds_no_element_attribute_or_entity(text):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([text, "plain"])
+
+    def made(word):
+        (token,) = tokenizer.convert_tokens_to_ids([word])
+        about = dict.fromkeys(("benchmark", "problem", "gold", "verdict"), word)
+        one = row([5, token, 7, token], [(1, [token, 9]), (3, [8, token])], **about)
+        one["events"][0]["error"] = word
+        return html_page([one], tokenizer)
+
+    tree = Tree(made(text))
+    assert tree.tags == Tree(made("plain")).tags
+    assert tree.entities <= ESCAPED
+    assert tree.other == []
+    assert body(Page(made(text)))[0][1] == escaped(text).replace(" ", "␣")
 
 
 def test_half_characters_and_white_space(hostile):

@@ -20,10 +20,11 @@ from live_server import CONTEXT, LiveServer, write_gguf
 from tiny import EOS, tiny
 
 from fb_core import ServerError, ServerLLM, server
-from fb_core.decoding import SLM, CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
-from fb_core.runtime import LowLatencyDecoder
+from fb_core.pool import SLM
+from fb_core.selectors import LLMPreference, SLMPreference
 
 V = 272
 MERGES = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "Ġ"), ("4", "2")]
@@ -183,9 +184,13 @@ class Interrupted(ServerLLM):
     then = staticmethod(lambda: None)
     lock = threading.Lock()
 
-    def _send(self, *arguments):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._plain, self._connections.post = self._connections.post, self._counted
+
+    def _counted(self, *arguments):
         try:
-            answer = super()._send(*arguments)
+            answer = self._plain(*arguments)
         except Exception:
             self.failures += 1
             raise

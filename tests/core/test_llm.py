@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny import EOS, FAMILIES, V, tiny
 
-from fb_core import llm as llm_module
-from fb_core.llm import LLM, Candidates, LocalLLM, batches
+from fb_core import hf
+from fb_core.hf import batches
+from fb_core.llm import LLM, Candidates, LocalLLM
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -183,7 +184,7 @@ def test_batches_count_branches(monkeypatch):
     model.generation_config.eos_token_id = [V - 1]
     prefixes, branches = prompts(9, 6), [range(3, 13), range(20, 23)]
     whole = lists(LocalLLM(model).complete_branches(prefixes, branches, 3))
-    monkeypatch.setattr(llm_module, "MAX_ROWS", 4)
+    monkeypatch.setattr(hf.generation, "MAX_ROWS", 4)
     with forwarded(model) as seen:
         assert lists(LocalLLM(model).complete_branches(prefixes, branches, 3)) == whole
     assert seen[::4] == [(1, 9), (1, 9), (2, 9), (1, 6)]

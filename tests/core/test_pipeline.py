@@ -9,10 +9,14 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, hf
-from fb_core.pipeline.collect import admitted, collect, log_states
-from fb_core.pipeline.futures import Future, llm_futures, usable
-from fb_core.pipeline.rollouts import roll_out
-from fb_core.pipeline.score import score_states
+from fb_core.pool import Pool
+from fb_core.stages.examples import Future, State, Trajectory
+from fb_core.stages.futures import usable, verified
+from fb_core.stages.problems import Problem
+from fb_core.stages.rollouts import roll_out
+from fb_core.stages.scores import score_states
+from fb_core.stages.states import admitted, log_states
+from fb_core.stages.trajectories import collect
 from fb_core.verify import Verifier
 
 LENGTH = 12
@@ -32,7 +36,8 @@ def llm():
 def trajectories(slm):
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, V, (n,), generator=g) for n in (5, 3, 7, 5)]
-    return collect(slm, prompts, LENGTH)
+    problems = [Problem(str(index), "", "7") for index in range(len(prompts))]
+    return collect(slm, problems, prompts, LENGTH)
 
 
 def full(model, ids):
@@ -61,11 +66,13 @@ def test_admitted_are_the_first_positions_above_the_threshold(trajectories):
 def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
     policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.5)
     states = log_states(slm, llm, trajectories, policy, slm_k=3, llm_k=2)
-    assert [(s.trajectory, s.position) for s in states] == [
-        (index, position) for index, t in enumerate(trajectories) for position in admitted(t, policy)
+    assert [state.id for state in states] == [
+        f"{index}@{position}" for index, t in enumerate(trajectories) for position in admitted(t, policy)
     ]
     for state in states:
-        prefix = trajectories[state.trajectory].tokens[: state.position]
+        prefix = state.trajectory.tokens[: state.position]
+        assert torch.equal(state.prefix, prefix)
+        assert torch.equal(state.output, prefix[state.trajectory.prompt_length :])
         small, large = (full(model.model, prefix)[-1].log_softmax(-1) for model in (slm, llm))
         ids = small.topk(3).indices.tolist()
         ids += [token for token in large.topk(2).indices.tolist() if token not in ids]
@@ -76,16 +83,20 @@ def test_logged_pools_are_those_of_full_forwards(slm, llm, trajectories):
 
 def test_usable_counts_every_filter():
     long, short = torch.arange(8), torch.arange(3)
-    pools = [[1, 2], [1, 2], [1, 2], [1], [3, 4]]
+
+    def at(*ids):
+        pool = Pool(torch.tensor(ids), torch.ones(len(ids), dtype=torch.int32), torch.zeros(len(ids)), torch.zeros(1))
+        return State(Trajectory(Problem("a", "", ""), long, 1, torch.zeros(7)), 1, 0.0, pool)
+
     futures = [
-        Future(1, long, "correct"),
-        Future(1, long, "wrong"),
-        Future(1, short, "correct"),
-        Future(1, long, "correct"),
-        Future(1, long, "correct"),
+        Future(at(1, 2), 1, long, "correct"),
+        Future(at(1, 2), 1, long, "wrong"),
+        Future(at(1, 2), 1, short, "correct"),
+        Future(at(1), 1, long, "correct"),
+        Future(at(3, 4), 1, long, "correct"),
     ]
-    kept, filters = usable(pools, futures, 5)
-    assert kept == [0]
+    kept, filters = usable(futures, 5)
+    assert kept == futures[:1]
     assert (filters.admitted, filters.verified, filters.long_enough, filters.valid_group) == (5, 4, 3, 1)
 
 
@@ -93,17 +104,16 @@ def test_scores_come_back_in_the_order_of_states(slm, llm, trajectories):
     policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.5)
     states = log_states(slm, llm, trajectories, policy, slm_k=3, llm_k=2)[::-1]
     g = torch.Generator().manual_seed(1)
-    futures = [torch.randint(V, (6,), generator=g) for _ in states]
+    futures = [Future(state, 0, torch.randint(V, (6,), generator=g), "correct") for state in states]
     scorer = CompatibilityScorer(slm.model)
     seen = []
-    matrices = score_states(scorer, trajectories, states, futures, 4, seen.append, batch=2)
+    matrices = score_states(scorer, futures, 4, seen.append, batch=2)
     for state, future, matrix in zip(states, futures, matrices, strict=True):
-        prefix = trajectories[state.trajectory].tokens[: state.position]
-        expected = scorer.score(prefix, state.pool.ids, future[:4])
+        expected = scorer.score(state.prefix, state.pool.ids, future.tokens[:4])
         torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-5)
     assert seen[-1] == len(states)
     with pytest.raises(ValueError, match="futures: expected 7"):
-        score_states(scorer, trajectories, states, futures, 7)
+        score_states(scorer, futures, 7)
 
 
 @pytest.fixture(scope="module")
@@ -117,23 +127,24 @@ def tokenizer():
 def test_futures_and_rollouts_are_greedy_and_verified(slm, llm, trajectories, tokenizer):
     policy = RequestPolicy.calibrate(torch.cat([t.entropy for t in trajectories]), 0.6)
     states = log_states(slm, llm, trajectories, policy, slm_k=2, llm_k=2)
-    golds = ["7"] * len(trajectories)
     with Verifier() as verifier:
-        futures = llm_futures(llm, trajectories, states, golds, tokenizer, verifier, LENGTH)
-        outcomes, texts = roll_out(slm, trajectories, states, golds, tokenizer, verifier, LENGTH)
+        written = llm.complete_many([state.prefix for state in states], LENGTH)
+        _, futures = verified(states, written, tokenizer, verifier)
+        rollouts = roll_out(slm, states, tokenizer, verifier, LENGTH)
     for state, future in zip(states, futures, strict=True):
-        prefix = trajectories[state.trajectory].tokens[: state.position]
-        tokens = torch.cat([prefix, torch.tensor([future.first]), future.tokens])
+        assert future.state is state
+        tokens = torch.cat([state.prefix, torch.tensor([future.first]), future.tokens])
         assert torch.equal(full(llm.model, tokens)[state.position - 1 : -1].argmax(-1), tokens[state.position :])
-        written = tokens[trajectories[state.trajectory].prompt_length :].tolist()
+        written = tokens[state.trajectory.prompt_length :].tolist()
         assert (future.verdict == "correct") == (9 in written)
-    for state, outcome, solutions in zip(states, outcomes, texts, strict=True):
-        assert len(outcome) == len(solutions) == len(state.pool.ids)
-        for candidate, correct, text in zip(state.pool.ids.tolist(), outcome.tolist(), solutions, strict=True):
-            start = torch.cat([trajectories[state.trajectory].tokens[: state.position], torch.tensor([candidate])])
+    for state, one in zip(states, rollouts, strict=True):
+        assert one.state is state
+        assert len(one.correct) == len(one.texts) == len(state.pool.ids)
+        for candidate, correct, text in zip(state.pool.ids.tolist(), one.correct.tolist(), one.texts, strict=True):
+            start = torch.cat([state.prefix, torch.tensor([candidate])])
             while int(start[-1]) != EOS and len(start) < state.position + 1 + LENGTH:
                 start = torch.cat([start, full(slm.model, start)[-1].argmax()[None]])
-            output = start[trajectories[state.trajectory].prompt_length :].tolist()
+            output = start[state.trajectory.prompt_length :].tolist()
             assert text == tokenizer.decode(output, skip_special_tokens=True)
             assert correct == (9 in output)
 

@@ -1,4 +1,4 @@
-"""Pools of logged states against those that a decoder forms at the same state, ties and overlap included."""
+"""Parts of logged pools against those that a decoder forms at the same state, ties and overlap included."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_core.decoding import candidate_pool, merge_candidates
 from fb_core.llm import LLM, Candidates
-from fb_core.pipeline.pools import logged_pool
-from fb_kernels import topk_entropy
+from fb_core.pool import candidate_pool
+from fb_core.stages.pools import part_of
 
 KINDS = ("joint", "slm", "llm", "slm-wide")
 
@@ -31,11 +30,8 @@ class Table(LLM):
 
 
 def logged(small, llm, slm_k, llm_k):
-    """A row as the stages write it: both models' k of the SLM's candidates, then the LLM's own."""
-    top = topk_entropy(small, min(slm_k + llm_k, small.shape[1]))[2]
-    answers = llm.candidates_many([torch.tensor([0])], llm_k, list(top))
-    ((ids, sources, logprob),) = merge_candidates(top, answers, small.shape[1])
-    return {"pool_ids": ids.tolist(), "pool_sources": sources.tolist(), "pool_llm_logprob": logprob.tolist()}
+    """As the stages log it: both models' k of the SLM's candidates, then the LLM's own."""
+    return candidate_pool(small, llm, [torch.tensor([0])], "joint", slm_k + llm_k, llm_k)[0]
 
 
 def formed(small, llm, slm_k, llm_k, kind):
@@ -46,17 +42,18 @@ def formed(small, llm, slm_k, llm_k, kind):
 
 def assert_alike(small, large, slm_k, llm_k, kind):
     small, llm = torch.tensor([small]), Table(large)
-    found = logged_pool(logged(small, llm, slm_k, llm_k), slm_k, kind)
+    found = part_of(logged(small, llm, slm_k, llm_k), slm_k, kind)
     wanted = formed(small, llm, slm_k, llm_k, kind)
     assert found.ids.tolist() == wanted.ids.tolist()
     assert found.sources.tolist() == wanted.sources.tolist()
     assert torch.equal(found.llm_logprob, wanted.llm_logprob)
+    assert torch.equal(found.slm_logprob, wanted.slm_logprob)
     assert (found.ids.dtype, found.sources.dtype, found.llm_logprob.dtype) == (torch.int64, torch.int32, torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_a_logged_pool_is_the_deployed_one(kind, data):
+def test_a_part_of_a_logged_pool_is_the_deployed_one(kind, data):
     size = data.draw(st.integers(2, 9))
     logits = st.lists(st.integers(-2, 2).map(float), min_size=size, max_size=size)  # ties are the rule
     slm_k, llm_k = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
@@ -65,14 +62,14 @@ def test_a_logged_pool_is_the_deployed_one(kind, data):
 
 def test_the_llm_keeps_its_order_where_the_slm_has_another():
     small, large = [0.0, 1.0, 5.0, 9.0, 2.0, 0.0], [0.0, 0.0, 3.0, 3.0, 3.0, 0.0]
-    row = logged(torch.tensor([small]), Table(large), 1, 3)
-    assert row["pool_ids"] == [3, 2, 4, 1]
-    assert logged_pool(row, 1, "llm").ids.tolist() == [2, 3, 4]
-    assert logged_pool(row, 1).ids.tolist() == [3, 2, 4]
-    assert logged_pool(row, 1).sources.tolist() == [3, 2, 2]
-    assert logged_pool(row, 1, "slm").sources.tolist() == [1]
-    assert logged_pool(row, 1, "slm-wide").ids.tolist() == [3, 2, 4, 1]
-    assert logged_pool(row, 1, "slm-wide").sources.tolist() == [1, 1, 1, 1]
+    pool = logged(torch.tensor([small]), Table(large), 1, 3)
+    assert pool.ids.tolist() == [3, 2, 4, 1]
+    assert part_of(pool, 1, "llm").ids.tolist() == [2, 3, 4]
+    assert part_of(pool, 1).ids.tolist() == [3, 2, 4]
+    assert part_of(pool, 1).sources.tolist() == [3, 2, 2]
+    assert part_of(pool, 1, "slm").sources.tolist() == [1]
+    assert part_of(pool, 1, "slm-wide").ids.tolist() == [3, 2, 4, 1]
+    assert part_of(pool, 1, "slm-wide").sources.tolist() == [1, 1, 1, 1]
 
 
 def test_both_models_at_one_and_nothing_in_common():

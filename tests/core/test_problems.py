@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fb_core.config import ProblemSettings
-from fb_core.pipeline.problems import (
+from fb_core.stages.problems import (
     BENCHMARKS,
     LONGEST_ROW,
     Problem,

@@ -13,29 +13,41 @@ from runs import linked, settings
 from fb_core import CompatibilityScorer, Verifier
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LocalLLM
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import run_command
-from fb_core.pipeline.futures import Future, read_futures, usable
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.qualities import OwnFutureStage, SampleStage, futures_of_quality
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.pool import Pool
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import run_command
+from fb_core.stages.examples import Examples, Future, State, Trajectory
+from fb_core.stages.futures import usable
+from fb_core.stages.pools import in_parts
+from fb_core.stages.problems import Problem
+from fb_core.stages.samples import OwnFutureStage, SampleStage, futures_of_quality, read_samples
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
 
 QUALITIES = ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled")
 LOGGED = ("trajectories", "policy", "states", "futures")
 
 
 def future(*tokens, first=0, verdict="correct"):
-    return Future(first, torch.tensor(tokens), verdict)
+    return first, torch.tensor(tokens), verdict
 
 
 def chosen(quality, futures, sampled, owners, used=None, horizon=3):
     """{state: tokens} of those that have a future of the quality."""
-    used = list(range(len(futures))) if used is None else used
-    found = futures_of_quality(quality, futures, used, sampled, owners, horizon, "train-00000")
-    assert [(one.first, one.verdict) for one in found] == [(one.first, one.verdict) for one in futures]
+    used = range(len(futures)) if used is None else used
+    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    states = [
+        State(Trajectory(Problem(str(owner), "", ""), none, 0, nothing), row, 0.0, Pool(none, none, nothing, nothing))
+        for row, owner in enumerate(owners)
+    ]
+    given = [Future(state, *one) for state, one in zip(states, futures, strict=True)]
+    kept = {
+        name: {states[row].id: torch.tensor(one[name]) for row, one in enumerate(sampled) if one[name] is not None}
+        for name in ("sampled", "unverified", "incorrect")
+    }
+    found = futures_of_quality(quality, given, [states[row].id for row in used], kept, horizon, "train-00000")
+    assert [(one.state, one.first, one.verdict) for one in found] == [(o.state, o.first, o.verdict) for o in given]
     return {row: one.tokens.tolist() for row, one in enumerate(found) if len(one.tokens)}
 
 
@@ -73,14 +85,14 @@ def test_all_qualities_are_on_the_states_that_have_them_all():
     assert all(owners[donor] != owners[row] for row, donor in donors.items())
     assert found["cross-state"][0] in ([30, 31, 32, 33, 34], [60, 61, 62])
     for row, tokens in found["shuffled"].items():
-        assert sorted(tokens) == FUTURES[row].tokens[:3].tolist()
+        assert sorted(tokens) == FUTURES[row][1][:3].tolist()
     assert found["shuffled"] == chosen("shuffled", FUTURES, SAMPLED, owners, USED)
 
 
 def test_states_of_one_problem_have_no_other_state():
     for quality in QUALITIES:
         assert chosen(quality, FUTURES, SAMPLED, [4] * 7, USED) == {}
-        assert futures_of_quality(quality, [], [], [], [], 3, "train-00000") == []
+        assert chosen(quality, [], [], []) == {}
 
 
 @given(st.lists(st.integers(0, 4), max_size=14))
@@ -133,15 +145,14 @@ def run(undisturbed, tmp_path_factory) -> Path:
 
 
 def states_of(run, shard):
-    """(prefix, output so far, gold answer) of every state of a shard."""
-    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
-    problems = TrajectoryStage(settings(), run).problems()[shard]
-    found = []
-    for state in Artefact(run, "states").table(shard):
-        owner = trajectories[state["trajectory"]]
-        prefix = owner.tokens[: state["position"]]
-        found.append((prefix, prefix[owner.prompt_length :], problems[state["trajectory"]].answer))
-    return found
+    """(prefix, output so far, gold answer) of every state of a shard, by id."""
+    states = Examples(run, shard).states
+    return {name: (state.prefix, state.output, state.trajectory.problem.answer) for name, state in states.items()}
+
+
+def used_in(run, shard):
+    """Ids of the states with a usable future."""
+    return [future.state.id for future in usable(in_parts(Examples(run, shard).futures().values(), 3), 8)[0]]
 
 
 def verdict(pair, verifier, output, new, gold):
@@ -152,12 +163,12 @@ def verdict(pair, verifier, output, new, gold):
 def test_samples_are_the_llms_and_the_first_right_and_wrong_ones_are_kept(run, pair, verifier):
     llm, kept = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer)), {"sampled": 0, "incorrect": 0}
     for shard in ("validation-00001",):
-        futures, rows = read_futures(Artefact(run, "futures"), shard)
-        used, _ = usable([logged_pool(row, 3).ids.tolist() for row in rows], futures, 8)
-        sampled = Artefact(run, "samples").table(shard)
+        used = used_in(run, shard)
+        sampled = {row.pop("state"): row for row in Artefact(run, "samples").table(shard)}
         states = states_of(run, shard)
-        assert [row for row, one in enumerate(sampled) if one["unverified"] is not None] == used
-        for row, (prefix, output, gold) in enumerate(states):
+        assert sampled.keys() == states.keys()
+        assert [row for row, one in sampled.items() if one["unverified"] is not None] == used
+        for row, (prefix, output, gold) in states.items():
             if row not in used:
                 assert sampled[row] == {"sampled": None, "unverified": None, "incorrect": None}
                 continue
@@ -178,10 +189,10 @@ def test_every_kept_sample_has_the_answer_that_its_name_says(run, pair, verifier
     seen = {"sampled": 0, "incorrect": 0}
     for shard in SampleStage(settings(), run).shards():
         states = states_of(run, shard)
-        for row, one in enumerate(Artefact(run, "samples").table(shard)):
+        for one in Artefact(run, "samples").table(shard):
             for name, answer in (("sampled", "correct"), ("incorrect", "wrong")):
                 if one[name] is not None:
-                    _, output, gold = states[row]
+                    _, output, gold = states[one["state"]]
                     assert verdict(pair, verifier, output, one[name], gold) == answer
                     seen[name] += 1
     counts = Artefact(run, "samples").finished()["counts"]
@@ -192,8 +203,9 @@ def test_every_kept_sample_has_the_answer_that_its_name_says(run, pair, verifier
 
 def test_own_futures_are_the_slms_first_right_sample_from_the_bare_state(run, pair, verifier):
     slm, shard, right = LocalLLM(pair.slm, valid_vocab=len(pair.world.tokenizer)), "train-00001", 0
-    states, (futures, _) = states_of(run, shard), read_futures(Artefact(run, "own-futures"), shard)
-    for (prefix, output, gold), found in zip(states, futures, strict=True):
+    states, futures = states_of(run, shard), Examples(run, shard).futures("own-futures")
+    assert futures.keys() == states.keys()
+    for (prefix, output, gold), found in zip(states.values(), futures.values(), strict=True):
         draws = slm.sample_many([prefix], 2, 45, temperature=0.7, top_p=1.0, top_k=0, seed=0)[0]
         said = [verdict(pair, verifier, output, new.tolist(), gold) for new in draws]
         best = said.index("correct") if "correct" in said else 0
@@ -211,22 +223,21 @@ def scored(run, folder, kind) -> Path:
 
 def test_scores_are_of_the_futures_asked_for_on_one_set_of_states(run, pair, tmp_path):
     scorer, shard, sets = CompatibilityScorer(pair.slm), "train-00003", {}
-    llm, rows = read_futures(Artefact(run, "futures"), shard)
-    own, _ = read_futures(Artefact(run, "own-futures"), shard)
-    states, owners = states_of(run, shard), [row["trajectory"] for row in Artefact(run, "states").table(shard)]
-    sampled = Artefact(run, "samples").table(shard)
-    used, _ = usable([logged_pool(row, 3).ids.tolist() for row in rows], llm, 8)
+    examples, used = Examples(run, shard), used_in(run, shard)
+    llm, own, states = examples.futures(), examples.futures("own-futures"), states_of(run, shard)
+    sampled = read_samples(Artefact(run, "samples"), shard)
     for kind in ("llm", "own", *QUALITIES):
         place = scored(run, tmp_path / kind, kind)
-        groups = {group.state: group for group in read_groups(Artefact(place, "scores"), shard)}
+        groups = Examples(place, shard).groups
         futures = {"llm": llm, "own": own}.get(kind)
         if futures is None:
-            futures = futures_of_quality(kind, llm, used, sampled, owners, 8, shard)
+            found = futures_of_quality(kind, list(llm.values()), used, sampled, 8, shard)
+            futures = {future.state.id: future for future in found}
         sets[kind] = [row for row, group in groups.items() if group.logprob is not None]
         for row in sets[kind][:4]:
             tokens = futures[row].tokens[:8]
             assert len(tokens) == 8
-            wanted = scorer.score(states[row][0], groups[row].candidates, tokens)
+            wanted = scorer.score(states[row][0], groups[row].state.pool.ids, tokens)
             torch.testing.assert_close(groups[row].logprob, wanted, rtol=1e-4, atol=1e-4)
     assert {tuple(sets[kind]) for kind in QUALITIES} == {tuple(sets["verified"])}
     assert set(sets["verified"]) <= set(sets["llm"])
@@ -239,7 +250,7 @@ def test_other_samples_or_a_missing_stage_are_named(run, tmp_path):
     place = linked(run, tmp_path / "run", *LOGGED, "samples")
     with pytest.raises(ValueError, match=r"expected finished own-futures.*run `futurebridge score` first"):
         run_stage(ScoreStage(settings(score={"future": "own"}), place))
-    with pytest.raises(ValueError, match=r"settings\.llm_temperature 1\.5, got 1\.0; put that back"):
+    with pytest.raises(ValueError, match=r"settings\.samples\.llm_temperature 1\.5, got 1\.0; put that back"):
         run_stage(ScoreStage(settings(score={"future": "incorrect"}, samples={"llm_temperature": 1.0}), place))
 
 

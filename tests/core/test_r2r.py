@@ -10,22 +10,16 @@ from safetensors.torch import load_file, save_file
 from tiny import EOS, V, tiny
 from torch.nn import functional as F
 
-from fb_core.baselines.r2r import (
-    R2RRouter,
-    RouterFeatures,
-    divergence_labels,
-    r2r,
-    recall_threshold,
-    router_features,
-    train_router,
-)
-from fb_core.decoding import LARGE, SLM
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods.r2r.decoding import r2r
+from fb_core.methods.r2r.router import R2RRouter, RouterFeatures, router_features
+from fb_core.methods.r2r.training import divergence_labels, recall_threshold, train_router
 from fb_core.policy import RequestPolicy
+from fb_core.pool import LARGE, SLM
 from fb_core.verify import Verifier
 
-SMALL = {"logits_size": 10, "width": 16, "blocks": 2, "expansion": 2}
+SMALL = {"logits_size": 10, "width": 16, "blocks": 2}
 
 
 def prompts(*lengths, seed=0):
@@ -301,8 +295,8 @@ def test_hostile_or_foreign_files_are_refused(tmp_path):
         (good["settings"] | {"blocks": 3}, "expected the weights of its settings"),
         (good["settings"] | {"blocks": 10**9}, "blocks: expected 1 to 256"),
         (good["settings"] | {"width": "16"}, "width: expected 1 to"),
-        (good["settings"] | {"more": 1}, "expected format 1 with its settings"),
-        ([], "expected format 1 with its settings"),
+        (good["settings"] | {"more": 1}, "expected format 2 with its settings"),
+        ([], "expected format 2 with its settings"),
     ):
         about.write_text(json.dumps(good | {"settings": settings}))
         with pytest.raises(ValueError, match=message):

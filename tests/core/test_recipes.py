@@ -10,23 +10,24 @@ import torch
 from runs import linked, settings
 
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker
-from fb_core.baselines.s2t_local import KL_WEIGHT, MARGIN
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.calibrate import CalibrationStage
-from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, read_trajectories
-from fb_core.pipeline.commands import run_command
-from fb_core.pipeline.deploy import chosen_reranker, frozen_policy
-from fb_core.pipeline.futures import FutureStage
-from fb_core.pipeline.inputs import splits_of
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.problems import prompt_ids
-from fb_core.pipeline.rollouts import RolloutStage
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
 from fb_core.reranker import FEATURES, candidate_features
-from fb_core.targets import without_hindsight
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.commands import run_command
+from fb_core.stages.deploy import chosen_reranker, frozen_policy
+from fb_core.stages.examples import Examples
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.pools import part_of
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import run_stage
+from fb_core.stages.states import PolicyStage, StateStage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.targets import KL_WEIGHT, MARGIN, without_hindsight
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 SHORT = {"seeds": [0], "epochs": 1}
@@ -50,8 +51,7 @@ def groups_of(run, **train):
 
 def scored(run, shards="train"):
     """The usable groups of the scores."""
-    folder = Artefact(run, "scores")
-    found = [g for s in ScoreStage(settings(), run).shards() if s.startswith(shards) for g in read_groups(folder, s)]
+    found = [g for s in Artefact(run, "scores").shards(shards) for g in Examples(run, s).groups.values()]
     return [group for group in found if group.logprob is not None]
 
 
@@ -64,7 +64,7 @@ def assert_targets(run, wanted, **train):
     found, known = groups_of(run, **train), scored(run)
     assert len(found) == len(known) == 93
     for group, source in zip(found, known, strict=True):
-        assert torch.equal(group.candidates, source.candidates)
+        assert torch.equal(group.candidates, source.state.pool.ids)
         columns = [wanted(source, horizon) for horizon in train.get("horizons", [8])]
         torch.testing.assert_close(group.target.double(), torch.stack(columns, 1), rtol=1e-4, atol=1e-5)
 
@@ -81,11 +81,11 @@ def test_temperature_and_alpha_reach_the_target(run):
         return (standardised(group.logprob[:, :horizon].double().mean(1)) / 0.125).softmax(0)
 
     def hybrid(group, horizon):
-        future, local = group.logprob[:, :horizon].double().mean(1), group.llm_logprob
+        future, local = group.logprob[:, :horizon].double().mean(1), group.state.pool.llm_logprob
         return ((0.25 * standardised(future) + 0.75 * standardised(local)) / 0.5).softmax(0)
 
     def local(group, horizon):
-        return (standardised(group.llm_logprob) / 0.5).softmax(0)
+        return (standardised(group.state.pool.llm_logprob) / 0.5).softmax(0)
 
     assert_targets(run, sharp, temperature=0.125)
     assert_targets(run, hybrid, alpha=0.25)
@@ -97,8 +97,8 @@ def test_hindsight_is_given_back_to_all_but_the_llms_own(run):
 
     def wanted(group, horizon):
         nonlocal changed
-        (own,) = (group.candidates == group.first).nonzero()[:, 0].tolist()
-        assert own == int(group.llm_logprob.argmax())
+        (own,) = (group.state.pool.ids == group.first).nonzero()[:, 0].tolist()
+        assert own == int(group.state.pool.llm_logprob.argmax())
         matrix = without_hindsight(group.logprob, own, 3)
         assert torch.equal(matrix[own], group.logprob[own])
         assert torch.equal(matrix[:, 3:], group.logprob[:, 3:])
@@ -111,8 +111,8 @@ def test_hindsight_is_given_back_to_all_but_the_llms_own(run):
 
 def test_the_selectors_target_and_margin_are_those_of_its_loss(run):
     def wanted(group, horizon):
-        target = KL_WEIGHT * group.llm_logprob.double().softmax(0)
-        target[group.llm_logprob.argmax()] += 1
+        target = KL_WEIGHT * group.state.pool.llm_logprob.double().softmax(0)
+        target[group.state.pool.llm_logprob.argmax()] += 1
         return target
 
     assert_targets(run, wanted, target="select", horizons=[8, 4])
@@ -145,7 +145,8 @@ def assert_selected(chosen, run, pair, selector, policy=None, **options):
 def test_features_are_trained_kept_and_deployed(run, pair, tmp_path):
     chosen, place = trained(run, tmp_path / "run", train={"features": list(FEATURES)})
     for group, source in zip(groups_of(place, features=list(FEATURES)), scored(place), strict=True):
-        wanted = candidate_features(source.slm_logprob, source.llm_logprob, source.sources)
+        pool = source.state.pool
+        wanted = candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources)
         torch.testing.assert_close(group.features, wanted)
         assert group.features.shape == (len(group.candidates), 6)
     directory = place / "reranker" / "seed-0"
@@ -192,19 +193,20 @@ def test_selection_uses_the_override(run, pair, tmp_path):
 @pytest.mark.parametrize(("pool", "options"), [("slm-wide", {"pool": "slm", "slm_k": 6}), ("llm", {"pool": "llm"})])
 def test_pools_are_scored_trained_on_and_deployed(run, pair, tmp_path, pool, options):
     chosen, place = trained(run, tmp_path / "run", "trajectories", "policy", "states", "futures", score={"pool": pool})
-    usable = {g.state: g for g in read_groups(Artefact(run, "scores"), "train-00001") if g.logprob is not None}
-    rows, states = (Artefact(run, stage).table("train-00001") for stage in ("futures", "states"))
-    found = {group.state: group for group in read_groups(Artefact(place, "scores"), "train-00001")}
+    states = Examples(run, "train-00001").states
+    usable = {name: g for name, g in Examples(run, "train-00001").groups.items() if g.logprob is not None}
+    found = Examples(place, "train-00001").groups
     assert {state for state, group in found.items() if group.logprob is not None} == set(usable)
     for state, group in found.items():
-        wanted = logged_pool(rows[state], 3, pool)
-        assert group.candidates.tolist() == wanted.ids.tolist()
+        wanted, ids = part_of(states[state].pool, 3, pool), group.state.pool.ids
+        assert ids.tolist() == wanted.ids.tolist()
+        assert group.state.pool.sources.tolist() == wanted.sources.tolist()
+        assert torch.equal(group.state.pool.slm_logprob, wanted.slm_logprob)
         if pool == "slm-wide":
-            assert group.candidates.tolist() == states[state]["slm_ids"]
-            assert group.slm_logprob.tolist() == pytest.approx(states[state]["slm_logprob"], abs=1e-4)
-        shared = {int(token): k for k, token in enumerate(group.candidates)}
+            assert ids.tolist() == states[state].pool.ids[:6].tolist()
+        shared = {int(token): k for k, token in enumerate(ids)}
         if group.logprob is not None:
-            for k, token in enumerate(usable[state].candidates.tolist()):
+            for k, token in enumerate(usable[state].state.pool.ids.tolist()):
                 if token in shared:
                     torch.testing.assert_close(
                         group.logprob[shared[token]], usable[state].logprob[k], rtol=1e-4, atol=1e-4
@@ -238,18 +240,19 @@ def on_policy(run, tmp_path_factory) -> tuple:
 
 
 def test_on_policy_trajectories_are_the_collaborative_decoders(on_policy, run, pair):
-    chosen, place = on_policy
+    _, place = on_policy
     reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", pair.slm)
     options = {"slm_k": 3, "llm_k": 3, "tokenizer": pair.world.tokenizer}
     decoder = CollaborativeDecoder(pair.slm, pair.llm, FutureBridgeSelector(reranker), frozen_policy(run), **options)
-    for shard, problems in TrajectoryStage(chosen, place).problems().items():
-        found = read_trajectories(Artefact(place, "trajectories"), shard)
+    for shard in Artefact(place, "trajectories").shards():
+        examples = Examples(place, shard)
+        found = list(examples.trajectories.values())
+        problems = [one.problem for one in found]
         prompts = [torch.tensor(prompt_ids(pair.world.tokenizer, problem, "{problem}")) for problem in problems]
         wanted = decoder.generate_many(prompts, 45)
         assert [one.output.tolist() for one in found] == [one.token_ids.tolist() for one in wanted]
-        states = Artefact(place, "states").table(shard)
-        steps = [(row["trajectory"], row["position"] - found[row["trajectory"]].prompt_length) for row in states]
-        assert steps == [(row, event.step) for row, one in enumerate(wanted) for event in one.events]
+        steps = [(state.trajectory.problem.id, len(state.output)) for state in examples.states.values()]
+        assert steps == [(p.id, event.step) for p, one in zip(problems, wanted, strict=True) for event in one.events]
     with torch.no_grad():
         tokens = found[0].tokens
         logits = pair.slm(input_ids=tokens[None]).logits[0, found[0].prompt_length - 1 : -1]
@@ -288,7 +291,7 @@ def test_training_groups_are_of_both_runs(on_policy, run):
 
 def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run, tmp_path):
     chosen, place = on_policy
-    chosen = chosen.model_copy(update={"train": settings(train=SHORT | {"target": "calibrated"}).train})
+    chosen = chosen.model_copy(update={"train": settings(train={"epochs": 1, "target": "calibrated"}).train})
     folder = linked(place, tmp_path / "run", *LOGGED)
     for stage in (RolloutStage, CalibrationStage):
         run_stage(stage(chosen, folder))
@@ -300,12 +303,12 @@ def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evaluate": {"certainty": 0.9}}, r"settings\.deployed\.certainty None, got 0\.9"),
-        ({"evaluate": {"max_events": 3}}, r"settings\.deployed\.max_events 8, got 3"),
-        ({"score": {"pool": "slm"}}, r"settings\.deployed\.pool joint, got slm"),
-        ({"train": {"seeds": [1]}}, r"settings\.deployed\.seed 0, got 1"),
-        ({"models": {"llm": "demo:helpful"}}, r"settings\.deployed\.llm demo:plans, got demo:helpful"),
-        ({"collect": {"deployed": None}}, r"settings\.deployed\.certainty None, got nothing|settings\.deployed"),
+        ({"evaluate": {"certainty": 0.9}}, r"settings\.evaluate\.certainty None, got 0\.9"),
+        ({"evaluate": {"max_events": 3}}, r"settings\.evaluate\.max_events 8, got 3"),
+        ({"score": {"pool": "slm"}}, r"settings\.score\.pool joint, got slm"),
+        ({"train": {"seeds": [1]}}, r"settings\.train\.seeds \[0, 1\], got \[1\]"),
+        ({"models": {"llm": "demo:helpful"}}, r"data\.llm demo:plans, got demo:helpful"),
+        ({"collect": {"deployed": None}}, r"settings\.collect\.deployed .*, got None"),
     ],
 )
 def test_what_deployed_trajectories_depend_on_is_named(on_policy, run, changes, words):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import copy
 import hashlib
 import itertools
-import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from importlib import resources
 from types import SimpleNamespace
@@ -19,14 +19,19 @@ import numpy as np
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from pages import ESCAPED, Tree
 
 from fb_core.config import AVERAGE, ModelSettings, RunSettings
-from fb_core.pipeline import figures
-from fb_core.pipeline import findings as found_in
-from fb_core.pipeline.comparisons import caveats, orderings, recipes
-from fb_core.pipeline.findings import published
-from fb_core.pipeline.page import Document, Items, Paragraph, Section, Span, Table, Verbatim
-from fb_core.pipeline.report import PARTS, TABLES, render, write_report
+from fb_core.experiment import gather
+from fb_core.experiment.gather import published
+from fb_core.experiment.tables import TABLES
+from fb_core.report import figures, report, theme
+from fb_core.report.diagnostics import DIAGNOSTICS
+from fb_core.report.findings import Findings, findings_bytes, read_findings, rows_bytes
+from fb_core.report.orderings import orderings
+from fb_core.report.page import Document, Figure, Items, Paragraph, Picture, Section, Span, Table, Verbatim
+from fb_core.report.recipes import caveats, recipes
+from fb_core.report.report import write_report
 from fb_core.terminal import escaped
 
 HOSTILE = [
@@ -78,6 +83,17 @@ VARIANTS = {
 SWEPT = {0.9: (0.81, 0.63, 0.96, 0.955), 0.92: (0.81, 0.868, 0.965, 0.96), 0.96: (0.812, 0.81, 0.81, 0.82)}
 
 
+EXPERIMENTS = [table.shown.model_dump() for table in TABLES.values()]
+
+
+def read(found: dict) -> Findings:
+    return Findings.model_validate({"experiments": EXPERIMENTS} | found)
+
+
+def render(found: list[dict]) -> Document:
+    return report.render([read(one) for one in found])
+
+
 def around(mean: float, half: float = 0.03) -> list[float]:
     return [mean, max(mean - half, -1.0), min(mean + half, 1.0)]
 
@@ -85,8 +101,7 @@ def around(mean: float, half: float = 0.03) -> list[float]:
 def table_row(table: str, key: str, label: str, accuracy: float, references: dict[str, float], **more) -> dict:
     row = {"table": table, "benchmark": "demo:plans", "key": key, "label": label, "seeds": [0, 1], "problems": 400}
     row |= {"accuracy": around(accuracy), "events": 1.93, "tokens": 40.1, "note": None, "x": None}
-    for other, value in references.items():
-        row[f"minus_{other}"] = None if key == other else around(accuracy - value, 0.037)
+    row["minus"] = {other: around(accuracy - value, 0.037) for other, value in references.items() if key != other}
     return row | {"quantile": None, "threshold": None} | more
 
 
@@ -142,6 +157,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
     words += [("| ", "LLM", 0.0004, 0.0162, None, -2.875, "13", False)]
     return {
         "name": name,
+        "experiments": EXPERIMENTS,
         "settings": {"models": {"slm": "demo:plans", "llm": "demo:plans"}, "train": {"horizons": [4, 8, 16]}},
         "pair": {"slm": "demo:plans", "llm": "demo:plans", "slm_parameters": 162000, "llm_parameters": 363000},
         "policy": {"threshold": 1.695, "quantile": 0.94, "top_k": 64},
@@ -172,6 +188,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 "states": int(318 * part),
                 "mixed_states": int(132 * part),
                 "pairs": int(1069 * part),
+                "problems": 149,
                 "pairwise": None if (score, kind) == ("Direct-B_4", "mark") else around(mean, 0.03 / part**0.5),
                 "top1": around(mean, 0.04),
                 "top1_minus_llm": None if score == "LLM" else around(mean - 0.685, 0.05),
@@ -182,7 +199,6 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         ],
         "choices": [
             {
-                "key": key,
                 "label": label,
                 "kind": kind,
                 "quantile": quantile,
@@ -277,12 +293,13 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
             "deployment": [
                 {
                     "method": METHODS[key][0],
+                    "key": key,
                     "loop": "plain" if key == "majority" else "fast",
                     "problems": 50,
                     "calls": calls,
                     "pool": 6.07 if calls else None,
                     "appended": calls,
-                    "suffix": 33.2 if key == "takeover" else None,
+                    "suffix": 33.2 if key == "takeover" else 0.0,
                     "seconds": 0.031 * times,
                     "relative": [times, times - 0.05, times + 0.06],
                     "peak_bytes": None,
@@ -444,7 +461,21 @@ def test_contents_lead_to_every_section(page):
     links = [value for name, value in page.attributes if name == "href"]
     assert links == [f"#{name}" for name in ids]
     assert len(set(ids)) == len(ids) == len(page.titles)
-    assert page.titles == ["At a glance", *(part.title for part in PARTS.values()), "Settings"]
+    assert page.titles == [
+        *(
+            "At a glance",
+            "Methods",
+            "Costs",
+            "Candidate pools",
+            "Pool coverage",
+            "Horizon",
+            "Futures",
+            "Future quality",
+        ),
+        *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
+        *("Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
+        *("Choice on validation", "States", "Settings"),
+    ]
 
 
 def test_both_renderings_hold_the_same(single, page, runs):
@@ -508,7 +539,7 @@ OFFLINE, DEPLOYMENT = (
 
 def test_the_papers_figures_are_data_of_the_package():
     """Its deployment is of a benchmark that is not known here, so it stands beside none."""
-    text = (resources.files("fb_core.pipeline") / "published.yaml").read_text()
+    text = (resources.files("fb_core.experiment") / "published.yaml").read_text()
     assert {name: one["rows"] for name, one in yaml.safe_load(text).items()} == {
         "offline": OFFLINE,
         "deployment": DEPLOYMENT,
@@ -521,7 +552,7 @@ def test_the_papers_figures_are_data_of_the_package():
 def test_a_figure_of_a_benchmark_stands_beside_that_benchmark_alone(name, tmp_path, monkeypatch):
     rows = {"deployment": {"table": 9, "benchmark": name, "rows": DEPLOYMENT}}
     (tmp_path / "published.yaml").write_text(yaml.safe_dump(rows))
-    monkeypatch.setattr(found_in, "resources", SimpleNamespace(files=lambda package: tmp_path))
+    monkeypatch.setattr(gather, "resources", SimpleNamespace(files=lambda package: tmp_path))
     assert published(PAPER) == ({"deployment": DEPLOYMENT} if name == "gsm8k" else {})  # which is timed
 
 
@@ -566,8 +597,8 @@ def test_a_loss_is_told_where_a_win_would_be(single, runs):
     [([0.1, 0.01, 0.2], "holds"), ([-0.1, -0.2, -0.01], "reversed"), ([0.1, 0.0, 0.2], "not decided")],
 )
 def test_an_ordering_holds_where_its_interval_says_so(difference, verdict):
-    rows = [{"table": "methods", "key": "futurebridge", "label": "ours", "minus_direct": difference}]
-    found = {ordering.words: ordering for ordering in orderings(rows, 16)}
+    row = {"table": "methods", "benchmark": "b", "key": "futurebridge", "label": "o", "minus": {"direct": difference}}
+    found = {ordering.words: ordering for ordering in orderings(read({"name": "n", "rows": [row]}).rows, 16)}
     assert found["FutureBridge > direct LLM score"].verdict() == verdict
     assert {o.verdict() for words, o in found.items() if words != "FutureBridge > direct LLM score"} == {"not measured"}
     assert "longer horizon ≥ shorter" in found
@@ -575,71 +606,95 @@ def test_an_ordering_holds_where_its_interval_says_so(difference, verdict):
 
 
 def test_orderings_are_turned_the_right_way_round():
-    def row(table, key, difference, **more):
-        return {
-            "table": table,
-            "key": key,
-            "label": key,
-            "accuracy": [0.5] * 3,
-            "minus_futurebridge": difference,
-            **more,
-        }
+    def row(table, key, difference, x=None, **minus):
+        minus |= {"futurebridge": difference} if difference else {}
+        about = {"table": table, "benchmark": "b", "key": key, "label": key, "accuracy": [0.5] * 3}
+        return {**about, "x": x, "minus": minus}
 
     rows = [
         row("pools", "joint", [0.0, 0.0, 0.0]),
         row("pools", "slm", [-0.2, -0.3, -0.1]),
-        row("futures", "future-shuffled", [-0.2, -0.3, -0.1], minus_verified=[0.2, 0.1, 0.4]),
+        row("futures", "future-shuffled", [-0.2, -0.3, -0.1], verified=[0.2, 0.1, 0.4]),
         row("horizons", "h8", [-0.2, -0.3, 0.0], x=8),
         row("horizons", "h32", [-0.2, -0.3, -0.1], x=32),
         row("horizons", "futurebridge", None, x=16),
     ]
+    rows = read({"name": "n", "rows": rows}).rows
     found = {o.words: (o.difference, o.verdict()) for o in orderings(rows, 16) if o.difference}
     assert found == {
+        "joint pool > joint": ((0.0, 0.0, 0.0), "not decided"),
         "joint pool > slm": ((0.2, 0.1, 0.3), "holds"),
         "verified future > future-shuffled": ((-0.2, -0.4, -0.1), "reversed"),
         "horizon 16 ≥ horizon 8": ((0.2, 0.0, 0.3), "holds"),
-        "horizon 32 ≥ horizon 16": ([-0.2, -0.3, -0.1], "reversed"),
+        "horizon 32 ≥ horizon 16": ((-0.2, -0.3, -0.1), "reversed"),
     }
 
 
 def test_a_wrong_sample_is_held_against_a_right_one():
     """A greedy future against a wrong sample would differ in how it was decoded too."""
-    row = {"table": "futures", "key": "future-incorrect", "label": "first incorrect sample", "accuracy": [0.5] * 3}
-    row |= {"minus_verified": [0.1, 0.05, 0.2], "minus_sampled": [-0.1, -0.2, -0.05]}
-    found = {ordering.words: ordering for ordering in orderings([row], 16)}
+    minus = {"verified": [0.1, 0.05, 0.2], "first correct sample": [-0.1, -0.2, -0.05]}
+    row = {"table": "futures", "benchmark": "b", "key": "future-incorrect", "label": "first incorrect sample"}
+    findings = {"name": "n", "rows": [{**row, "accuracy": [0.5] * 3, "minus": minus}]}
+    found = {ordering.words: ordering for ordering in orderings(read(findings).rows, 16)}
     assert found["first correct sample > first incorrect sample"].difference == (0.1, 0.05, 0.2)
     assert "verified future > first incorrect sample" not in found
-    findings = {"name": "n", "rows": [{**row, "benchmark": "b"}]}
     assert "minus first correct sample, pp [95%]" in table(render([findings]), "Futures on b").head
 
 
-def test_what_was_not_run_is_named_with_its_command(monkeypatch):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Without figures, which take a second each, but for two that show what models wrote."""
+    monkeypatch.setattr(report, "EXPERIMENT_FIGURES", {})
+    for name, one in DIAGNOSTICS.items():
+        if name not in ("trajectory", "worked_event"):
+            monkeypatch.setitem(DIAGNOSTICS, name, one._replace(draw=lambda findings: None))
+
+
+SHOWN = [(name, table.title, f"futurebridge experiment {name}") for name, table in TABLES.items()]
+SHOWN += [(name, one.title, one.command) for name, one in DIAGNOSTICS.items()]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_was_not_run_is_named_with_its_command():
     whole = tiny()
-    for name, part in PARTS.items():
-        monkeypatch.setitem(PARTS, name, part._replace(draw=lambda findings: None))
-    for name, part in PARTS.items():
+    for name, title, command in SHOWN:
         without = {**whole, "rows": [row for row in whole["rows"] if row["table"] != name]}
-        without |= {} if name in TABLES else {name: None}
+        without |= {name: None} if name in DIAGNOSTICS else {}
         sections = {section.title: section for section in render([without]).sections}
-        assert part.title not in sections
+        assert title not in sections
         (items,) = [block for block in sections["Not run"].blocks if isinstance(block, Items)]
-        assert [plain(text) for text in items.texts] == [f"{part.title}: made by {part.command}"]
+        assert [plain(text) for text in items.texts] == [f"{title}: made by {command}"]
 
 
 def test_of_an_empty_run_nothing_is_invented():
     document = render([{"name": "bare"}])
     assert [section.title for section in document.sections] == ["At a glance", "Not run", "Settings"]
     text = Page(document.html()).text
-    assert all(part.title in text for part in PARTS.values())
+    assert all(title in text for _, title, _ in SHOWN)
     assert not list(document.figures())
     assert not re.search(r"\d", text.replace("95%", "").replace("leaves out 0", "").replace("FutureBridge", ""))
+    bare = report.render([Findings(name="bare")])
+    assert [section.title for section in bare.sections] == ["At a glance", "Not run", "Settings"]
+
+
+def test_an_experiment_is_shown_as_its_entry_says(single):
+    """Nothing but the findings says which experiments there are."""
+    entry = {"name": "widths", "title": "Widths", "varies": "How wide it is.", "figure": "accuracy", "caption": "Dots."}
+    row = table_row("widths", "wide", "twice as wide", 0.9, {"greedy": 0.7}, benchmark="b")
+    row["minus"]["the narrow one"] = around(0.2)
+    methods = [row for row in tiny()["rows"] if row["table"] == "methods"]
+    document = render([{"name": "n", "experiments": [entry], "rows": [row, *methods]}])
+    (section,) = [section for section in document.sections if section.title == "Widths"]
+    assert section.blocks[0] == Paragraph("How wide it is.")
+    assert "minus the narrow one, pp [95%]" in table(document, "Widths on b").head
+    assert isinstance(section.blocks[-1], Figure)
+    assert section.blocks[-1].caption == "Dots."
+    assert "Methods" not in [section.title for section in document.sections]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_gets_at_the_reader(text, monkeypatch):
-    for name, part in PARTS.items():
-        if name not in ("trajectory", "worked_event"):
-            monkeypatch.setitem(PARTS, name, part._replace(draw=lambda findings: None))
+@pytest.mark.usefixtures("undrawn")
+def test_no_text_gets_at_the_reader(text):
     document = render([everywhere(tiny(), text)])
     made, markdown = Page(document.html()), of_markdown(document.markdown("figures"))
     assert not {"script", "svg", "b", "i", "em", "s", "del"} & set(made.tags)
@@ -745,7 +800,8 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     findings["rows"][0]["accuracy"] = around(0.6)
     greedy, ours = (next(row for row in findings["rows"] if row["key"] == key) for key in ("greedy", "futurebridge"))
     findings["rows"] += [{**greedy, "benchmark": AVERAGE, "accuracy": around(0.656, 0.02), "problems": 800}]
-    findings["rows"] += [{**ours, "benchmark": AVERAGE, "minus_greedy": around(0.31, 0.02), "problems": 800}]
+    average = {"benchmark": AVERAGE, "minus": ours["minus"] | {"greedy": around(0.31, 0.02)}, "problems": 800}
+    findings["rows"] += [{**ours, **average}]
     found = table(render([findings]), "Methods: accuracy, %")
     assert list(found.head) == ["", "x", "y", "average"]
     assert rows_of(found)["Greedy"] == ["60.0 ▽", "71.2 ▽", "65.6 [63.6, 67.6] ▽"]
@@ -755,14 +811,14 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     (glance,) = [section for section in render([findings]).sections if section.title == "At a glance"]
     (items,) = [block for block in glance.blocks if isinstance(block, Items)]
     assert plain(items.texts[0]).startswith("FutureBridge minus greedy on average: +31.0 [+29.0, +33.0] pp, above 0")
-    assert figures.accuracy(findings) is not None
+    assert figures.accuracy(read(findings)) is not None
 
 
 def test_the_average_is_no_cell_of_its_own():
     findings = tiny(benchmarks=("x", "y"))
-    cells = recipes([findings])[0]
+    cells = recipes([read(findings)])[0]
     findings["rows"] += [{**row, "benchmark": AVERAGE} for row in findings["rows"] if row["benchmark"] == "x"]
-    assert recipes([findings])[0] == cells
+    assert recipes([read(findings)])[0] == cells
 
 
 def test_cells_say_how_many_test_sets_and_models_they_are_of():
@@ -770,7 +826,7 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
     runs = []
     for name, problems, slm in (("tiny", "a", "p"), ("helpful", "b", "q"), ("control", "b", "q")):
         one = tiny(name)
-        runs.append({**one, "test_sets": {"demo": problems}, "pair": {**one["pair"], "slm_hash": slm}})
+        runs.append(read({**one, "test_sets": {"demo": problems}, "pair": {**one["pair"], "slm_hash": slm}}))
     found = recipes(runs)[1]
     compared = sum(len(recipe.minus(other)) for recipe in found for other in ("greedy", "direct", "futurebridge"))
     assert caveats(runs, found) == (
@@ -785,14 +841,13 @@ DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_figures_are_svg_by_themselves_in_two_themes(name):
-    draw, findings = getattr(figures, name), tiny()
-    before, settings = copy.deepcopy(findings), dict(matplotlib.rcParams)
+    draw, findings = getattr(figures, name), read(tiny())
+    settings = dict(matplotlib.rcParams)
     picture = draw(findings)
     assert draw(findings) == picture
-    assert findings == before
     assert dict(matplotlib.rcParams) == settings
     assert picture.light != picture.dark
-    assert draw({"name": "bare"}) is None
+    assert draw(read({"name": "bare"})) is None
     for svg in picture:
         root = ElementTree.fromstring(svg)
         assert root.tag.endswith("svg")
@@ -800,15 +855,15 @@ def test_figures_are_svg_by_themselves_in_two_themes(name):
         links = [value for e in root.iter() for key, value in e.attrib.items() if key.split("}")[-1] == "href"]
         assert all(link.startswith("#") for link in links)
         assert "dc:date" not in svg
-    assert figures.LIGHT.ink in picture.light
-    assert figures.DARK.ink in picture.dark
-    assert figures.LIGHT.ink not in picture.dark
+    assert theme.LIGHT.ink in picture.light
+    assert theme.DARK.ink in picture.dark
+    assert theme.LIGHT.ink not in picture.dark
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_figures_take_hostile_text_and_many_benchmarks(name, recwarn):
     for text in ("$\\frac{1", "--><b>", "\x1b[31m\u202e\n", "漢字 \U0001f600", "", "x" * 500):
-        for svg in getattr(figures, name)(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text)):
+        for svg in getattr(figures, name)(read(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text))):
             ElementTree.fromstring(svg)
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
@@ -820,14 +875,12 @@ def test_labels_that_would_overlap_are_moved_apart():
 
 
 def test_written_files_repeat_byte_for_byte(tmp_path):
-    findings = [tiny()]
-    before = copy.deepcopy(findings)
+    findings = [read(tiny())]
     written = write_report(findings, tmp_path / "a" / "b")
     names = [path.relative_to(tmp_path / "a" / "b").as_posix() for path in written]
-    assert names[0] == "findings.json"
+    assert names[:2] == ["findings.json", "rows.json"]
     assert names[-2:] == ["report.md", "report.html"]
     assert "figures/methods.svg" in names
-    assert json.loads(written[0].read_bytes()) == before == findings
     again = write_report(findings, tmp_path / "c")
     assert [path.read_bytes() for path in written] == [path.read_bytes() for path in again]
     shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", written[-2].read_text())
@@ -839,8 +892,85 @@ def test_bad_findings_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="expected those of one run or more, got none"):
         write_report([], tmp_path / "out")
     with pytest.raises(ValueError):
-        write_report([{"name": "n", "seeds": [math.nan]}], tmp_path / "out")
+        write_report([read({"name": "n", "settings": {"x": math.nan}})], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_findings_are_read_back_as_they_were_written(tmp_path):
+    findings = (read(tiny()), read(tiny("other", benchmarks=("x", "y"))), read({"name": "bare"}))
+    (tmp_path / "findings.json").write_bytes(findings_bytes(findings))
+    assert read_findings(tmp_path / "findings.json") == findings
+    (tmp_path / "rows.json").write_bytes(rows_bytes(findings))
+    brief = read_findings(tmp_path / "rows.json")
+    assert rows_bytes(brief) == rows_bytes(findings)
+    for row, kept in zip(findings[0].rows, brief[0].rows, strict=True):
+        assert (kept.table, kept.label, kept.minus.keys()) == (row.table, row.label, row.minus.keys())
+        assert kept.accuracy == (row.accuracy and pytest.approx(row.accuracy, abs=1e-6))
+    assert [one.policy for one in brief] == [one.policy for one in findings]
+    assert [one.key for one in brief[0].costs.deployment] == [one.key for one in findings[0].costs.deployment]
+    assert (brief[0].worked_event, brief[0].settings, brief[0].costs.offline) == (None, {}, ())
+    lines = (tmp_path / "rows.json").read_text().splitlines()
+    assert len(lines) < 12 + sum(len(one.rows) for one in findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Invalid JSON"),
+        ("[" * 10_000, "Invalid JSON"),
+        ("{}", "valid"),
+        ('[{"rows": []}]', "0.name: Field required"),
+        ('[{"name": "n", "rows": [{"table": 3}]}]', "0.rows.0.table: Input should be a valid string"),
+        ('[{"name": "n", "seeds": [NaN]}]', "0.seeds.0: "),
+        ('[{"name": "n", "colour": "red"}]', "0.colour: Extra inputs are not permitted"),
+        ('[{"name": "n", "policy": {"threshold": Infinity, "quantile": 0.9, "top_k": 64}}]', "0.policy.threshold: "),
+    ],
+)
+def test_files_that_are_no_findings_are_named(text, words, tmp_path):
+    path = tmp_path / "findings.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected what `futurebridge report` writes of runs, got ") as wrong:
+        read_findings(path)
+    assert str(path) in str(wrong.value)
+    assert words in str(wrong.value)
+    assert "\n" not in str(wrong.value)
+
+
+def test_a_report_is_made_without_any_model_code(tmp_path):
+    (tmp_path / "findings.json").write_bytes(findings_bytes([read(tiny())]))
+    code = (
+        "import sys; from pathlib import Path; import fb_core.report; "
+        "from fb_core.report.findings import read_findings; from fb_core.report.report import write_report; "
+        "write_report(read_findings(Path('findings.json')), Path('out')); "
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'peft') "
+        "or name.startswith(('fb_core.stages', 'fb_core.experiment', 'fb_core.hf', 'fb_kernels'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "text", [*HOSTILE, "<!-- x", "<![CDATA[x]]>", "<?php x ?>", "&copy; &#60;b&#62; &lt;i&gt;", "{{ 7 * 7 }}{% raw %}"]
+)
+@pytest.mark.usefixtures("undrawn")
+def test_hostile_text_adds_no_element_attribute_or_entity(text):
+    plain_page = Tree(render([everywhere(tiny(), "text")]).html())
+    page = render([everywhere(tiny(), text)]).html()
+    hostile = Tree(page)
+    assert hostile.tags == plain_page.tags
+    assert hostile.entities <= ESCAPED
+    assert hostile.other == []
+    assert escaped(text) in Page(page).text  # once read, it is what was written
+
+
+def test_pictures_and_titles_cannot_become_markup():
+    for text in HOSTILE:
+        picture = Figure(text, text, Picture("<svg/>", "<svg/>"))
+        document = Document(text, [Paragraph((text, Span(text, "code")))], [Section(text, [picture])])
+        tree = Tree(document.html())
+        assert tree.tags == Tree(Document("t", document.blocks, [Section("t", [picture])]).html()).tags
+        assert tree.entities <= ESCAPED
 
 
 def test_a_calibration_on_too_little_is_called_doubtful():
@@ -851,7 +981,7 @@ def test_a_calibration_on_too_little_is_called_doubtful():
 
 def test_futures_may_be_compared_with_the_verified_one():
     rows = [row for row in tiny()["rows"] if row["table"] == "futures"]
-    rows[1]["minus_verified"] = around(-0.177)
+    rows[1]["minus"]["verified"] = around(-0.177)
     found = table(render([{"name": "n", "rows": rows}]), "Futures on demo:plans")
     assert found.head[5] == "minus verified, pp [95%]"
     assert rows_of(found)["Cross-state"][4] == "-17.7 [-20.7, -14.7]"
@@ -866,6 +996,7 @@ def test_choices_are_told_by_kind_and_quantile(single):
         ["FutureBridge", "50.0 [47.0, 53.0] ▼ ▽", "80.0 [77.0, 83.0]"],
     ]
     assert plain(digits.note).startswith("Of 99 at 0.9, 60 at 0.94 states.")
+    assert "; 150 problems; request quantile 0.94, 1.695 nats unless the row says another; 95% score" in digits.note
     text = single.markdown("figures")
     assert "Better than the LLM's choice at digit events: FutureBridge at quantile 0.94." in text
     assert "Worse: the SLM's choice at quantile 0.9, 0.94; FutureBridge at quantile 0.9." in text

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,12 +17,13 @@ from runs import linked, settings
 from typer.testing import CliRunner
 
 from fb_core import TokenReranker, Verifier, statistics
-from fb_core.calibration import Calibration, Weights, calibrate, calibrated_target, calibration_terms
+from fb_core.calibrated import Calibration, Weights, calibrate, calibrated_target, calibration_terms
 from fb_core.cli import app
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline import advice as advising
-from fb_core.pipeline.advice import advice
-from fb_core.pipeline.agreement import (
+from fb_core.experiment import recommendation as advising
+from fb_core.experiment.recommendation import recommend
+from fb_core.pool import Pool
+from fb_core.stages.agreement import (
     AgreementStage,
     Judged,
     agreement_rows,
@@ -32,14 +32,16 @@ from fb_core.pipeline.agreement import (
     judge,
     judged_states,
 )
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.calibrate import CalibrationStage, read_weights
-from fb_core.pipeline.collect import TrajectoryStage, read_trajectories
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.rollouts import RolledOut, RolloutStage, read_rollouts, token_kind
-from fb_core.pipeline.score import read_groups
-from fb_core.pipeline.stage import run_stage
-from fb_core.pipeline.train import TrainStage
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.calibration import CalibrationStage, read_weights
+from fb_core.stages.examples import Examples, Rollout, State, Trajectory
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.pools import part_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.rollouts import RolloutStage, token_kind
+from fb_core.stages.stage import run_stage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage
 
 LOGGED = ("trajectories", "policy", "states", "futures", "scores")
 TRAINED = (*LOGGED, "rollouts", "training", "selection", "reranker")
@@ -70,32 +72,29 @@ def naive(model, tokens, room, end):
 
 def test_outcomes_are_those_of_naive_greedy_decoding(run, pair):
     shard, end = "validation-00000", pair.slm.config.eos_token_id
-    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
-    problems = TrajectoryStage(settings(), run).problems()[shard]
-    states, pools = Artefact(run, "states").table(shard), Artefact(run, "futures").table(shard)
-    rolled = read_rollouts(Artefact(run, "rollouts"), shard)
-    assert [one.state for one in rolled] == list(range(len(states)))  # a share of 1
+    examples = Examples(run, shard)
+    assert list(examples.rollouts) == list(examples.states)  # a share of 1
+    problems = splits_of(settings().problems)["validation"]
+    assert [one.problem for one in examples.trajectories.values()] == problems[:6]
+    rolled = list(examples.rollouts.values())
     decode = pair.world.tokenizer.decode
     outcomes = []
     with Verifier(workers=1) as verifier:
         for one in rolled[::5]:
-            state = states[one.state]
-            owner, problem = trajectories[state["trajectory"]], problems[state["trajectory"]]
-            pool = logged_pool(pools[one.state], 3)
-            assert one.ids.tolist() == pool.ids.tolist()
-            assert one.sources.tolist() == pool.sources.tolist()
-            assert torch.equal(one.llm_logprob, pool.llm_logprob)
-            assert one.problem == problem.id
-            prefix = owner.tokens[: state["position"]]
+            owner, pool = one.state.trajectory, part_of(examples.states[one.state.id].pool, 3)
+            assert one.state.pool.ids.tolist() == pool.ids.tolist()
+            assert one.state.pool.sources.tolist() == pool.sources.tolist()
+            assert torch.equal(one.state.pool.llm_logprob, pool.llm_logprob)
+            prefix = owner.tokens[: one.state.position]
             logprob = logits(pair.slm, prefix).log_softmax(-1)
-            torch.testing.assert_close(one.slm_logprob, logprob[one.ids], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.state.pool.slm_logprob, logprob[pool.ids], rtol=1e-4, atol=1e-4)
             assert one.kind == token_kind(decode([int(logprob.argmax())]))
-            for candidate, correct, text in zip(one.ids.tolist(), one.correct.tolist(), one.texts, strict=True):
+            for candidate, correct, text in zip(pool.ids.tolist(), one.correct.tolist(), one.texts, strict=True):
                 tokens = torch.cat([prefix, torch.tensor([candidate])])
                 new = [] if candidate == end else naive(pair.slm, tokens, 45, end)
                 written = [*tokens[owner.prompt_length :].tolist(), *new]
                 assert text == decode(written, skip_special_tokens=True)
-                verdict = verifier.verify_many([text], [problem.answer], bad_golds="unparsable")[0]
+                verdict = verifier.verify_many([text], [owner.problem.answer], bad_golds="unparsable")[0]
                 assert correct == (verdict == "correct")
                 outcomes.append(correct)
     assert set(outcomes) == {True, False}
@@ -105,16 +104,12 @@ def rolled_states(run, changes, folder):
     place = linked(run, folder, "trajectories", "policy", "states", "futures")
     manifest = run_stage(RolloutStage(settings(rollouts=changes), place))
     shards = RolloutStage(settings(), place).shards()
-    return manifest, {
-        (shard, one.state) for shard in shards for one in read_rollouts(Artefact(place, "rollouts"), shard)
-    }
+    return manifest, {(shard, state) for shard in shards for state in Examples(place, shard).rollouts}
 
 
 def test_the_share_of_states_is_drawn_by_the_seed(run, tmp_path):
     half = {
-        (shard, one.state)
-        for shard in RolloutStage(settings(), run).shards()
-        for one in read_rollouts(Artefact(run, "rollouts"), shard)
+        (shard, state) for shard in RolloutStage(settings(), run).shards() for state in Examples(run, shard).rollouts
     }
     small = {"validation": 0.2, "train": 0.2}
     manifest, fifth = rolled_states(run, small, tmp_path / "a")
@@ -154,26 +149,20 @@ def test_kinds_of_tokens(text, kind):
     assert token_kind(text) == kind
 
 
-def rolled(problem, correct, sources=None, kind="word", state=0):
+def rolled(problem, correct, sources=None, kind="word", **logprob):
     size = len(correct)
-    return RolledOut(
-        state,
-        problem,
-        kind,
-        torch.arange(size),
-        torch.tensor([3] * size if sources is None else sources, dtype=torch.int32),
-        torch.zeros(size),
-        torch.zeros(size),
-        torch.tensor(correct),
-        [""] * size,
-    )
+    bits = torch.tensor([3] * size if sources is None else sources, dtype=torch.int32)
+    known = {"slm_logprob": torch.zeros(size), "llm_logprob": torch.zeros(size)} | logprob
+    trajectory = Trajectory(Problem(problem, "", ""), torch.arange(3), 2, torch.zeros(1))
+    state = State(trajectory, 2, 1.0, Pool(torch.arange(size), bits, **known))
+    return Rollout(state, kind, torch.tensor(correct), [""] * size)
 
 
 def judged(problem, correct, sources=None, kind="word", **scores):
     """Scores by name, each a list of one [K] a seed."""
     known = {name: [torch.tensor(one) for one in found] for name, found in scores.items()}
     logprob = {f"{name.lower()}_logprob": known[name][0].log_softmax(0) for name in ("SLM", "LLM") if name in known}
-    return Judged(replace(rolled(problem, correct, sources, kind), **logprob), known)
+    return Judged(rolled(problem, correct, sources, kind, **logprob), known)
 
 
 STATES = [
@@ -269,13 +258,8 @@ def test_agreement_of_a_run_is_what_counting_gives(run):
     assert rows["Direct-B_8"]["states"] == 37  # with a usable future
     by_kind = [row for row in agreement_rows(states) if row["score"] == "SLM" and row["kind"] != "all"]
     assert sum(row["states"] for row in by_kind) == 45
-    groups = {
-        (shard, group.state): group
-        for shard in ("validation-00000", "validation-00001")
-        for group in read_groups(Artefact(run, "scores"), shard)
-    }
     first = next(state for state in states if "Direct-B_8" in state.scores)
-    matrix = groups["validation-00000", first.rolled.state].logprob
+    matrix = Examples(run, "validation-00000").groups[first.rolled.state.id].logprob
     assert first.scores["Direct-B_8"][0].tolist() == pytest.approx(matrix[:, :8].mean(1).tolist(), abs=1e-5)
 
 
@@ -284,17 +268,15 @@ def test_rerankers_are_held_against_the_rollouts_as_deployed(run, pair, tmp_path
     place, shard = linked(run, tmp_path / "run", *TRAINED), "validation-00001"
     output = AgreementStage(settings(evaluate={"certainty": certainty}), place).work(shard)
     table = pq.read_table(io.BytesIO(output.files[f"{shard}.parquet"])).to_pylist()
-    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
-    states = Artefact(run, "states").table(shard)
     certain = 0
     for seed in (0, 1):
         reranker = TokenReranker.from_pretrained(run / "reranker" / f"seed-{seed}", pair.slm)
-        for one, row in zip(read_rollouts(Artefact(run, "rollouts"), shard), table, strict=True):
-            state = states[one.state]
-            wanted = reranker.scores(trajectories[state["trajectory"]].tokens[: state["position"]], one.ids)
-            if certainty is not None and float(one.llm_logprob.max().exp()) > certainty:
-                wanted, certain = one.llm_logprob, certain + 1
-            assert row["state"] == one.state
+        for one, row in zip(Examples(run, shard).rollouts.values(), table, strict=True):
+            state, llm = one.state, one.state.pool.llm_logprob
+            wanted = reranker.scores(state.prefix, state.pool.ids)
+            if certainty is not None and float(llm.max().exp()) > certainty:
+                wanted, certain = llm, certain + 1
+            assert row["state"] == state.id
             assert row[f"seed-{seed}"] == pytest.approx(wanted.tolist(), abs=1e-4)
     assert bool(certain) == (certainty is not None)
 
@@ -306,12 +288,12 @@ def test_a_run_without_rollouts_or_scores_says_so(undisturbed, run, tmp_path):
     assert "Direct-B" not in judge(settings(), place)
     assert "| all | LLM |" in judge(settings(), place)
     with pytest.raises(ValueError, match="expected finished scores, got none"):
-        advice(settings(), place)
+        recommend(settings(), place)
 
 
 def advised(monkeypatch, run, states, chosen=None):
     monkeypatch.setattr(advising, "judged_states", lambda *_: states)
-    return advice(settings() if chosen is None else chosen, run)
+    return recommend(settings() if chosen is None else chosen, run)
 
 
 def states_with(future, large, kind="word", problems=12, known=1.0, certain=0.0, name="p"):
@@ -464,7 +446,7 @@ def test_the_command_shows_agreement_and_advises(run, tmp_path):
     assert agreement_table(settings(), place) in done.stdout
     assert "| all | FutureBridge |" in done.stdout
     sentences = [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")]
-    assert sentences == advice(settings(), place)
+    assert sentences == recommend(settings(), place)
     assert sentences[0].startswith("37 of 45 admitted held-out states (82%) have a usable future: ")
     assert line(sentences, "Direct-B_8 ")
     assert line(sentences, "Take ")
@@ -486,13 +468,13 @@ def test_theta_is_fitted_to_the_rolled_out_training_states(run, calibrated):
     for shard in RolloutStage(settings(), run).shards():
         if shard.startswith("validation"):
             continue
-        groups = {group.state: group for group in read_groups(Artefact(run, "scores"), shard)}
-        for one in read_rollouts(Artefact(run, "rollouts"), shard):
-            group = groups[one.state]
+        examples = Examples(run, shard)
+        for state, one in examples.rollouts.items():
+            group, pool = examples.groups[state], one.state.pool
             none += group.logprob is None
             future = None if group.logprob is None else group.logprob[:, :8].mean(1)
-            assert group.candidates.tolist() == one.ids.tolist()
-            terms.append(calibration_terms(future, one.llm_logprob, one.slm_logprob))
+            assert group.state.pool.ids.tolist() == pool.ids.tolist()
+            terms.append(calibration_terms(future, pool.llm_logprob, pool.slm_logprob))
             outcomes.append(one.correct)
     assert none  # states without a future count too
     wanted = calibrate(terms, outcomes, minimum_mixed=3)
@@ -536,10 +518,10 @@ def test_the_calibrated_target_is_of_all_states_with_a_pool(run, calibrated):
     wanted = []
     for shard in TrajectoryStage(chosen, calibrated).shards():
         if shard.startswith("train"):
-            for group in read_groups(Artefact(run, "scores"), shard):
-                future = None if group.logprob is None else group.logprob[:, :8].mean(1)
-                terms = calibration_terms(future, group.llm_logprob, group.slm_logprob)
-                wanted.append((group.candidates, calibrated_target(terms, theta)))
+            for group in Examples(run, shard).groups.values():
+                future, pool = None if group.logprob is None else group.logprob[:, :8].mean(1), group.state.pool
+                terms = calibration_terms(future, pool.llm_logprob, pool.slm_logprob)
+                wanted.append((pool.ids, calibrated_target(terms, theta)))
     for group, (candidates, target) in zip(found, wanted, strict=True):
         assert torch.equal(group.candidates, candidates)
         torch.testing.assert_close(group.target[:, 0], target, rtol=1e-4, atol=1e-5)

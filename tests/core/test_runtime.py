@@ -22,12 +22,11 @@ from fb_core import (
     TokenReranker,
     hf,
 )
-from fb_core.decoder import FAMILIES
-from fb_core.runtime import LowLatencyDecoder
-from fb_core.runtime.llm import InStepLLM
-from fb_core.runtime.reranker import ROWS, MergedReranker
-from fb_core.runtime.static import BUCKETS, StaticModel
-from fb_core.runtime.step import DecodeStep
+from fb_core.decoding import LowLatencyDecoder
+from fb_core.engine.in_step import InStepLLM
+from fb_core.engine.merged import ROWS, MergedReranker
+from fb_core.engine.sequence import BUCKETS, DecodeStep, StaticModel
+from fb_core.native import FAMILIES
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
 
@@ -437,6 +436,12 @@ def alora_scores(model, directory, prefix, candidates):
     return (out.hidden_states[-1][:, -1] @ head.T)[:, 0]
 
 
+def merged_scores(merged, prefix, candidates):
+    """Of candidates behind a prefix that goes through the merged reranker's model first."""
+    merged.model.extend(prefix.tolist(), 0)
+    return merged.scores_many([hf.Prefix(merged.model.kv, 0, len(prefix))], [candidates])[0]
+
+
 @pytest.mark.parametrize("family", NATIVE)
 def test_scores_through_the_runtime_are_pefts(family, tmp_path):
     model = tiny(family, 5)
@@ -444,8 +449,8 @@ def test_scores_through_the_runtime_are_pefts(family, tmp_path):
     prefix, candidates = prompts(21, seed=6)[0], torch.randperm(50)[:20]
     merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), StaticModel(model, 40))
     want = alora_scores(tiny(family, 5), tmp_path, prefix, candidates)
-    torch.testing.assert_close(merged.scores(prefix, candidates), want, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(merged.scores(prefix.tolist(), candidates[:3]), want[:3], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(merged_scores(merged, prefix, candidates), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(merged_scores(merged, prefix, candidates[:3]), want[:3], rtol=1e-5, atol=1e-4)
 
 
 def test_rank_agreement_in_bfloat16(tmp_path, record_property):
@@ -459,7 +464,7 @@ def test_rank_agreement_in_bfloat16(tmp_path, record_property):
             prompts(21, seed=seed)[0],
             torch.randperm(50, generator=torch.Generator().manual_seed(seed))[:13],
         )
-        ours = merged.scores(prefix, candidates)
+        ours = merged_scores(merged, prefix, candidates)
         truth = alora_scores(tiny("qwen3", 5), tmp_path, prefix, candidates)
         order = (ours[:, None] - ours).sign() == (truth[:, None] - truth).sign()
         pairs, agreeing = pairs + 13 * 12, agreeing + int(order.sum()) - 13
@@ -476,7 +481,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
     options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
     fast = LowLatencyDecoder(slm, llm, FutureBridgeSelector(adapters[0]), RequestPolicy(1.0), **options)
     (ids,) = prompts(9, seed=2)
-    weights = [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)]
+    weights = [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)]
     seen = []
     for number, adapter in enumerate(adapters, 1):
         fast.load_adapter(tmp_path / str(number))
@@ -487,7 +492,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
         for mine, theirs in zip(got.events, want.events, strict=True):
             assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
     assert seen[0] != seen[1]
-    assert [weight.data_ptr() for weight in (*fast._merged._qkv, *fast._merged._o)] == weights
+    assert [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)] == weights
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
@@ -504,8 +509,6 @@ def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
     assert decoder.generate(ids, 9).events == before.events
     with pytest.raises(ValueError, match="expected a decoder whose reranker runs merged"):
         LowLatencyDecoder(slm, llm, SLMPreference(), RequestPolicy(1.0)).load_adapter(tmp_path / "other")
-    with pytest.raises(ValueError, match="prefix: expected 1 to 8 tokens"):
-        MergedReranker(random_reranker(slm), StaticModel(slm, 8)).scores(list(range(9)), [1, 2])
 
 
 # --- who may share what -----------------------------------------------------------------------------------------------

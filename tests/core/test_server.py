@@ -18,11 +18,12 @@ from dialects import FAMILY, OLD, SEED, byte_tokenizer
 from limits import HANG
 from tiny import EOS, V, tiny
 
-from fb_core import ServerError, ServerLLM, cli, server
+from fb_core import ServerError, ServerLLM, cli, http, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
-from fb_core.decoding import CollaborativeDecoder, LLMPreference, SLMPreference
+from fb_core.decoding import CollaborativeDecoder
 from fb_core.llm import LocalLLM
 from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference, SLMPreference
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 SERVED = [("vllm", ""), ("vllm", OLD), ("sglang", ""), ("llama.cpp", "")]
@@ -433,7 +434,7 @@ def test_slow_answers_end_at_the_timeout(answer):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_answers_are_bounded(monkeypatch, chunked):
-    monkeypatch.setattr(server, "MAX_BODY", 10**6)
+    monkeypatch.setattr(http, "MAX_BODY", 10**6)
 
     def flood(handler):
         length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 99999999999"

@@ -8,8 +8,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from fb_core.baselines.spec_reason import CHATML_JUDGE, CHUNK, JUDGE, spec_reason
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods.spec_reason import CHATML_JUDGE, CHUNK, JUDGE, spec_reason
 
 BREAKS = (20, 21, 22, 23, 24, 25)  # ids whose text holds the delimiter
 DIGITS = range(3, 13)

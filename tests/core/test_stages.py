@@ -22,26 +22,28 @@ import pytest
 import torch
 import yaml
 from runs import SMALL, contents, settings
-from tiny import V, tiny
+from tiny import tiny
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
 from fb_core.config import CERTAINTY, RunSettings, TrainSettings
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.collect import PolicyStage, StateStage, TrajectoryStage, log_states, read_trajectories
-from fb_core.pipeline.commands import COMMANDS, run_command, stages_of
-from fb_core.pipeline.deploy import frozen_policy
-from fb_core.pipeline.evaluate import EvaluateStage
-from fb_core.pipeline.futures import FutureStage, read_futures
-from fb_core.pipeline.inputs import splits_of
-from fb_core.pipeline.pools import logged_pool
-from fb_core.pipeline.problems import prompt_ids
-from fb_core.pipeline.rollouts import RolloutStage
-from fb_core.pipeline.score import ScoreStage, read_groups
-from fb_core.pipeline.stage import plan, run_stage
-from fb_core.pipeline.train import TrainStage
 from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import COMMANDS, run_command, stages_of
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.evaluation import EvaluateStage
+from fb_core.stages.examples import Examples
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.pools import part_of
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import plan, run_stage
+from fb_core.stages.states import PolicyStage, StateStage, log_states
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.verify import Verdict, tally_words
 
 
@@ -70,54 +72,48 @@ def full(model, ids):
 def test_states_and_pools_are_those_of_the_functions_in_memory(run, pair):
     policy, seen = frozen_policy(run), 0
     for shard in TrajectoryStage(settings(), run).shards():
-        trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
+        examples = Examples(run, shard)
+        trajectories = list(examples.trajectories.values())
         expected = log_states(LocalLLM(pair.slm), LocalLLM(pair.llm), trajectories, policy, slm_k=3, llm_k=3)
-        rows = Artefact(run, "states").table(shard)
-        futures, pools = read_futures(Artefact(run, "futures"), shard)
-        assert [(row["trajectory"], row["position"]) for row in rows] == [(s.trajectory, s.position) for s in expected]
-        for state, row, pool, future in zip(expected, rows, pools, futures, strict=True):
-            assert row["entropy"] == pytest.approx(state.entropy, abs=1e-5)
-            logged = logged_pool(pool, 3)
+        futures = examples.futures()
+        assert list(examples.states) == list(futures) == [state.id for state in expected]
+        for state in expected:
+            found = examples.states[state.id]
+            assert found.entropy == pytest.approx(state.entropy, abs=1e-5)
+            logged = part_of(found.pool, 3)
             assert logged.ids.tolist() == state.pool.ids.tolist()
             assert logged.sources.tolist() == state.pool.sources.tolist()
             assert logged.llm_logprob.tolist() == pytest.approx(state.pool.llm_logprob.tolist(), abs=1e-4)
-            assert row["slm_ids"][:3] == state.pool.ids[:3].tolist()
-            assert len(row["slm_ids"]) == 6
-            assert row["slm_logprob"][:3] == pytest.approx(state.pool.slm_logprob[:3].tolist(), abs=1e-4)
-            tokens = trajectories[state.trajectory].tokens[: state.position]
-            assert future.first == int(full(pair.llm, tokens)[-1].argmax())
+            assert logged.slm_logprob.tolist() == pytest.approx(state.pool.slm_logprob.tolist(), abs=1e-4)
+            assert int((found.pool.sources & 1).sum()) == 6
+            assert futures[state.id].first == int(full(pair.llm, state.prefix)[-1].argmax())
             seen += 1
     assert seen > 20
 
 
 def test_the_threshold_is_the_quantile_of_the_validation_split_alone(run):
-    folder, shards = Artefact(run, "trajectories"), TrajectoryStage(settings(), run).shards()
     entropies = [
         trajectory.entropy
-        for shard in shards
+        for shard in TrajectoryStage(settings(), run).shards()
         if shard.startswith("validation")
-        for trajectory in read_trajectories(folder, shard)
+        for trajectory in Examples(run, shard).trajectories.values()
     ]
     assert sum(map(len, entropies)) == Artefact(run, "policy").finished()["counts"]["validation tokens"]
     assert frozen_policy(run) == RequestPolicy.calibrate(torch.cat(entropies), 0.9)
 
 
 def test_matrices_and_log_p_of_candidates_are_those_of_full_forwards(run, pair):
-    shard = "train-00001"
-    trajectories = read_trajectories(Artefact(run, "trajectories"), shard)
-    states = Artefact(run, "states").table(shard)
-    futures, pools = read_futures(Artefact(run, "futures"), shard)
-    groups = read_groups(Artefact(run, "scores"), shard)
-    assert {group.logprob is None for group in groups} == {True, False}
-    for group in groups:
-        state, pool = states[group.state], logged_pool(pools[group.state], 3)
-        prefix = trajectories[state["trajectory"]].tokens[: state["position"]]
-        own = full(pair.slm, prefix)[-1].log_softmax(-1)
-        torch.testing.assert_close(group.slm_logprob, own[pool.ids], rtol=1e-4, atol=1e-4)
-        assert group.candidates.tolist() == pool.ids.tolist()
-        assert group.sources.tolist() == pool.sources.tolist()
-        assert group.llm_logprob.tolist() == pool.llm_logprob.tolist()
-        future = futures[group.state]
+    examples = Examples(run, "train-00001")
+    futures, groups = examples.futures(), examples.groups
+    assert {group.logprob is None for group in groups.values()} == {True, False}
+    for name, group in groups.items():
+        prefix, pool = group.state.prefix, part_of(examples.states[name].pool, 3)
+        for model, found in ((pair.slm, group.state.pool.slm_logprob), (pair.llm, group.state.pool.llm_logprob)):
+            own = full(model, prefix)[-1].log_softmax(-1)
+            torch.testing.assert_close(found, own[pool.ids], rtol=1e-4, atol=1e-4)
+        assert group.state.pool.ids.tolist() == pool.ids.tolist()
+        assert group.state.pool.sources.tolist() == pool.sources.tolist()
+        future = futures[name]
         assert (group.logprob is not None) == (future.verdict == "correct" and len(future.tokens) >= 8)
         for candidate, found in zip(pool.ids.tolist(), [] if group.logprob is None else group.logprob, strict=False):
             ids = torch.cat([prefix, torch.tensor([candidate]), future.tokens[:8]])
@@ -200,19 +196,19 @@ def test_manifests_say_what_made_them(run):
 @pytest.mark.parametrize(
     ("changes", "command", "words"),
     [
-        ({"collect": {"quantile": 0.8}}, "collect", "settings.quantile 0.9, got 0.8"),
+        ({"collect": {"quantile": 0.8}}, "collect", "settings.collect.quantile 0.9, got 0.8"),
         ({"problems": {"per_shard": 7}}, "collect", "settings.problems.per_shard 6, got 7"),
-        ({"collect": {"max_states": 3}}, "collect", "settings.max_states 8, got 3"),
-        ({"futures": {"llm_k": 4}}, "futures", "settings.slm_k + llm_k 6, got 7"),
-        ({"score": {"horizon": 9}}, "score", "settings.horizon 8, got 9"),
-        ({"train": {"rank": 5}}, "train", "settings.rank 4, got 5"),
-        ({"evaluate": {"limit": 8}}, "evaluate", "settings.limit 9, got 8"),
+        ({"collect": {"max_states": 3}}, "collect", "settings.collect.max_states 8, got 3"),
+        ({"futures": {"llm_k": 4}}, "futures", "settings.futures.llm_k 3, got 4"),
+        ({"score": {"horizon": 9}}, "score", "settings.score.horizon 8, got 9"),
+        ({"train": {"rank": 5}}, "train", "settings.train.rank 4, got 5"),
+        ({"evaluate": {"limit": 8}}, "evaluate", "settings.evaluate.limit 9, got 8"),
         ({"problems": {"seed": 5}}, "futures", "settings.problems.seed 0, got 5"),
         ({"problems": {"per_shard": 7}}, "futures", "settings.problems.per_shard 6, got 7"),
-        ({"collect": {"quantile": 0.8}}, "score", "settings.quantile 0.9, got 0.8"),
-        ({"futures": {"max_new_tokens": 40}}, "train", "settings.max_new_tokens 45, got 40"),
-        ({"train": {"seeds": [0]}}, "evaluate", "settings.seeds [0, 1], got [0]"),
-        ({"score": {"horizon": 9}}, "evaluate", "settings.horizon 8, got 9"),
+        ({"collect": {"quantile": 0.8}}, "score", "settings.collect.quantile 0.9, got 0.8"),
+        ({"futures": {"max_new_tokens": 40}}, "train", "settings.futures.max_new_tokens 45, got 40"),
+        ({"train": {"seeds": [0]}}, "evaluate", "settings.train.seeds [0, 1], got [0]"),
+        ({"score": {"horizon": 9}}, "evaluate", "settings.score.horizon 8, got 9"),
         ({"models": {"slm": "demo:control"}}, "score", "models.slm"),
         ({"models": {"dtype": "bfloat16"}}, "evaluate", "models.dtype auto, got bfloat16"),
     ],
@@ -250,7 +246,7 @@ def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(fold
     chosen = RunSettings.model_validate(values)
     for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage):
         run_stage(stage(chosen, run))
-    (trajectory, *_) = read_trajectories(Artefact(run, "trajectories"), "train-00000")
+    (trajectory, *_) = Examples(run, "train-00000").trajectories.values()
     logits = full(pair.slm, trajectory.tokens)[trajectory.prompt_length - 1 : -1]
     assert torch.equal(logits.argmax(-1), trajectory.output)
 
@@ -280,7 +276,7 @@ def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(fold
     assert "models.slm" in again("collect")
     pair.slm.save_pretrained(values["models"]["slm"])
     problems.write_text(problems.read_text().replace('"answer": "', '"answer": "1', 1))
-    assert "settings.hash" in again("collect")
+    assert "data.validation" in again("collect")
 
 
 def test_a_damaged_shard_is_named_made_again_and_read(undisturbed, tmp_path, caplog):
@@ -411,16 +407,13 @@ def test_tokens_of_a_plan_are_not_exceeded(undisturbed):
     for stage in ("trajectories", "futures"):
         counts[stage] = Artefact(run, stage).finished()["counts"]
     trajectories = [
-        t
-        for s in TrajectoryStage(settings(), run).shards()
-        for t in read_trajectories(Artefact(run, "trajectories"), s)
+        t for s in TrajectoryStage(settings(), run).shards() for t in Examples(run, s).trajectories.values()
     ]
     assert 2 * sum(len(t.tokens) for t in trajectories) <= TrajectoryStage(settings(), run).cost().tokens * 48
     stage, passed = FutureStage(settings(), run), 0
     for shard in stage.shards():
-        futures, _ = read_futures(Artefact(run, "futures"), shard)
-        states = Artefact(run, "states").table(shard)
-        passed += sum(s["position"] + 1 + len(f.tokens) for s, f in zip(states, futures, strict=True))
+        futures = Examples(run, shard).futures().values()
+        passed += sum(future.state.position + 1 + len(future.tokens) for future in futures)
     assert passed <= stage.cost().tokens * counts["futures"]["futures"]
 
 
@@ -440,8 +433,7 @@ def test_verdicts_are_told_while_futures_and_trajectories_are_made(tmp_path, cap
 
 
 def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fb_core.pipeline.collect.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
-    monkeypatch.setattr("fb_core.pipeline.futures.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
+    monkeypatch.setattr("fb_core.stages.trajectories.texts_of", lambda outputs, tokenizer: ["34"] * len(outputs))
     chosen = settings(problems={"limit": 12, "validation": 6})
     for command in ("collect", "futures", "score"):
         run_command(command, chosen, tmp_path, show=lambda text: None)
@@ -451,22 +443,6 @@ def test_a_pair_that_never_boxes_shows_at_once(tmp_path, capsys, monkeypatch):
         ValueError, match=r"futures: (\d+) unparsable \(\1 without a closed box\); see .*prompt is \"\{problem"
     ):
         run_command("train", chosen, tmp_path, show=lambda text: None)
-
-
-@pytest.mark.parametrize("k", [1, 3, V])
-def test_continuations_with_candidates_are_both_apart(k):
-    llm, generator = LocalLLM(tiny("llama", 5), batch_tokens=60), torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, V, (n,), generator=generator) for n in (4, 9, 1, 6)]
-    scored = [torch.randint(V, (n,), generator=generator) for n in (0, 2, 5, 1)]
-    together = llm.continue_many(prompts, 7, k, scored)
-    for (found, written), known, whole in zip(
-        together, llm.candidates_many(prompts, k, scored), llm.complete_many(prompts, 7), strict=True
-    ):
-        assert torch.equal(written, whole)
-        assert torch.equal(found.ids, known.ids)
-        torch.testing.assert_close(found.logprob, known.logprob, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found.score_logprob, known.score_logprob, rtol=1e-4, atol=1e-4)
-    assert llm.continue_many([], 7, k, []) == []
 
 
 OUT_OF_MEMORY = """
@@ -531,15 +507,20 @@ def test_a_padded_embedding_changes_no_result(tmp_path, pair):
         for stage in (TrajectoryStage, PolicyStage, StateStage, FutureStage, ScoreStage, RolloutStage):
             manifest = run_stage(stage(chosen, run))
             identities.append(manifest["identity"]["models"].get("valid_vocab"))
-        scores, rolled = Artefact(run, "scores").tensors("train-00000"), Artefact(run, "rollouts").table("train-00000")
-        tables.append((scores, [row["slm_logprob"] for row in rolled]))
-    (plain, plain_local), (padded, padded_local) = tables
-    assert len(plain["logprob"]) > 10
-    assert any(plain_local)
-    for name, tensor in plain.items():
-        torch.testing.assert_close(padded[name], tensor, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(padded_local, plain_local, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+        examples = Examples(run, "train-00000")
+        tables.append((Artefact(run, "scores").tensors("train-00000")["logprob"], examples))
+    (plain, plain_examples), (padded, padded_examples) = tables
+    assert len(plain) > 10
+    torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
+    assert plain_examples.states
+    for ours, theirs in zip(padded_examples.states.values(), plain_examples.states.values(), strict=True):
+        assert ours.pool.ids.tolist() == theirs.pool.ids.tolist()
+        for name in ("slm_logprob", "llm_logprob"):
+            torch.testing.assert_close(getattr(ours.pool, name), getattr(theirs.pool, name), rtol=1e-5, atol=1e-5)
+    assert list(plain_examples.groups) == list(padded_examples.groups)
+    assert [one.texts for one in plain_examples.rollouts.values()] == [
+        one.texts for one in padded_examples.rollouts.values()
+    ]
     assert identities == [None] * 10 + [size] * 2
 
 
@@ -631,7 +612,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
 
     trials = {f"{benchmark}.{seed}": (benchmark, seed, []) for benchmark, seed in right}
     monkeypatch.setattr(EvaluateStage, "_trials", lambda self: trials)
-    monkeypatch.setattr("fb_core.pipeline.evaluate.benchmark_problems", lambda _: {"a": [], "b": []})
+    monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: {"a": [], "b": []})
     read = SimpleNamespace(read=lambda shard, _: "\n".join(rows(*trials[shard][:2])))
     monkeypatch.setattr(stage, "folder", read)
     summary = stage.summary()

@@ -20,9 +20,8 @@ from fb_core import (
     SLMPreference,
     TokenReranker,
 )
-from fb_core.runtime import LowLatencyDecoder
-from fb_core.runtime.static import StaticModel
-from fb_core.runtime.step import DecodeStep
+from fb_core.decoding import LowLatencyDecoder
+from fb_core.engine.sequence import DecodeStep, StaticModel
 from fb_kernels import backend, cuda
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +91,7 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
     """Bit for bit, over 50 steps."""
     slm = model(dtype)
     steps = [DecodeStep(StaticModel(slm, 200), 1000, RequestPolicy(math.inf), frozenset()) for _ in range(2)]
-    steps[1].model.graphs.run = lambda key, compute: compute()  # type: ignore[method-assign]
+    steps[1].model.graphs.ready = lambda key, compute: compute  # type: ignore[method-assign]
     seen = []
     for step in steps:
         step.begin(tokens(70), 0)

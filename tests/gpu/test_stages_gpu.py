@@ -12,10 +12,10 @@ from gpu_checks import DEVICE
 
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
-from fb_core.pipeline.artefacts import Artefact
-from fb_core.pipeline.commands import COMMANDS, run_command
-from fb_core.pipeline.experiment import run_experiment
-from fb_core.pipeline.findings import findings
+from fb_core.experiment.gather import gather
+from fb_core.experiment.run import run_experiment
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import COMMANDS, run_command
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
@@ -86,13 +86,13 @@ def experiments(folder: Path, device: str, dtype: str) -> None:
     """Peers, repairs and costs, and all that they are held against, in this process."""
     settings, run = pair_on_disk(folder, device, dtype), folder / "run"
     run_experiment(["methods", "repairs", "costs"], settings, run, workers=1)
-    made = findings(settings, run)
-    rows = {(row["table"], row["label"]) for row in made["rows"] if row.get("accuracy")}
+    made = gather(settings, run)
+    rows = {(row.table, row.label) for row in made.rows if row.accuracy}
     assert {label for table, label in rows if table == "methods"} >= {"Greedy", "R2R", "SpecReason", "FutureBridge"}
     assert len([label for table, label in rows if table == "repairs"]) >= 8
-    timed = made["costs"]["deployment"]
-    assert {row["loop"] for row in timed} == {"fast", "plain"}
-    assert all((row["peak_bytes"] is None) == (device == "cpu") for row in timed)
+    timed = made.costs.deployment
+    assert {row.loop for row in timed} == {"fast", "plain"}
+    assert all((row.peak_bytes is None) == (device == "cpu") for row in timed)
 
 
 def shard_bytes(run: Path, stage: str, shard: str) -> str:

@@ -1,1 +1,0 @@
-"""Peer methods, one file each."""

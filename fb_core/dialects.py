@@ -1,0 +1,172 @@
+"""How vLLM, SGLang and llama.cpp are asked by token id, and how their answers are read."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
+TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
+
+
+class Dialect(ABC):
+    """What is posted to one kind of server, and how its answers are read; what does not fit raises as it comes.
+
+    Args:
+        post: (path, fields) -> the answer.
+        vocabulary: ids from here on do not fit.
+        ends: ids to end a continuation at.
+    """
+
+    def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
+        self.post = post
+        self.vocabulary = vocabulary
+        self.ends = ends
+
+    @abstractmethod
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        """Log-probabilities by id: of the k most likely tokens, and of `wanted`; others may be among them."""
+
+    @abstractmethod
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        """The continuation, greedy without the fields of `sampled`."""
+
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        """The fields that make `complete` sample; top_k 0 keeps all."""
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around."""
+        return self.tokens(self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
+
+    def token(self, value: Any) -> int:
+        """A token id of an answer."""
+        if type(value) is not int or not 0 <= value < self.vocabulary:
+            raise ValueError(f"token id {reprlib.repr(value)} is not one from 0 below {self.vocabulary}")
+        return value
+
+    def tokens(self, values: Any) -> list[int]:
+        """Token ids of an answer."""
+        if type(values) is not list:
+            raise ValueError(f"{reprlib.repr(values)} is not a list of token ids")
+        return [self.token(value) for value in values]
+
+    def logprobs(self, pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
+        """Token ids and log-probabilities of an answer."""
+        known: dict[int, float] = {}
+        for token, value in pairs:
+            if type(value) not in (float, int) or not value <= ROUNDING:
+                raise ValueError(
+                    f"log-probability {reprlib.repr(value)} of id {reprlib.repr(token)} is not a number up to 0"
+                )
+            if self.token(token) in known:
+                raise ValueError(f"token id {token} comes twice")
+            known[token] = min(float(value), 0.0)
+        return known
+
+
+_PLAIN = {
+    "temperature": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class VLLM(Dialect):
+    """vLLM's `/v1/completions`."""
+
+    takes_ids = True  # until the server has ignored logprob_token_ids
+
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        top = self._next(ids, logprobs=k)
+        known = dict(top)
+        missing = [token for token in wanted if token not in known]
+        if missing and self.takes_ids:
+            known |= self._next(ids, logprobs=1, logprob_token_ids=missing)
+            missing = [token for token in missing if token not in known]
+            self.takes_ids = not missing
+        if missing:
+            choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
+            last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
+            known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))
+        return top, known
+
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        fields = {"max_tokens": n, "return_token_ids": True, "stop_token_ids": self.ends} | sampled
+        (choice,) = self._choices(prompt=ids, **fields)
+        return self.tokens(choice["token_ids"])
+
+    def _next(self, ids: list[int], **fields: Any) -> dict[int, float]:
+        (choice,) = self._choices(prompt=ids, max_tokens=1, return_tokens_as_token_ids=True, **fields)
+        return self.logprobs((self._id(name), value) for name, value in choice["logprobs"]["top_logprobs"][0].items())
+
+    def _choices(self, **fields: Any) -> Any:
+        return self.post("/v1/completions", _PLAIN | fields)["choices"]
+
+    def _id(self, name: str) -> int:
+        found = TOKEN_ID.fullmatch(name)
+        if found is None:
+            raise ValueError(f"token {reprlib.repr(name)} is not of the form token_id:...")
+        return int(found[1])
+
+
+class SGLang(Dialect):
+    """SGLang's `/generate`."""
+
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        asked = {"token_ids_logprob": wanted} if wanted else {}
+        found = self._generate(ids, 1, {}, return_logprob=True, top_logprobs_num=k, **asked)["meta_info"]
+        top = self.logprobs((token, value) for value, token, *_ in found["output_top_logprobs"][0])
+        if not wanted:
+            return top, {}
+        return top, self.logprobs((token, value) for value, token, *_ in found["output_token_ids_logprobs"][0])
+
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        return self.tokens(self._generate(ids, n, sampled)["output_ids"])
+
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or -1, "sampling_seed": seed}
+
+    def _generate(self, ids: list[int], n: int, sampled: dict[str, Any], **fields: Any) -> Any:
+        sampling = _PLAIN | {"max_new_tokens": n, "stop_token_ids": self.ends} | sampled
+        return self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **fields})
+
+
+class LlamaCpp(Dialect):
+    """llama.cpp's `/completion`."""
+
+    def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+        n = min(max(k, 128), self.vocabulary) if wanted else k
+        known = self._next(ids, n)
+        while n < self.vocabulary and not known.keys() >= set(wanted):
+            n = min(16 * n, self.vocabulary)
+            known = self._next(ids, n)
+        return known, known
+
+    def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
+        return self.tokens(self._completion(ids, n, return_tokens=True, **sampled)["tokens"])
+
+    def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
+        order = {"samplers": ["top_k", "temperature", "top_p"]}  # the server's own would take top_p before temperature
+        return super().sampled(temperature, top_p, top_k, seed) | order
+
+    def tokenize(self, text: str) -> list[int]:
+        fields = {"content": text, "add_special": False, "parse_special": True}
+        return self.tokens(self.post("/tokenize", fields)["tokens"])
+
+    def _next(self, ids: list[int], n: int) -> dict[int, float]:
+        whole = {"logit_bias": [["0", 1e9]]}  # what is sampled: behind half a character no probabilities come
+        found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
+        return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
+
+    def _completion(self, ids: list[int], n: int, **fields: Any) -> Any:
+        plain = {"temperature": 0, "dynatemp_range": 0, "samplers": ["temperature"], "mirostat": 0, "logit_bias": []}
+        return self.post("/completion", plain | {"cache_prompt": True, "prompt": ids, "n_predict": n} | fields)
+
+
+DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang, "llama.cpp": LlamaCpp}

@@ -1,0 +1,66 @@
+"""CUDA graphs of fixed computations; elsewhere the computations themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+WARM_RUNS = 2  # compile and load every kernel, so that nothing does inside a capture
+
+
+class Graphs:
+    """Computations over tensors that never move, each captured once and replayed; a plain call where there is no GPU.
+
+    All graphs share one memory pool. That is safe since they run one after another and whatever outlives a run is
+    copied to a tensor outside of the pool.
+
+    Args:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nbytes = 0
+        """Memory that the captured graphs hold."""
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
+
+    def ready(self, key: Hashable, compute: Callable[[], None]) -> Callable[[], None]:
+        """What computes; on a GPU a replay of the graph, captured now where there is none yet.
+
+        Args:
+            key: names the computation.
+            compute: reads and writes the same tensors every time and never asks the host. A capture runs it several
+                times over, which must not matter.
+        """
+        if self.device.type != "cuda":
+            return compute
+        if key not in self._graphs:
+            self._capture(key, compute)
+        return self._graphs[key].replay
+
+    def forget(self) -> None:
+        """Drop all graphs: what they read has moved."""
+        self._graphs.clear()
+        self._pool, self._side, self.nbytes = None, None, 0
+
+    def _capture(self, key: Hashable, compute: Callable[[], None]) -> None:
+        if self._pool is None:
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(self.device), self._side
+        side.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(side):
+            for _ in range(WARM_RUNS):
+                compute()
+            side.synchronize()
+            torch.cuda.empty_cache()  # as the capture does, which would hide its own memory
+            before = torch.cuda.memory_reserved(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                compute()
+            self.nbytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+        current.wait_stream(side)
+        self._graphs[key] = graph

@@ -1,0 +1,138 @@
+"""A reranker for deployment: its adapter folded into a second copy of q, k, v and o, at a fixed number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.engine.sequence import StaticModel
+from fb_core.native import Linear
+from fb_core.pool import Pool
+from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, State
+
+ROWS = 16
+"""Candidates of a forward; a larger pool takes several forwards."""
+
+
+class MergedReranker:
+    """`TokenReranker.scores_many` for the one sequence of a `StaticModel`, whose keys and values it reads.
+
+    Args:
+        reranker: of scope "candidate"; its adapter is merged here, another one's by `load`.
+        model: the frozen model that the reranker was made on.
+
+    Raises:
+        ValueError: as `load`.
+    """
+
+    def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
+        self.model = model
+        device = model.first.device
+        with torch.inference_mode(False):
+            self._ids = torch.zeros(ROWS, dtype=torch.int64, device=device)
+            self._held = torch.zeros(1, dtype=torch.int32, device=device)
+            self._positions = torch.zeros(ROWS, dtype=torch.int32, device=device)
+            self._out = model.last.new_zeros(ROWS, model.last.shape[1])
+            self._qkv = [torch.empty_like(layer.qkv.weight) for layer in model.layers]
+            self._o = [torch.empty_like(layer.o.weight) for layer in model.layers]
+        self.load(reranker)
+
+    def load(self, reranker: TokenReranker) -> None:
+        """Take another reranker, in the same memory.
+
+        Raises:
+            ValueError: scope "sequence", or made on a model of other weights.
+        """
+        if reranker.scope != "candidate":
+            raise ValueError(
+                "reranker: expected scope 'candidate', whose prefix is the frozen model's own, got 'sequence'; "
+                "use CollaborativeDecoder"
+            )
+        if reranker.base is not self.model.model and hf.fingerprint(reranker.base) != hf.fingerprint(self.model.model):
+            raise ValueError(
+                "reranker: expected one made on this decoder's SLM, got one made on other weights; load it on this SLM"
+            )
+        self.reranker = reranker
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Merge base weights and adapter as they are now."""
+        merged = self.reranker.merged()
+        self.layers = []
+        for index, (layer, qkv, o) in enumerate(zip(self.model.layers, self._qkv, self._o, strict=True)):
+            qkv.copy_(layer.qkv.weight)
+            o.copy_(layer.o.weight)
+            width = len(qkv) // (layer.heads + 2 * layer.kv_heads)
+            parts = qkv.split([heads * width for heads in (layer.heads, layer.kv_heads, layer.kv_heads)])
+            for name, part in zip(("q_proj", "k_proj", "v_proj", "o_proj"), (*parts, o), strict=True):
+                weight = merged.get(f"layers.{index}.self_attn.{name}")
+                if weight is not None:
+                    part.copy_(weight)
+            self.layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
+
+    @torch.no_grad()
+    def scores_many(
+        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """As `TokenReranker.scores_many`; every prefix is so many first tokens of the model's sequence.
+
+        Args:
+            prefixes: one a state, of the model's `kv`.
+            candidates: one [K] int64 a state.
+            features: one [K, F] a state where the reranker was trained with features.
+
+        Returns:
+            one float32 [K] a state.
+        """
+        hidden = [self._hidden(pool, prefix.length) for prefix, pool in zip(prefixes, candidates, strict=True)]
+        scores = self.reranker.score_hidden(torch.cat(hidden), features)
+        return list(scores.split([len(pool) for pool in candidates]))
+
+    def _hidden(self, pool: Tensor, held: int) -> Tensor:
+        """[K, D] behind the first `held` tokens."""
+        self._held.fill_(held)
+        self._positions.fill_(held)
+        parts = []
+        for part in pool.split(ROWS):
+            self._ids[: len(part)] = part
+            self._ids[len(part) :] = part[-1]
+            rows = ROWS if self.model.graphs.device.type == "cuda" else len(part)  # a graph has one size
+            self.model.graphs.ready("rerank", partial(self._forward, rows))()
+            parts.append(self._out[: len(part)].clone())
+        return torch.cat(parts)
+
+    def _forward(self, rows: int) -> None:
+        """One forward over so many candidates with the merged weights."""
+        model = self.model
+        ids, positions = self._ids[:rows], self._positions[:rows]
+        hidden = model.forward(ids, positions, self._held, layers=self.layers)
+        self._out[:rows].copy_(model.normed(hidden))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the merged weights."""
+        return sum(weight.nbytes for weight in (*self._qkv, *self._o))
+
+
+class MergedSelector(FutureBridgeSelector):
+    """A `FutureBridgeSelector` whose reranker runs merged, over the decoder's own buffers.
+
+    Args:
+        reranker: as for `MergedReranker`.
+        model: likewise.
+    """
+
+    def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
+        super().__init__(reranker)
+        self.merged = MergedReranker(reranker, model)
+
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
+        prefixes = [state.prefix for state in states if state.prefix is not None]
+        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features)

@@ -1,0 +1,182 @@
+"""What the variants of a run made of the benchmarks: the rows of all tables, each interval resampled once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fb_core import statistics
+from fb_core.config import AVERAGE
+from fb_core.experiment.run import PROBLEM
+from fb_core.experiment.tables import TABLES, Plan, Table, Variant
+from fb_core.experiment.variants import settings_of_variant
+from fb_core.report.findings import Result
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.comparison import CompareStage
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.selection import SelectionStage
+from fb_core.stages.states import PolicyStage
+from fb_core.statistics import Interval
+
+UNSEEN = {
+    "TaH": "changes the SLM itself: name a checkpoint under compare.external",
+    "TSD-KD": "retrains the SLM itself: name a checkpoint under compare.external",
+    "Multiplex Thinking": "retrains the SLM itself: name a checkpoint under compare.external",
+}  # peers that are there as checkpoints alone
+
+
+def finished(run: Path, stage: str) -> dict[str, Any] | None:
+    """The manifest of a finished stage, None of any other."""
+    manifest = Artefact(run, stage).manifest()
+    return manifest if manifest is not None and manifest["complete"] else None
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """What one variant made of the benchmarks; events, LLM calls and tokens are means by benchmark."""
+
+    outcomes: dict[str, dict[str, float]]  # share of right runs by benchmark and problem
+    events: dict[str, float]
+    calls: dict[str, float]
+    tokens: dict[str, float] | None
+    written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
+
+
+class Results:
+    """The rows of every table of a run, read from its variants' folders.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, names = plan, plan.settings.evaluate.benchmarks
+        self._benchmarks = {name: (name,) for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
+        self._references = {variant.key: variant for variant in plan.references()}
+        self._tables = {name: table.rows(plan) for name, table in TABLES.items()}
+        everything = (*self._references.values(), *(row for rows in self._tables.values() for row in rows))
+        self._decoded = {variant.path: _decoded(plan, variant) for variant in everything}
+        self._interval = cache(self._resampled)
+        if plan.settings.models.llm_server is None:  # a server may round differently from call to call
+            direct, one_token = (self._decoded.get(Variant(key, "").path) for key in ("direct", "one-token-takeover"))
+            if direct is not None and one_token is not None:
+                assert direct.written == one_token.written, "the LLM's argmax is in the joint pool"
+
+    def rows(self) -> Iterator[Result]:
+        """Those of every table of which something was tried: one a benchmark, and one of their average if several."""
+        for name, table in TABLES.items():
+            variants = self._tables[name]
+            tried = (variant for variant in variants if not variant.borrowed)
+            if not any(self._decoded[variant.path] or _problem(self._plan.run, variant) for variant in tried):
+                continue
+            for variant in variants:
+                yield from self._rows(name, variant, self._compared(table, variant))
+            if name == "methods":
+                yield from self._repaired()
+                unseen = {peer: why for peer, why in UNSEEN.items() if peer not in self._plan.settings.compare.external}
+                for peer, why in unseen.items():
+                    for benchmark in self._plan.settings.evaluate.benchmarks:
+                        yield Result(table=name, benchmark=benchmark, key=peer, label=peer, note=why)
+
+    def _compared(self, table: Table, variant: Variant) -> dict[str, Path]:
+        """What a row is compared with, by name: the references at its own quantile, and rows of its table."""
+        place = variant.place
+        compared = {
+            key: reference.path if place is None or key == "greedy" else replace(reference, inside=place).path
+            for key, reference in self._references.items()
+        }
+        paths = {other.key: other.path for other in self._tables[table.name]}
+        return compared | {one.name: paths[one.key] for one in table.beside if not one.of or variant.key in one.of}
+
+    def _rows(self, table: str, variant: Variant, compared: Mapping[str, Path]) -> Iterator[Result]:
+        """A variant's row for every benchmark."""
+        found, settings = self._decoded[variant.path], self._plan.settings
+        about: dict[str, Any] = {"table": table, "key": variant.key, "label": variant.label, "x": variant.x}
+        if table == "quantiles":
+            place = self._plan.run if variant.place is None else self._plan.run / variant.place.path
+            known = finished(place, PolicyStage.name) is not None
+            about |= {"quantile": variant.x, "threshold": frozen_policy(place).threshold if known else None}
+        for benchmark, members in self._benchmarks.items():
+            if found is None:
+                note = _problem(self._plan.run, variant) or "not run"
+                yield Result(**about, benchmark=benchmark, note=note)
+                continue
+            others = {name: path for name, path in compared.items() if self._decoded[path] and path != variant.path}
+            yield Result(
+                **about,
+                benchmark=benchmark,
+                seeds=settings.train.seeds if {seed for *_, seed in found.written} - {None} else (),
+                problems=sum(len(found.outcomes[name]) for name in members),
+                accuracy=self._interval(members, variant.path),
+                minus={name: self._interval(members, variant.path, path) for name, path in others.items()},
+                events=float(np.mean([found.events[name] for name in members])),
+                calls=float(np.mean([found.calls[name] for name in members])),
+                tokens=float(np.mean([found.tokens[name] for name in members])) if found.tokens else None,
+            )
+
+    def _resampled(self, benchmarks: tuple[str, ...], path: Path, other: Path | None = None) -> Interval:
+        """Of a variant's accuracy, or of the paired difference to another's."""
+        found, beside = self._decoded[path], None if other is None else self._decoded[other]
+        assert found is not None
+        own = [found.outcomes[name] for name in benchmarks]
+        values = [list(one.values()) for one in own]
+        if beside is None:
+            return statistics.average_interval(values)
+        theirs = [beside.outcomes[name] for name in benchmarks]
+        assert [one.keys() for one in own] == [one.keys() for one in theirs]
+        paired = [[other[problem] for problem in one] for one, other in zip(own, theirs, strict=True)]
+        return statistics.average_interval(values, paired)
+
+    def _repaired(self) -> Iterator[Result]:
+        """The row of the repaired recipe that is best on the validation problems."""
+        validated = [
+            (variant, max(row["accuracy"] for row in manifest["summary"]["table"]))
+            for variant in self._tables["repairs"]
+            if not variant.borrowed
+            and self._decoded[variant.path]
+            and (manifest := finished(self._plan.run / variant.path, SelectionStage.name))
+        ]
+        if not validated:
+            return
+        best, accuracy = max(validated, key=lambda pair: pair[1])
+        note = f"the best of {len(validated)} repairs on validation problems, {100 * accuracy:.1f}% there"
+        changes = {"key": "repaired", "label": f"FutureBridge, repaired: {best.label}", "note": note}
+        for row in self._rows("methods", best, self._compared(TABLES["methods"], best)):
+            yield row.model_copy(update=changes)
+
+
+def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
+    """What a variant made of the benchmarks, None where it was not tried."""
+    if finished(plan.run / variant.path, CompareStage.name) is None:
+        return None
+    outcomes: dict[str, dict[str, list[bool]]] = {}
+    counts: dict[str, dict[str, list[int]]] = {"steps": {}, "calls": {}, "tokens": {}}
+    written = {}
+    for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
+        benchmark = row["benchmark"]
+        outcomes.setdefault(benchmark, {}).setdefault(row["problem"], []).append(row["verdict"] == "correct")
+        for name, value in (("steps", len(row["steps"])), ("calls", row["calls"]), ("tokens", len(row["tokens"]))):
+            counts[name].setdefault(benchmark, []).append(value)
+        written[benchmark, row["problem"], row["seed"]] = row["tokens"]
+    shares = {
+        name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
+    }
+    sampled = variant.method == "majority"  # its samples are not kept
+    tokens = None if sampled else _means(counts["tokens"])
+    return _Decoded(shares, _means(counts["steps"]), _means(counts["calls"]), tokens, written)
+
+
+def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    return {name: float(np.mean(found)) for name, found in counts.items()}
+
+
+def _problem(run: Path, variant: Variant) -> str | None:
+    """Why a variant could not be made, if it could not."""
+    path = run / variant.path / PROBLEM
+    return json.loads(path.read_text())["problem"] if path.is_file() else None

@@ -1,0 +1,132 @@
+"""LoRA adapters by peft: made, read, described, folded in."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+)
+
+from fb_core.hf.models import share_weights
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+AdapterConfig: TypeAlias = LoraConfig
+
+
+# Entries of an adapter_config.json that change nothing, or that the names of the weights settle.
+HARMLESS_ENTRIES = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "modules_to_save",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+)
+
+
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")  # qkv_proj: Phi3
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """LoRA on the attention projections of a weight-sharing copy; only the adapter's parameters require grad."""
+    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
+        raise ValueError(
+            f"model: expected a plain base model, got {type(model).__name__} with adapters in it; "
+            "merge_and_unload them first"
+        )
+    present = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    config.target_modules = sorted(present.intersection(ATTENTION_PROJECTIONS))
+    if not config.target_modules:
+        raise ValueError(
+            f"model: expected linear layers named {', '.join(ATTENTION_PROJECTIONS)}, got {type(model).__name__} "
+            "without any; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+        )
+    config.task_type = config.modules_to_save = None
+    return get_peft_model(share_weights(model), config)
+
+
+def adapter_tensors(adapted: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors under the names of a PEFT checkpoint; they share the parameters' storage."""
+    return get_peft_model_state_dict(adapted)
+
+
+def classifier_config(adapted: PeftModel) -> dict[str, Any]:
+    """The adapter's configuration as PEFT writes it for a sequence classifier with one label."""
+    config = adapted.peft_config[adapted.active_adapter].to_dict()
+    config.update(task_type="SEQ_CLS", modules_to_save=["classifier", "score"], inference_mode=True)
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def is_float32(value: object) -> bool:
+    """Whether a value is a number that float32 has room for."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
+    """A plain LoRA configuration.
+
+    Raises:
+        ValueError: a number out of range, or none at all.
+    """
+    if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank: expected 1 or more, got {rank!r:.80}; the published rank is 16")
+    if not is_float32(alpha) or alpha <= 0:
+        raise ValueError(
+            f"alpha: expected a number above 0 that float32 holds, got {alpha!r:.80}; the published value is 32"
+        )
+    if not is_float32(dropout) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout: expected 0 up to 1, got {dropout!r:.80}; the published value is 0.05")
+    return LoraConfig(r=int(rank), lora_alpha=alpha, lora_dropout=dropout)  # type: ignore[arg-type]
+
+
+def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
+    """The plain LoRA configuration in an adapter_config.json; the file decides about rank, alpha and dropout alone.
+
+    Raises:
+        ValueError: another kind of adapter, a number out of range, or a setting that would change what is computed or,
+            like some of PEFT's initialisations, the base weights.
+    """
+    config = lora_config(values.get("r"), values.get("lora_alpha"), values.get("lora_dropout"))
+    for name, plain in config.to_dict().items():
+        given = values.get(name, plain)  # another version of PEFT may not know the entry
+        if name in HARMLESS_ENTRIES or given == plain or not (given or plain):
+            continue
+        if name == "init_lora_weights" and (isinstance(given, bool | None) or given == "gaussian"):
+            continue  # the weights come from the file
+        raise ValueError(
+            f"expected a plain LoRA adapter with {name} {plain!r}, got {given!r:.200}; "
+            "use one that save_pretrained wrote"
+        )
+    return config
+
+
+def merged_projections(adapted: PeftModel) -> dict[str, Tensor]:
+    """`layers.<i>.self_attn.<projection>` -> weight with the adapter folded in, in the base weight's dtype."""
+    merged = {}
+    for name, layer in adapted.named_modules():
+        if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
+            base = layer.base_layer.weight.detach()
+            delta = layer.get_delta_weight(adapted.active_adapter).detach()
+            merged[name[name.index("layers.") :]] = (base.to(delta.dtype) + delta).to(base.dtype)
+    return merged
+
+
+def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
+    """The adapter's dropout layers."""
+    return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
+
+
+def causal_lm(adapted: PeftModel) -> PreTrainedModel:
+    """The causal LM inside, adapters active."""
+    return adapted.get_base_model()

@@ -1,0 +1,172 @@
+"""Models and tokenizers from folders and the hub, and what files say of one that is not loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+
+from fb_core.hf.models import Tokenizer
+
+WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
+
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def check_place(path: str, wanted: str) -> None:
+    """Refuse at once what is no folder and cannot be a hub id, or lies in a folder that is here.
+
+    Raises:
+        OSError: no such folder.
+    """
+    owner, slash, _ = path.partition("/")
+    if not os.path.isdir(path) and (not HUB_ID.fullmatch(path) or os.path.isdir(owner)):
+        hint = "a hub id has an owner in front, as in Qwen/Qwen3-1.7B" if not slash else "check the path"
+        raise OSError(f"{path}: expected a folder or hub id of {wanted}, got no such folder; {hint}")
+
+
+def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[PreTrainedModel, Tokenizer]:
+    """A causal LM in eval mode and its tokenizer, from a folder or the hub; safetensors only, no code of its own.
+
+    Args:
+        path: the folder or hub id.
+        device: "auto" for a GPU where there is one.
+        dtype: a name of torch's, or "auto" for the checkpoint's own.
+
+    Raises:
+        OSError: nothing usable there.
+        ValueError: a kind of model that transformers does not know without foreign code.
+    """
+    check_place(path, "a model in safetensors")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, use_safetensors=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except OSError as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from problem
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        OSError: nothing usable there.
+    """
+    check_place(path, "a tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except OSError as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise OSError(f"{path}: expected a folder or hub id with a tokenizer, got: {reason}") from problem
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether the tokenizer of a folder or hub id is on this machine."""
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if os.path.isdir(path):
+        return any(os.path.isfile(os.path.join(path, file)) for file in files)
+    return bool(HUB_ID.fullmatch(path)) and any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """A hash of everything that turns text into ids and back, the chat template included."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any = sorted(tokenizer.get_vocab().items())
+    if backend is not None:
+        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}  # these come and go with its use
+    template = getattr(tokenizer, "chat_template", None)
+    settled = json.dumps([rules, tokenizer.special_tokens_map, template], sort_keys=True, default=str)
+    return hashlib.sha256(settled.encode()).hexdigest()
+
+
+def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
+    """config.json and the weights of a folder or hub id.
+
+    Raises:
+        OSError: no checkpoint in safetensors there.
+    """
+    folder = Path(path)
+    check_place(path, "a model in safetensors")
+    if not folder.is_dir():
+        try:
+            wanted = ["*.json", "*.safetensors"]
+            folder = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=not download))
+        except (OSError, ValueError) as problem:
+            reason = str(problem).strip().partition("\n")[0]
+            raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from None
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights or not (folder / "config.json").is_file():
+        raise OSError(f"{path}: expected config.json and weights in safetensors, got none; convert the checkpoint")
+    return [folder / "config.json", *weights]
+
+
+def checkpoint_size(path: str) -> int | None:
+    """Number of weights of a checkpoint, from the headers of its files; None where it is not on this machine."""
+    total = 0
+    try:
+        for file in _checkpoint_files(path, download=False)[1:]:
+            with safe_open(file, "pt") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    return total
+
+
+def checkpoint_hash(path: str) -> str:
+    """A hash of a checkpoint that needs no model in memory: its config and weights, of large files headers and samples.
+
+    Raises:
+        OSError: no checkpoint in safetensors there.
+    """
+    config, *weights = _checkpoint_files(path)
+    found = hashlib.sha256(config.read_bytes())
+    if (generation := config.with_name("generation_config.json")).is_file():
+        found.update(generation.read_bytes())  # where the ends of a generation stand
+    for file in weights:
+        size = file.stat().st_size
+        found.update(repr([file.name, size]).encode())
+        if size <= WHOLE_FILE:
+            found.update(file.read_bytes())
+            continue
+        with file.open("rb") as data:
+            found.update(data.read(min(int.from_bytes(data.read(8), "little"), WHOLE_FILE)))
+            for place in range(SAMPLES):
+                data.seek(size * place // SAMPLES)
+                found.update(data.read(256))
+    return found.hexdigest()
+
+
+def checkpoint_vocabulary(path: str) -> int:
+    """The number of ids that a checkpoint takes which is not loaded."""
+    return int(AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).vocab_size)
+
+
+def checkpoint_ends(path: str) -> frozenset[int]:
+    """The ids that end a generation of a checkpoint that is not loaded."""
+    value = None
+    with suppress(OSError):  # it may have none of its own
+        value = GenerationConfig.from_pretrained(path).eos_token_id
+    if value is None:
+        value = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).eos_token_id
+    return frozenset([] if value is None else [value] if isinstance(value, int) else value)

@@ -1,0 +1,209 @@
+"""Decoding by a model's own forward: padded batches and their caches."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+)
+
+from fb_core.hf.models import CausalLM
+
+if TYPE_CHECKING:
+    from fb_core.pool import Event
+
+Cache: TypeAlias = DynamicCache
+MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small beside the model
+
+
+@dataclass
+class Running:
+    """One sequence under way."""
+
+    index: int  # among the prompts
+    tokens: list[int]  # prompt and what was generated
+    prompt: int  # its length
+    events: list[Event] = field(default_factory=list)  # where a decoder has any
+
+    @property
+    def new(self) -> list[int]:
+        """What was generated."""
+        return self.tokens[self.prompt :]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a generation ends; asked once behind every token."""
+
+    ends: frozenset[int]  # at one of these ids
+    room: int  # at so many new tokens
+    positions: int | None  # at so many tokens, the prompt's included
+    events: float = float("inf")  # behind the token of this event, counted from 1
+    told: Callable[[Running], bool] | None = None  # hears of every token; True ends, too
+
+    def __call__(self, row: Running) -> bool:
+        heard = self.told is not None and self.told(row)
+        ended = row.tokens[-1] in self.ends or len(row.events) >= self.events
+        return heard or ended or len(row.tokens) >= self.length(row)
+
+    def length(self, row: Running) -> int:
+        """Tokens at most, the prompt's included."""
+        wanted = row.prompt + self.room
+        return wanted if self.positions is None else min(wanted, self.positions)
+
+
+@dataclass
+class Step:
+    """What is known when the next token of every row is to be chosen."""
+
+    index: int  # number of tokens generated so far
+    rows: list[Running]
+    logits: Tensor  # float32 [B, V] behind each row's last token
+    cache: Cache  # of all rows, left-padded to `slots` tokens
+    slots: int
+
+
+def new_cache() -> DynamicCache:
+    """An empty cache whose layers keep every token: made with a config, sliding layers would keep only their window."""
+    return DynamicCache()
+
+
+def check_decodable(name: str, model: CausalLM) -> None:
+    """Refuse what cannot decode deterministically.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a model in training mode.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{name}: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    if model.training:
+        raise ValueError(f"{name}: expected a model in eval mode, got one in training mode; call .eval() first")
+
+
+def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Token ids [B, S] with each sequence at the right end, and their mask [B, S] (None where all have one length)."""
+    longest = max(len(tokens) for tokens in sequences)
+    ids = torch.stack([nn.functional.pad(tokens, (longest - len(tokens), 0)) for tokens in sequences])
+    if all(len(tokens) == longest for tokens in sequences):
+        return ids, None
+    lengths = torch.tensor([len(tokens) for tokens in sequences], device=ids.device)
+    return ids, (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
+
+
+@torch.no_grad()
+def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    """float32 [B, V] behind the last token of each row; a cache is extended by the new tokens.
+
+    Args:
+        model: a causal LM.
+        ids: [B, n] the new tokens.
+        mask: [B, cached + n], 0 at left padding; None for none.
+        cache: what was computed before, None to keep nothing.
+    """
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+    if mask is not None:
+        options["attention_mask"] = mask
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    return model(input_ids=ids, **options).logits[:, -1].float()
+
+
+@torch.no_grad()
+def lockstep(
+    model: CausalLM,
+    prompts: Sequence[Tensor],
+    stop: Stop,
+    choose: Callable[[Step], Sequence[int]],
+    batch_tokens: int,
+    *,
+    shared: bool = False,
+) -> list[Running]:
+    """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
+
+    Args:
+        model: a causal LM in eval mode.
+        prompts: [P] int64 each on the model's device, not empty.
+        stop: when a row leaves its batch.
+        choose: the next token of every row.
+        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
+        shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
+
+    Returns:
+        one row a prompt, in order.
+    """
+    rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+    device = model.device
+    for batch in batches([len(ids) for ids in prompts], stop.room, batch_tokens):
+        live = [rows[index] for index in batch]
+        first, source = _distinct(live) if shared else (live, [])
+        ids, mask = left_padded([prompts[row.index] for row in first])
+        width, cache = ids.shape[1], new_cache()
+        for step in count():
+            logits = last_logits(model, ids, mask, cache)
+            if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
+                keep_rows(cache, source, device)
+                logits, mask = logits[source], None if mask is None else mask[source]
+            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
+                row.tokens.append(token)
+            going = [place for place, row in enumerate(live) if not stop(row)]
+            if not going:
+                break
+            if len(going) < len(live):
+                keep_rows(cache, going, device)
+                mask = None if mask is None else mask[going]
+                live = [live[place] for place in going]
+            ids = torch.tensor([row.tokens[-1:] for row in live], device=device)
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
+    return rows
+
+
+def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:
+    """The first of the rows with each sequence of tokens, and every row's place among these."""
+    places: dict[tuple[int, ...], int] = {}
+    source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
+    return [rows[source.index(place)] for place in range(len(places))], source
+
+
+def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Indices by falling length, cut into batches of at most `batch_tokens` tokens and MAX_ROWS rows.
+
+    Args:
+        lengths: tokens of each prompt.
+        room: new tokens that each may get.
+        batch_tokens: the most tokens, padding and new ones included; a prompt that is larger goes alone.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) == MAX_ROWS or (len(batch) + 1) * (lengths[batch[0]] + room) > batch_tokens):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
+    """Make a batched cache one of these rows, in place; a row may come again."""
+    cache.batch_select_indices(torch.tensor(rows, device=device))
+
+
+def streamer_of_caller(depth: int = 2) -> Any:
+    """The `streamer=` that a user gave to `model.generate`: transformers 5 passes none to a `custom_generate` callable.
+
+    It is read from the frame of `generate`, which is the caller of the callable, which is the caller of this.
+    """
+    frame = sys._getframe(depth)
+    return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None

@@ -1,0 +1,131 @@
+"""What a loaded model is: configuration, vocabulary, ends, LM head, weights."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fb_core.native import NativeDecoder
+
+CausalLM: TypeAlias = PreTrainedModel
+
+
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model itself."""
+    return model.config.get_text_config(decoder=True)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's LM head in the terms of `linear_logprob`."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+def lm_head(model: PreTrainedModel) -> Head:
+    """The LM head of the model: weight, bias, scale (Cohere, Granite) and soft-cap (Gemma 2)."""
+    config, layer = text_config(model), model.get_output_embeddings()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(layer.weight.detach(), getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The number of positions the model was made for, None where its configuration sets none."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The number of ids the model takes."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def valid_ids(valid_vocab: Any, model: PreTrainedModel) -> int:
+    """The number of ids that count: `valid_vocab`, or all that the model takes for None.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: none, or more than the model takes.
+    """
+    size = vocabulary(model)
+    if valid_vocab is None:
+        return size
+    if not isinstance(valid_vocab, int) or isinstance(valid_vocab, bool):
+        raise TypeError(f"valid_vocab: expected an int, got {type(valid_vocab).__name__}; pass the tokenizer's size")
+    if not 1 <= valid_vocab <= size:
+        raise ValueError(f"valid_vocab: expected 1 to {size}, got {valid_vocab}; pass the tokenizer's size or None")
+    return valid_vocab
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 4 << 30
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that end a generation."""
+    generation = getattr(model, "generation_config", None)
+    value = getattr(generation, "eos_token_id", None)
+    if value is None:
+        value = getattr(text_config(model), "eos_token_id", None)
+    if value is None:
+        return frozenset()
+    return frozenset([int(value)] if isinstance(value, int) else [int(entry) for entry in value])
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree over the same storage, packed first: adapters put into it stay out of the model."""
+    NativeDecoder.of(model)  # weights that are packed later would be no longer those of the copy
+    shared: dict[int, Any] = {}
+    for parameter in model.parameters():
+        plain = type(parameter) is nn.Parameter
+        shared[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False) if plain else parameter
+    for buffer in model.buffers():
+        shared[id(buffer)] = buffer
+    return copy.deepcopy(model, shared)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the architecture and of sampled weights rounded to bfloat16: float32 and bfloat16 copies agree."""
+    config = text_config(model)
+    digest = hashlib.sha256()
+    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    digest.update(repr([config.model_type, *(getattr(config, entry, None) for entry in shape)]).encode())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or parameter.numel() == 0:
+            continue
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16)
+        digest.update(sample.view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The model's logits [N, V] in float32 for hidden states [N, D] after the final norm."""
+    head = lm_head(model)
+    values = (hidden @ head.weight.T).float() * head.logit_scale
+    if head.bias is not None:
+        values = values + head.bias.float()
+    return values if head.softcap is None else head.softcap * torch.tanh(values / head.softcap)

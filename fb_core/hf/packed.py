@@ -1,0 +1,422 @@
+"""Packed forwards: many sequences and their branches in one, each layer run once.
+
+A packed forward goes through the native decoder where the model has one, and through the model's own modules otherwise:
+there its attention is switched to `fb_branch` for one call, and what was there is put back whatever happens.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    PreTrainedModel,
+)
+from transformers import Cache as HFCache
+
+from fb_core.hf.models import lm_head, text_config, vocabulary
+from fb_core.native import NativeDecoder
+from fb_kernels import branch_attention, linear_logprob
+
+ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
+
+
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+
+
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """Keys and values of frozen prefixes, one pair a layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
+
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def from_cache(cls, cache: HFCache, length: int) -> PrefixKV:
+        """Views of a Hugging Face cache [B, Hkv, S, E]: each of its rows is one page of S slots, nothing is copied.
+
+        Raises:
+            ValueError: a layer holds another number of tokens than `length` (a sliding layer that dropped some).
+        """
+        layers = []
+        for index, layer in enumerate(cache.layers):
+            slots = 0 if layer.keys is None else layer.keys.shape[-2]
+            filled = int(layer.get_seq_length())
+            if slots != length or filled != length:
+                held = f"{filled} in {slots} slots" if slots != filled else str(filled)
+                raise ValueError(
+                    f"cache: expected {length} tokens in every layer, got {held} in layer {index}; "
+                    "fill a DynamicCache() made without config with exactly this prefix"
+                )
+            layers.append((layer.keys.transpose(1, 2).detach(), layer.values.transpose(1, 2).detach()))
+        return cls(layers)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One sequence's slice of a `PrefixKV`: slots start to start + length (of page `row` where it is paged)."""
+
+    kv: PrefixKV
+    start: int
+    length: int
+    row: int = 0
+
+
+@dataclass
+class Layout:
+    """Which rows of a packed forward are whose: the index arguments of `branch_attention`."""
+
+    cu_branch: Tensor  # [B + 1]
+    cu_group: Tensor  # [G + 1]
+    prefix_start: Tensor  # [G]
+    prefix_len: Tensor  # [G]
+    max_branch_len: int
+    max_prefix_len: int
+    block_table: Tensor | None = None  # [G, 1] where the prefix is paged
+    prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
+    captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
+    capture: bool = False
+    windows: list[int | None] = field(default_factory=list)  # of every attention call of a forward through modules
+
+    @classmethod
+    def build(cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any) -> Layout:
+        """From (branch lengths, prefix start, prefix length) of every group, in row order."""
+        lengths = [length for branches, _, _ in groups for length in branches]
+        counts = [len(branches) for branches, _, _ in groups]
+        starts, prefixes = [start for _, start, _ in groups], [length for _, _, length in groups]
+        return cls(
+            offsets(lengths, device),
+            offsets(counts, device),
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(prefixes, dtype=torch.int32, device=device),
+            max(lengths, default=0),
+            max(prefixes, default=0),
+            **options,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one layer, (out[T, Hq, E], lse[Hq, T]); its k and v are kept where `capture` is set."""
+        if self.capture:
+            self.captured[layer] = (k.detach(), v.detach())
+        prefix_k, prefix_v = (k.detach(), v.detach()) if self.prefix is None else self.prefix.layers[layer]
+        out, lse = branch_attention(
+            q,
+            k,
+            v,
+            prefix_k,
+            prefix_v,
+            cu_branch=self.cu_branch,
+            cu_group=self.cu_group,
+            prefix_start=self.prefix_start,
+            prefix_len=self.prefix_len,
+            max_branch_len=self.max_branch_len,
+            max_prefix_len=self.max_prefix_len,
+            block_table=self.block_table,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            return_lse=True,
+        )
+        return out, lse
+
+
+def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int32 [n + 1]: the running sum of lengths, beginning with 0."""
+    sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    if lengths:
+        sums[1:] = torch.tensor(lengths).cumsum(0)
+    return sums.to(device)
+
+
+def _fb_branch(
+    module: nn.Module,
+    query: Tensor,  # [1, Hq, T, E]
+    key: Tensor,  # [1, Hkv, T, E]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    fb_layout: Layout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer of a packed forward, called by the model's own attention module."""
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__}: expected no attention dropout, got {dropout}; call model.eval() first"
+        )
+    problem = None
+    if fb_layout is None:
+        problem = "attention without the arguments of packed_forward"
+    elif value.shape[-1] != query.shape[-1]:
+        problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
+    elif attention_mask is not None:  # no mask is made for this implementation: the model adds something of its own
+        problem = "a mask of the model's own"
+    if fb_layout is None or problem is not None:
+        raise ValueError(
+            f"{type(module).__name__}: expected plain attention with one head size, got {problem}; "
+            "use a model of a supported family"
+        )
+    q, k, v = (states[0].transpose(0, 1).to(query.dtype) for states in (query, key, value))  # [T, heads, E]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    fb_layout.windows.append(sliding_window)
+    out, lse = fb_layout.attend(layer, q, k, v, sliding_window, scaling, softcap)
+    if s_aux is not None:  # attention sinks take part in the softmax only
+        out = out * torch.sigmoid(lse.T - s_aux).to(out.dtype)[..., None]
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION, _fb_branch)
+
+
+_ONE_AT_A_TIME = threading.RLock()  # or threads on one model would put back each other's implementation
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The model with another attention implementation; what was there is put back whatever happens."""
+    config = model.config
+    with _ONE_AT_A_TIME:
+        parts = {key: getattr(config, key, None) for key in config.sub_configs}  # a multimodal model's may differ
+        before = {key: part._attn_implementation for key, part in {"": config, **parts}.items() if part is not None}
+        try:
+            model.set_attn_implementation(name)
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+def packed_forward(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None
+) -> Tensor:
+    """Hidden states (after the final norm) of packed rows, every decoder layer run once.
+
+    Without gradients and autocast a model of the Llama family runs in its native decoder, which packs its weights on
+    first sight (`fb_core.native`); everything else goes through the model's own modules.
+
+    Args:
+        model: a causal LM that `check_supported` lets pass.
+        ids: [T] int64.
+        positions: [T] int64, a row's position in its own sequence.
+        layout: the rows' groups and their prefixes.
+        rows: [N] int64, which rows are returned; None for all.
+
+    Returns:
+        [T, D], or [N, D] with rows.
+
+    Raises:
+        ValueError: active dropout, or the model did not route every layer, with its window, through the attention
+            interface.
+    """
+    check_no_dropout(model)
+    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(ids.device.type):
+        native = NativeDecoder.of(model)
+        if native is not None:
+            return native.forward(ids, positions, layout.attend, rows)
+    hidden = forward_through_modules(model, ids, positions, layout)
+    return hidden if rows is None else hidden[rows]
+
+
+def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
+    layout.windows.clear()
+    with _attention(model, ATTENTION):
+        hidden = model.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
+        ).last_hidden_state[0]
+    slides = _sliding_layers(model)
+    if len(layout.windows) != len(slides):
+        raise ValueError(
+            f"{type(model).__name__}: expected {len(slides)} attention layers to go through "
+            f"the attention interface, got {len(layout.windows)}; use a model of a supported family"
+        )
+    for layer, (sliding, window) in enumerate(zip(slides, layout.windows, strict=True)):
+        if sliding and window is None:
+            raise ValueError(
+                f"{type(model).__name__}: expected the sliding window of layer {layer} to go through the attention "
+                "interface, got none (the model puts it into its mask alone); use a model of a supported family"
+            )
+    return hidden
+
+
+def check_no_dropout(model: PreTrainedModel) -> None:
+    """Refuse a model whose hidden states are random.
+
+    Raises:
+        ValueError: a dropout layer in training mode.
+    """
+    if model.training:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Dropout) and layer.training and layer.p > 0:
+                raise ValueError(f"{type(model).__name__}: expected no dropout, got {layer.p} in {name}; call .eval()")
+
+
+def _sliding_layers(model: PreTrainedModel) -> list[bool]:
+    """Which layers attend to a window, by the configuration."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    makes_windows = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    return [makes_windows and getattr(config, "sliding_window", None) is not None] * config.num_hidden_layers
+
+
+def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Prefix]:
+    """The sequences' keys and values from one packed forward without gradients, as slices of one flat buffer."""
+    device = model.device
+    lengths = [len(tokens) for tokens in sequences]
+    layout = Layout.build([([length], 0, 0) for length in lengths], device, capture=True)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    with torch.no_grad():
+        packed_forward(model, torch.cat(list(sequences)), positions, layout, rows=positions[:0])
+    kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
+    starts = layout.cu_branch.tolist()
+    return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
+    """The one sequence of `length` tokens that a user's cache holds.
+
+    Raises:
+        TypeError: not a Hugging Face cache.
+        ValueError: more than one sequence, another number of tokens, or keys that are not of this model.
+    """
+    if not isinstance(cache, HFCache):
+        raise TypeError(
+            f"cache: expected a transformers cache, got {type(cache).__name__}; pass the DynamicCache of a forward"
+        )
+    config = text_config(model)
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"cache: expected the {config.num_hidden_layers} layers of {type(model).__name__}, got "
+            f"{len(cache.layers)}; fill it with this model"
+        )
+    kv = PrefixKV.from_cache(cache, length)
+    for index, (keys, _) in enumerate(kv.layers):
+        if len(keys) != 1:
+            raise ValueError(f"cache: expected one sequence, got {len(keys)}; select one with batch_select_indices")
+        if keys.dtype != model.dtype or keys.device != model.device:
+            raise ValueError(
+                f"cache: expected {model.dtype} on {model.device}, got {keys.dtype} on {keys.device} in layer {index}; "
+                "fill it with this model"
+            )
+    return Prefix(kv, 0, length)
+
+
+def check_supported(model: object) -> None:
+    """Refuse by name what a packed forward would get wrong.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: encoder-decoder, linear or chunked attention, length-dependent rotary scaling, no LM head, or
+            attention that does not go through the attention interface.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
+        )
+    name = type(model).__name__
+    config = text_config(model)
+
+    def refuse(reason: str) -> ValueError:
+        return ValueError(
+            f"model: expected a decoder with softmax attention and fixed positions, got {name} with {reason}; "
+            "use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+        )
+
+    if model.config.is_encoder_decoder:
+        raise refuse("an encoder and a decoder")
+    other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
+    if other:
+        raise refuse(f"layers of type {', '.join(other)}")
+    for kind in _rope_types(config):
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise refuse(f"rotary scaling {kind}, which depends on the length")
+    if model.get_output_embeddings() is None:
+        raise refuse("no LM head")
+    if not model._supports_attention_backend or not getattr(config, "is_causal", True):
+        raise refuse("attention outside transformers' AttentionInterface")
+
+
+def _rope_types(config: Any) -> set[str]:
+    found: set[str] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            kind = value.get("rope_type", value.get("type"))
+            if isinstance(kind, str):
+                found.add(kind)
+            for inner in value.values():
+                visit(inner)
+
+    for attribute in ("rope_parameters", "rope_scaling"):
+        visit(getattr(config, attribute, None))
+    return found
+
+
+@torch.no_grad()
+def check_packed_forward(model: PreTrainedModel) -> None:
+    """Compare a packed forward of a few tokens with plain ones, so that no model is silently scored wrong.
+
+    Raises:
+        ValueError: NaN logits, or log-probabilities that differ.
+    """
+    size, device = vocabulary(model), model.device
+    a, b, c, d = size // 7, size // 3, size // 2, size - 1
+    branches = torch.tensor([[a, b, c, d], [a, b, d, c]], device=device)
+    if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        warnings.warn(
+            f"{type(model).__name__} caps its attention logits and 'sdpa' leaves that out: load it with "
+            "attn_implementation='eager' so that decoding and scoring see the same model",
+            stacklevel=3,
+        )
+    with _attention(model, "eager"):
+        plain = model(input_ids=branches, use_cache=False).logits[:, -2:].float()
+    layout = Layout.build([([2], 0, 0), ([2, 2], 0, 2)], device)
+    ids = torch.cat([branches[0, :2], branches[0, 2:], branches[1, 2:]])
+    positions = torch.tensor([0, 1, 2, 3, 2, 3], device=device)
+    hidden = packed_forward(model, ids, positions, layout)[2:]
+    if bool(plain.isnan().any()):
+        raise ValueError(f"model: expected finite logits, got NaN from {type(model).__name__}; check its weights")
+    head = lm_head(model)
+    targets = branches[:, 1:3].reshape(-1)
+    ours = linear_logprob(hidden, head.weight, targets, head.bias, logit_scale=head.logit_scale, softcap=head.softcap)
+    theirs = plain.log_softmax(-1).view(4, -1).gather(1, targets[:, None])[:, 0]
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not torch.allclose(ours.float(), theirs, rtol=tolerance, atol=tolerance * float(plain.abs().amax())):
+        raise ValueError(
+            f"model: expected packed and plain forwards to agree, got log-probabilities {ours.tolist()} and "
+            f"{theirs.tolist()} from {type(model).__name__}; use a model of a supported family"
+        )
+
+
+def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """(first, past the last) of consecutive runs whose rows stay within the budget; a larger one goes alone."""
+    found, start, used = [], 0, 0
+    for index, count in enumerate(rows):
+        if index > start and used + count > budget:
+            found.append((start, index))
+            start, used = index, 0
+        used += count
+    return [*found, (start, len(rows))] if rows else []

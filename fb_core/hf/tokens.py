@@ -1,0 +1,133 @@
+"""Token ids as users give them, checked; and those of a conversation."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+)
+
+from fb_core.hf.models import Tokenizer, max_positions, vocabulary
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain.
+
+    Raises:
+        ValueError: a text that the tokenizer has no ids for.
+    """
+    plain = not getattr(tokenizer, "chat_template", None)
+    text = "\n".join(message["content"] for message in messages)
+    if not plain:
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
+    try:
+        return list(tokenizer(text, add_special_tokens=plain)["input_ids"])
+    except Exception as problem:
+        if type(problem) is not Exception:  # which is what tokenizers raises
+            raise
+        raise ValueError(
+            f"prompt: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
+            "a model that takes any text"
+        ) from None
+
+
+def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
+    """`value` as int64 [n] on the model's device, every id inside its vocabulary.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: more than one dimension, another device, or an id outside the vocabulary.
+    """
+    ids = value if isinstance(value, Tensor) else torch.tensor(_listed(name, value), dtype=torch.int64).to(model.device)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
+    if ids.ndim != 1:
+        row = f", such as {name}[0]" if ids.ndim > 1 else ""
+        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence{row}")
+    if ids.device != model.device:
+        raise ValueError(
+            f"{name}: expected a tensor on the model's device {model.device}, got {ids.device}; "
+            f"move it with .to('{model.device}')"
+        )
+    size = vocabulary(model)
+    outside = (ids < 0) | (ids >= size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{name}: expected ids from 0 below {size}, got {int(ids[outside][0])}; use the model's own tokenizer"
+        )
+    return ids.long()
+
+
+def _listed(name: str, value: object) -> list[int]:
+    """The ids of a sequence that is no tensor, each an int64; raises TypeError as `token_ids`."""
+
+    def refusal(got: str, wanted: str = "a sequence of token ids") -> TypeError:
+        return TypeError(f"{name}: expected {wanted}, got {got}")
+
+    if isinstance(value, str | bytes):
+        raise refusal("a text; encode it with the tokenizer")
+    if isinstance(value, Mapping):
+        raise refusal(f"{type(value).__name__}; pass its input_ids")
+    if isinstance(value, Set) or not isinstance(value, Iterable):
+        raise refusal(f"{type(value).__name__}; pass a list of ints")
+    ids: list[Any] = [entry.item() if isinstance(entry, Tensor) and not entry.ndim else entry for entry in value]
+    for place, entry in enumerate(ids):
+        if hasattr(entry, "__len__") and not isinstance(entry, str | bytes):
+            raise refusal(f"a {type(entry).__name__} at place {place}; pass one sequence, such as {name}[{place}]")
+        if isinstance(entry, bool | float):
+            raise refusal(f"{entry} at place {place}; convert them with int()", "int64 token ids")
+        if not isinstance(entry, Integral):
+            raise refusal(f"{reprlib.repr(entry)} at place {place}; pass a list of ints")
+        if not -(1 << 63) <= int(entry) < 1 << 63:
+            raise refusal(f"{reprlib.repr(entry)} at place {place}, beyond int64; use the model's own tokenizer")
+    return ids
+
+
+def check_position(position: int, length: int) -> int:
+    """A state's position in a trajectory of `length` tokens as a plain int.
+
+    Raises:
+        TypeError: not an integer.
+        ValueError: past the trajectory.
+    """
+    try:
+        place = operator.index(position)
+    except TypeError:
+        raise TypeError(
+            f"position: expected an int, got {type(position).__name__}; count the prefix's tokens"
+        ) from None
+    if place > length:
+        raise ValueError(f"position: expected 1 to {length} for this trajectory, got {place}; count its tokens")
+    return place
+
+
+def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1) -> Tensor:
+    """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, or too many positions.
+    """
+    ids = token_ids("candidates", candidates, model)
+    if len(ids) == 0:
+        raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"candidates: expected no id twice, got {ids.tolist()}; remove duplicates with joint_pool")
+    if position < 1:
+        raise ValueError(f"prefix: expected at least 1 token, got {position}; a state needs a token before it")
+    limit = max_positions(model)
+    if limit is not None and position + future > limit:
+        raise ValueError(
+            f"prefix: expected at most {limit} positions with candidate and future, got {position} + {future}; "
+            "shorten the prefix or the future"
+        )
+    return ids

@@ -1,0 +1,125 @@
+"""HTTP to one server: requests from many threads, each of which ends in its time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import threading
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+MAX_BODY = 64 << 20  # bytes of one answer
+
+
+class ServerError(OSError):
+    """A server that did not answer, or not with what was asked for."""
+
+
+class Address(NamedTuple):
+    """Where a server is."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str  # put before the server's own ones
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.secure else 'http'}://{host}:{self.port}{self.path}"
+
+
+class Connections:
+    """Connections to one server, on a loop of their own; neither proxies nor redirects are followed.
+
+    Args:
+        address: of the server.
+        headers: of every request.
+        timeout: seconds of one request, from connecting to the whole of its answer.
+        kept: the most connections that wait for another request.
+    """
+
+    def __init__(self, address: Address, headers: dict[str, str], timeout: float, kept: int) -> None:
+        self._address = address
+        self._timeout = timeout
+        self._client = httpx.AsyncClient(
+            headers=headers | {"Accept-Encoding": "identity"} | ({} if kept else {"Connection": "close"}),
+            timeout=None,  # one for the whole request, below
+            limits=httpx.Limits(max_keepalive_connections=kept),
+            verify=ssl.create_default_context(),
+            trust_env=False,
+        )
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
+
+    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer to a POST.
+
+        Raises:
+            ServerError: an answer above `MAX_BODY`.
+            TimeoutError: no whole answer in time.
+            OSError: no connection, or a broken one.
+        """
+        return asyncio.run_coroutine_threadsafe(self._post(path, body), self._loop).result()
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        answer = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._client.stream("POST", f"{self._address}{path}", content=body) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    answer += chunk
+                    if len(answer) > MAX_BODY:
+                        raise ServerError(
+                            f"{self._address}: expected at most {MAX_BODY} bytes from {path}, got more; check what "
+                            "listens there"
+                        )
+                return response.status_code, bytes(answer)
+        except TimeoutError:
+            raise TimeoutError("timed out") from None
+        except httpx.HTTPError as problem:
+            cause: BaseException = problem
+            while behind := cause.__cause__ or cause.__context__:
+                cause = behind
+            raise cause if isinstance(cause, OSError) else ConnectionError(str(problem)) from None
+
+    def close(self) -> None:
+        """Close all connections soon: a garbage collector may call this on the loop's own thread, so nothing waits."""
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
+
+    async def _end(self) -> None:
+        await self._client.aclose()
+        self._loop.stop()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def url_parts(url: str) -> Address:
+    """Where the server of a URL is.
+
+    Raises:
+        TypeError: not a str.
+        ValueError: another scheme, no host, a bad port, or user, query or fragment, which are not repeated.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"url: expected a str, got {type(url).__name__}; pass one such as 'http://localhost:8000'")
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        parts, port = urlsplit(""), 0
+    extra = parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isprintable() or " " in url:
+        secret = any(mark in url for mark in "@?#%")
+        got = "one with a user, a query, a fragment or an escape, which may hold a secret" if secret else repr(url)
+        raise ValueError(
+            f"url: expected http or https, a host, perhaps a port and a path, got {got}; pass one such as "
+            "'http://localhost:8000', a key by api_key"
+        )
+    return Address(parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/"))

@@ -1,0 +1,57 @@
+"""The methods, ours and peers': a file (or folder) each, of the method's name, whose `METHOD` says all about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fb_core.decoding import Generation
+    from fb_core.stages.deploy import Context
+
+EXTERNAL = "external:"  # in front of the name of a checkpoint, which is no method to be listed
+
+Generate: TypeAlias = "Callable[[Sequence[Tensor], int], Sequence[Generation]]"
+"""From prompts and max_new_tokens to one generation a prompt."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How prompts are decoded.
+
+    Attributes:
+        name: the file's, with dashes.
+        label: in tables; {votes} and {name} are filled in.
+        decode: from what a run has and a seed (None where not seeded) to what decodes.
+        source: the paper and software that it is from.
+        seeded: runs once a seed.
+        routed: needs trained routers.
+        timed: the loops in which its time is taken beside that of "greedy". In the fast one the decoders of the context
+            run on buffers, a prompt at a time.
+    """
+
+    name: str
+    label: str
+    decode: Callable[[Context, Any], Generate]
+    source: str = ""
+    seeded: bool = False
+    routed: bool = False
+    timed: tuple[Literal["fast", "plain"], ...] = ()
+
+
+def names() -> tuple[str, ...]:
+    """All methods, by their files; none is loaded. The two that others are held against are first and last."""
+    ends = ("greedy", "futurebridge")
+    found = {module.name.replace("_", "-") for module in iter_modules(__path__)}
+    return (ends[0], *sorted(found - {*ends, EXTERNAL.rstrip(":")}), ends[1])
+
+
+def method(name: str) -> Method:
+    """The method of a name, of which a checkpoint's begins with `EXTERNAL`."""
+    stem = name.partition(":")[0].replace("-", "_")
+    return cast(Method, import_module(f"{__name__}.{stem}").METHOD)

@@ -1,0 +1,58 @@
+"""External checkpoints: methods that change or retrain the SLM itself, decoded as the SLM is.
+
+Definition: the checkpoint's own greedy decoding of the run's prompts, by their token ids, with the run's budget and
+verifier. A method is evaluated by its checkpoint or, where its forward is its own, by the model that its software
+loads: anything that is called as a transformers causal LM.
+
+Sources: TSD-KD, arXiv 2603.13260, kmswin1/TSD-KD (a plain checkpoint); TaH, arXiv 2511.08577, thu-nics/TaH (its looped
+forward is code of its own); Multiplex Thinking, arXiv 2601.08808, GMLR-Penn/Multiplex-Thinking (its thinking steps feed
+back merged embeddings, so that what is decoded here is its trained checkpoint with discrete tokens).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fb_core import hf
+from fb_core.methods import EXTERNAL, Generate, Method
+from fb_core.methods.greedy import alone
+
+if TYPE_CHECKING:
+    from fb_core.stages.deploy import Context
+
+
+def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtype: str = "auto") -> hf.CausalLM:
+    """A checkpoint whose token ids mean what the run's mean; safetensors only, no code of its own.
+
+    Args:
+        path: a folder or hub id with weights and tokenizer.
+        tokenizer: the run's.
+        device: "auto" for a GPU where there is one.
+        dtype: a name of torch's, or "auto" for the checkpoint's own.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        OSError: nothing usable there.
+        ValueError: another tokenizer (the chat template included), or a kind of model that transformers does not know
+            without foreign code.
+    """
+    own = hf.load_tokenizer(path)
+    if hf.tokenizer_hash(own) != hf.tokenizer_hash(tokenizer):
+        raise ValueError(
+            f"{path}: expected the run's tokenizer of {len(tokenizer)} ids, got one of {len(own)} with other rules, "
+            "special tokens or chat template; use a checkpoint made from the run's SLM, its tokenizer files unchanged"
+        )
+    return hf.load_model(path, device, dtype)[0]
+
+
+def decode(run: Context, seed: int | None) -> Generate:
+    """The checkpoint that the run's settings have under the name."""
+    settings = run.settings
+    path = settings.compare.external[run.method.removeprefix(EXTERNAL)]
+    model = load_external(path, run.models.tokenizer, settings.models.device, settings.models.dtype)
+    return alone(model, **run.options).generate_many
+
+
+METHOD = Method(name="external", label="{name}", decode=decode)

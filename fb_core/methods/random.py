@@ -1,0 +1,13 @@
+"""Random choice: at every admitted state each candidate of the joint pool alike, by the seed and the tokens so far."""
+
+from __future__ import annotations
+
+from fb_core.methods import Method
+from fb_core.selectors import RandomChoice
+
+METHOD = Method(
+    name="random",
+    label="Random choice",
+    decode=lambda run, seed: run.decoder(RandomChoice(seed), pool="joint").generate_many,
+    seeded=True,
+)

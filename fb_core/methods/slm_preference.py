@@ -1,0 +1,15 @@
+"""SLM preference: at every admitted state the candidate of the joint pool with the largest log p_S.
+
+The SLM's own token is in the pool, so that this is greedy decoding that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from fb_core.methods import Method
+from fb_core.selectors import SLMPreference
+
+METHOD = Method(
+    name="slm-preference",
+    label="SLM preference",
+    decode=lambda run, _: run.decoder(SLMPreference(), pool="joint").generate_many,
+)

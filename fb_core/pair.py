@@ -1,0 +1,95 @@
+"""A small and a large model that share one vocabulary."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.llm import LLM, LocalLLM
+
+
+class Pair:
+    """SLM, LLM and tokenizer, checked once to mean the same by a token id.
+
+    Args:
+        slm: the small model, in eval mode; it is never changed.
+        llm: the large one; a transformers model is wrapped in a `LocalLLM`. None where nobody is asked.
+        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary: then the
+            models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
+            models must take equally many ids.
+
+    Attributes:
+        vocabulary: the number of ids that count.
+
+    Raises:
+        TypeError: an argument not of its kind.
+        ValueError: another vocabulary, or a model in training mode.
+    """
+
+    def __init__(
+        self,
+        slm: hf.CausalLM,
+        llm: LLM | hf.CausalLM | None,
+        tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+    ) -> None:
+        hf.check_decodable("slm", slm)
+        known = _common_ids(tokenizer)
+        if isinstance(llm, hf.CausalLM):
+            llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
+        if llm is not None and not isinstance(llm, LLM):
+            raise TypeError(
+                f"llm: expected type LLM, got {type(llm).__name__}; pass a LocalLLM or a transformers causal LM"
+            )
+        self.slm = slm
+        self.llm = llm
+        self.tokenizer = tokenizer[0] if isinstance(tokenizer, tuple) else tokenizer
+        size, others = hf.vocabulary(slm), None if llm is None else llm.vocabulary
+        if known is None and others is not None and size != others:
+            raise ValueError(
+                f"llm: expected the SLM's vocabulary of {size} ids, got {others}; use two models of one family, or "
+                "pass their tokenizer where only the padding of the embeddings differs"
+            )
+        for name, taken in (("slm", size), ("llm", others)):
+            if known is not None and taken is not None and taken < known:
+                raise ValueError(
+                    f"{name}: expected at least the tokenizer's {known} ids, got {taken}; use its own tokenizer"
+                )
+        self.vocabulary = size if known is None else known
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end what either model writes."""
+        return hf.eos_ids(self.slm) | (frozenset() if self.llm is None else self.llm.ends)
+
+    def text(self, token_ids: Tensor) -> str | None:
+        """token_ids [n] as text without special tokens, None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+
+def known_ids(tokenizer: hf.Tokenizer) -> int:
+    """The number of ids that a tokenizer knows, those between its own included."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def _common_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None) -> int | None:
+    """The number of ids that both tokenizers know, None without one."""
+    if tokenizer is None:
+        return None
+    given = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
+    if len(given) > 2 or not all(hasattr(one, "get_vocab") for one in given):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer or a pair of them, got {type(tokenizer).__name__}; load one with "
+            "AutoTokenizer"
+        )
+    small, large = (one.get_vocab() for one in (given[0], given[-1]))
+    if small != large:
+        differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
+        raise ValueError(
+            f"tokenizer: expected SLM and LLM to share one vocabulary, got {len(small)} and {len(large)} entries of "
+            f"which {differing} differ; use two models of one family"
+        )
+    return known_ids(given[0])

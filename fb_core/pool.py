@@ -1,0 +1,172 @@
+"""The candidates of an event: both models' proposals in one pool, with both log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fb_core.llm import LLM, Candidates
+from fb_kernels import joint_pool, topk_entropy
+
+PoolKind = Literal["joint", "slm", "llm"]
+SLM, LARGE = 1, 2  # source bits
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """The candidates of one event, the SLM's first, none twice."""
+
+    ids: Tensor  # [K] int64
+    sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
+    slm_logprob: Tensor  # [K] float32, nats
+    llm_logprob: Tensor  # [K] float32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class Event:
+    """One admitted intervention, in plain numbers."""
+
+    step: int  # 0-based index of its token among the new ones
+    entropy: float  # nats
+    pool: list[int]  # ids
+    sources: list[int]  # bits, 1 = SLM, 2 = LLM
+    slm_logprob: list[float]
+    llm_logprob: list[float]  # NaN where the LLM was not asked
+    scores: list[float] | None  # the selector's, None where it has none
+    choice: int  # index into the pool
+    error: str | None = None  # of the LLM: then the pool is the SLM's token alone
+
+    @property
+    def token(self) -> int:
+        """The id that was appended."""
+        return self.pool[self.choice]
+
+    @property
+    def asked(self) -> bool:
+        """Whether the LLM said anything."""
+        return not all(map(math.isnan, self.llm_logprob))
+
+    @classmethod
+    def of(cls, step: int, entropy: float, pool: Pool, choice: int, scores: Tensor | None = None) -> Event:
+        """Of a choice from a pool."""
+        return cls(
+            step,
+            entropy,
+            pool.ids.tolist(),
+            pool.sources.tolist(),
+            pool.slm_logprob.tolist(),
+            pool.llm_logprob.tolist(),
+            None if scores is None else scores.tolist(),
+            choice,
+        )
+
+    @classmethod
+    def alone(cls, step: int, entropy: float, logits: Tensor, error: str | None = None) -> Event:
+        """Of the SLM's own token, the LLM not heard; logits [V] are the SLM's."""
+        token = int(logits.argmax())  # the first of equal ones
+        logprob = float(logits.float().log_softmax(-1)[token])
+        return cls(step, entropy, [token], [SLM], [logprob], [math.nan], None, 0, error)
+
+
+def candidate_pool(
+    logits: Tensor,
+    llm: LLM | None,
+    prompts: Sequence[Tensor],
+    pool: PoolKind = "joint",
+    slm_k: int = 8,
+    llm_k: int = 8,
+) -> list[Pool]:
+    """The candidates of many states, both models' log-probabilities beside each of them.
+
+    A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
+
+    Args:
+        logits: [n, V] the SLM's at each state, over the ids that both models share.
+        llm: asked for its candidates and for the log-probabilities of the SLM's; None for pool "slm" alone, whose
+            llm_logprob is NaN then.
+        prompts: the [P] tokens of each state.
+        pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
+        slm_k: candidates of the SLM, clamped to V.
+        llm_k: candidates of the LLM, clamped likewise.
+
+    Returns:
+        one pool a state, on the device of logits.
+
+    Raises:
+        ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
+    """
+    size = logits.shape[-1]
+    slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
+    if pool != "llm":
+        slm_ids = topk_entropy(logits, min(slm_k, size))[2]
+    if llm is None:
+        nothing = slm_ids.new_empty(0)
+        answers = [Candidates(nothing, nothing.float(), torch.full(ids.shape, math.nan)) for ids in slm_ids]
+    else:
+        answers = _ask(llm, prompts, 1 if pool == "slm" else min(llm_k, size), slm_ids)
+        if pool == "slm":
+            answers = [Candidates(ids[:0], logprob[:0], known) for ids, logprob, known in answers]
+    slm_logprob = logits.float().log_softmax(-1)
+    return [
+        Pool(ids, sources, slm_logprob[row, ids], llm_logprob)
+        for row, (ids, sources, llm_logprob) in enumerate(merge_candidates(slm_ids, answers, size))
+    ]
+
+
+def merge_candidates(
+    slm_ids: Tensor, answers: Sequence[Candidates], vocabulary: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The SLM's candidates of many states, then what is new among the LLM's.
+
+    Args:
+        slm_ids: [n, Ks] int64, by falling probability.
+        answers: the LLM's of each state, with its log-probabilities of the SLM's candidates.
+        vocabulary: ids from here on are not shared and are left out.
+
+    Returns:
+        (ids [K] int64, source bits [K] int32, log p_T [K] float32) of each state, on the device of slm_ids.
+
+    Raises:
+        ValueError: a state without candidates, or an answer that leaves out log-probabilities.
+    """
+    device = slm_ids.device
+    proposed = [answer.ids.where(answer.ids < vocabulary, -1) for answer in answers]
+    llm_ids = pad_sequence(proposed, batch_first=True, padding_value=-1).to(device)
+    pool_ids, counts, sources = joint_pool(slm_ids, llm_ids)
+    merged = []
+    for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
+        if not count:
+            raise ValueError(
+                f"llm: expected a candidate among the {vocabulary} common ids, got none; tell the LLM how many ids are "
+                "valid"
+            )
+        ids = pool_ids[row, :count]
+        asked = torch.cat([slm_ids[row], llm_ids[row, : len(proposed[row])]])
+        known = answer.logprob.to(device)
+        if slm_ids.shape[1]:
+            if answer.score_logprob is None:
+                raise ValueError(
+                    f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
+                    "beside the candidates"
+                )
+            known = torch.cat([answer.score_logprob.to(device), known])
+        place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
+        merged.append((ids, sources[row, :count], known[place]))
+    return merged
+
+
+def _ask(llm: LLM, prompts: Sequence[Tensor], k: int, score_ids: Tensor) -> list[Candidates]:
+    there = [tokens.to(llm.device) for tokens in prompts]
+    scored = list(score_ids.to(llm.device)) if score_ids.shape[1] else None
+    if len(there) == 1:
+        return [llm.candidates(there[0], k, None if scored is None else scored[0])]
+    return llm.candidates_many(there, k, scored)

@@ -1,0 +1,1 @@
+"""What runs found: findings, tables, figures and the page."""

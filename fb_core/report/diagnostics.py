@@ -1,0 +1,314 @@
+"""The report's sections on one run's states, rollouts, choices and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fb_core.report import figures
+from fb_core.report import findings as values
+from fb_core.report.columns import (
+    BELOW_DIRECT,
+    BELOW_GREEDY,
+    LEGEND,
+    SHARES,
+    Column,
+    above,
+    below,
+    column_table,
+    interval_column,
+    made_with,
+    number,
+    number_column,
+    percent,
+    said,
+    share,
+    shortened,
+    text_column,
+    token,
+)
+from fb_core.report.findings import Findings
+from fb_core.report.page import Block, Items, Paragraph, Picture, Span, Table, Text, Verbatim
+
+FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # one by one
+
+
+def _filters(findings: Findings, counts: Mapping[str, int]) -> list[Block]:
+    names = [*(name for name in FILTERS if name in counts), *(name for name in counts if name not in FILTERS)]
+    rows = [[name.replace("_", " "), number(counts[name])] for name in names]
+    note = made_with(findings, decoded=False, intervals="")
+    return [Table("States left after each filter", ["", "count"], rows, note)]
+
+
+def _selection(findings: Findings, found: values.Selection) -> list[Block]:
+    def of_seeds(row: values.Trial) -> str:
+        return ", ".join(f"{share(seed.accuracy)} (seed {seed.seed})" for seed in row.seeds)
+
+    def chosen(row: values.Trial) -> str:
+        return "chosen" * ((row.epoch, row.horizon) == (found.epoch, found.horizon))
+
+    columns = [
+        number_column("horizon", "horizon"),
+        number_column("epoch", "epoch"),
+        Column("accuracy, %", lambda row: share(row.accuracy)),
+        Column("of each seed, %", of_seeds, "l"),
+        number_column("cross_entropy", "cross-entropy, nats", 3),
+        Column("pairs in order, %", lambda row: share(row.pairwise_accuracy)),
+        Column("", chosen, "l"),
+    ]
+    problems = f"{number(found.problems)} validation problems; " if found.problems else ""
+    note = f"{problems}the highest accuracy averaged over seeds is chosen; no intervals. "
+    made = made_with(findings, intervals="")
+    return [column_table("Rerankers on validation problems", found.table, columns, note + made)]
+
+
+def _agreement(findings: Findings, found: Sequence[values.Agreement]) -> list[Block]:
+    blocks: list[Block] = [
+        Paragraph(
+            "How well each score orders the candidates of held-out states, judged by the SLM's own greedy rollouts "
+            "behind them. A pair counts where its rollouts differ, score ties count one half. Mixed states are those "
+            "whose candidates differ in outcome. A target needs a verified future, so it is seen on fewer states."
+        )
+    ]
+    columns = [
+        text_column("score"),
+        interval_column("pairwise", "pairs in order, % [95%]"),
+        number_column("pairs", "pairs"),
+        interval_column("top1", "best one right, % [95%]"),
+        interval_column("top1_minus_llm", "minus the LLM's, pp [95%]", signed=True),
+        number_column("states", "states"),
+        interval_column("top1_mixed", "best one right, mixed states, % [95%]"),
+        number_column("mixed_states", "mixed states"),
+    ]
+    note = made_with(findings, decoded=False, intervals=SHARES)
+    for kind in dict.fromkeys(row.kind for row in found):
+        rows = [row for row in found if row.kind == kind]
+        known = {row.score: row.pairwise for row in rows if row.pairwise}
+        sides = {
+            "Better than chance": [score for score, (_, low, _) in known.items() if low > 0.5],
+            "Worse than chance": [score for score, (_, _, high) in known.items() if high < 0.5],
+            "Not told apart from chance": [score for score, (_, low, high) in known.items() if low <= 0.5 <= high],
+        }
+        blocks += [Paragraph(f"{kind.capitalize()} events. {said(sides)}")] if known else []
+        blocks.append(column_table(f"Agreement with rollouts, {kind} events", rows, columns, note))
+    return blocks
+
+
+def _choices(findings: Findings, found: Sequence[values.Choice]) -> list[Block]:
+    quantiles = sorted({row.quantile for row in found})
+    blocks: list[Block] = [
+        Paragraph(
+            "How often the candidate with the best score is one from which the SLM's own greedy rollout succeeds, at "
+            "the held-out states of every request quantile."
+        )
+    ]
+    for kind in dict.fromkeys(row.kind for row in found):
+        inside = [row for row in found if row.kind == kind]
+        at = {(row.label, row.quantile): row for row in inside}
+        states = {q: max((row.states for row in inside if row.quantile == q), default=None) for q in quantiles}
+        counts = ", ".join(f"{count} at {q:g}" for q, count in states.items() if count is not None)
+        body: list[list[Text]] = []
+        sides: dict[str, list[str]] = {f"Better than the LLM's choice at {kind} events": [], "Worse": []}
+        for label in dict.fromkeys(row.label for row in inside):
+            body.append([label, *(_choice(at.get((label, quantile))) for quantile in quantiles)])
+            for side, beyond in zip(sides, (above, below), strict=True):
+                where = [q for q in quantiles if (label, q) in at and beyond(at[label, q].top1_minus_llm)]
+                sides[side] += [f"{label} at quantile {', '.join(f'{q:g}' for q in where)}"] if where else []
+        blocks += [Paragraph(said(sides))] if any(sides.values()) else []
+        head = ["", *(f"q {quantile:g}, % [95%]" for quantile in quantiles)]
+        note = f"Of {counts} states. {LEGEND} {made_with(findings, found, decoded=False, intervals=SHARES)}"
+        blocks.append(Table(f"Choices that lead to success, {kind} events", head, body, note))
+    return blocks
+
+
+def _choice(row: values.Choice | None) -> str:
+    if row is None:
+        return ""
+    marks = [(BELOW_GREEDY, row.top1_minus_slm), (BELOW_DIRECT, row.top1_minus_llm)]
+    return " ".join([percent(row.top1), *(mark for mark, difference in marks if below(difference))])
+
+
+def _coverage(findings: Findings, found: Sequence[values.Coverage]) -> list[Block]:
+    columns = [
+        text_column("pool"),
+        number_column("mean_size", "mean size", 2),
+        interval_column("coverage", "covered, % [95%]"),
+        number_column("states", "states"),
+        interval_column("coverage_mixed", "covered, mixed states, % [95%]"),
+        number_column("mixed_states", "mixed states"),
+    ]
+    note = made_with(findings, decoded=False, intervals=SHARES)
+    return [
+        Paragraph("A state is covered where the SLM's rollout behind some candidate of the pool is right."),
+        column_table("Coverage of held-out states", found, columns, note),
+    ]
+
+
+def _future_quality(findings: Findings, found: values.FutureQuality) -> list[Block]:
+    body = [[name, *map(share, shares)] for name, shares in zip(found.qualities, found.pairwise, strict=True)]
+    head = ["", *(f"H = {horizon}, %" for horizon in found.horizons)]
+    note = f"{number(found.states)} states that have every kind of future; no intervals. "
+    made = made_with(findings, decoded=False, intervals="")
+    return [
+        Paragraph("How many pairs the target puts in the order of the rollouts, by what stands as the future."),
+        Table("Pairs in order by future and horizon", head, body, note + made),
+    ]
+
+
+def _trajectory(findings: Findings, found: values.Trajectory) -> list[Block]:
+    columns = [
+        number_column("step", "step"),
+        Column("entropy, nats", lambda row: number(found.entropy[row.step], 3)),
+        Column("the SLM's token", lambda row: token(row.slm), "l"),
+        Column("chosen", lambda row: token(row.chosen), "l"),
+    ]
+    note = f"{number(len(found.entropy))} steps, threshold {found.threshold:.3f} nats."
+    return [Verbatim("Problem", found.problem), column_table("Its events", found.events, columns, note)]
+
+
+def _worked_event(findings: Findings, found: values.WorkedEvent) -> list[Block]:
+    columns = [
+        Column("", lambda row: token(row.token), "l"),
+        text_column("source", "proposed by"),
+        number_column("p_slm", "p SLM", 4),
+        number_column("p_llm", "p LLM", 4),
+        number_column("compatibility", "compatibility, nats", 3),
+        number_column("score", "score", 3),
+        Column("leads to", lambda row: Span("right", "good") if row.correct else Span("wrong", "bad"), "l"),
+        Column("the SLM's rollout", lambda row: Span(shortened(row.rollout), "code"), "l"),
+    ]
+    candidates = sorted(found.candidates, key=lambda row: -row.score)
+    return [
+        Paragraph(f"The right answer is {found.gold}; entropy {found.entropy:.3f} nats."),
+        Verbatim("Problem", found.problem),
+        Verbatim("Prompt", found.prompt),
+        *([Verbatim("Written so far", found.prefix)] if found.prefix else []),
+        Verbatim("Shared future", found.future),
+        column_table("Its candidates, best score first", candidates, columns, made_with(findings, intervals="")),
+    ]
+
+
+def _calibration(findings: Findings, found: values.Calibration) -> list[Block]:
+    mixed, wanted = found.mixed, found.minimum_mixed
+    terms = {"b": "compatibility", "llm": "log p of the LLM", "slm": "log p of the SLM"}
+    rows = [[term, *(number(found.theta[name], 3) for name in (key, f"{key}_certain"))] for key, term in terms.items()]
+    head = ["standardised in the pool", "weight", "weight × the LLM's certainty"]
+    enough = f"the {wanted} wanted at least" if mixed >= wanted else f"fewer than the {wanted} wanted, so doubtful"
+    return [
+        Paragraph(
+            f"Fitted on {number(found.states)} rolled-out training states, {number(mixed)} of which have "
+            f"candidates that differ in outcome ({enough})."
+        ),
+        Table("Weights of the calibrated target", head, rows, made_with(findings, decoded=False, intervals="")),
+    ]
+
+
+def _advice(findings: Findings, found: Sequence[str]) -> list[Block]:
+    return [Items(found)]
+
+
+def _costs(findings: Findings, found: values.Costs) -> list[Block]:
+    deployment, offline = found.deployment or (), found.offline
+    where = f"on {findings.machine or 'a machine that was not recorded'}."
+    of_methods = [
+        text_column("method"),
+        *([text_column("loop", "loop")] if any(row.loop for row in deployment) else []),
+        number_column("problems", "problems"),
+        number_column("calls", "LLM calls a problem", 2),
+        number_column("pool", "candidates an event", 2),
+        number_column("appended", "tokens chosen at events", 2),
+        number_column("suffix", "LLM tokens beyond them", 1),
+        number_column("seconds", "seconds a problem", 4),
+        Column("× greedy [95%]", lambda row: "{:.2f} [{:.2f}, {:.2f}]".format(*row.relative) if row.relative else ""),
+        Column("peak memory, MiB", lambda row: number(row.peak_bytes and row.peak_bytes / 2**20, 1)),
+        *_published(deployment, "published, × greedy", 2),
+    ]
+    of_stages = [
+        text_column("stage"),
+        number_column("units", "units"),
+        text_column("unit"),
+        number_column("seconds", "seconds", 1),
+        number_column("gpu_hours", "GPU hours", 4),
+        Column("devices", lambda row: ", ".join(row.devices), "l"),
+        *_published(offline, "published, GPU hours", 1),
+    ]
+    command = Span("futurebridge experiment costs", "code")
+    blocks: list[Block] = [] if deployment else [Paragraph(("Deployment was not timed; ", command, " does it."))]
+    if deployment:
+        note = f"One problem at a time, {where} {made_with(findings)}"
+        blocks.append(column_table("Deployment", deployment, of_methods, note))
+    if offline:
+        note = f"Work of all processes together, {where} {made_with(findings, intervals='')}"
+        blocks.append(column_table("Offline stages", offline, of_stages, note))
+    return blocks
+
+
+def _published(rows: Sequence[Any], head: str, decimals: int) -> list[Column]:
+    """A column of the paper's figures, where there are any to stand beside these rows."""
+    return [number_column("published", head, decimals)] if any(row.published for row in rows) else []
+
+
+class Diagnostic(NamedTuple):
+    """How a section of the findings is shown, the command that makes it, and the experiment that it stands behind."""
+
+    title: str
+    command: str
+    behind: str
+    blocks: Callable[[Findings, Any], list[Block]]
+    draw: Callable[[Findings], Picture | None] = lambda findings: None
+    caption: str = ""
+
+
+ROLLOUTS = "futurebridge rollouts"
+DIAGNOSTICS = {  # by the section of the findings
+    "costs": Diagnostic(
+        "Costs",
+        "futurebridge experiment costs",
+        "methods",
+        _costs,
+        figures.cost,
+        "Time a problem, in times of greedy decoding, against accuracy, both with 95% intervals.",
+    ),
+    "coverage": Diagnostic("Pool coverage", ROLLOUTS, "pools", _coverage),
+    "future_quality": Diagnostic(
+        "Future quality",
+        "futurebridge experiment futures",
+        "futures",
+        _future_quality,
+        figures.quality,
+        "Pairs in order, in percent, by kind of future and horizon; 50 is chance.",
+    ),
+    "agreement": Diagnostic(
+        "Agreement with rollouts",
+        ROLLOUTS,
+        "temperature",
+        _agreement,
+        figures.agreement,
+        "Pairs of candidates that each score puts in the order of the SLM's rollouts, with 95% intervals; the dotted "
+        "line is chance.",
+    ),
+    "advice": Diagnostic("Advice", ROLLOUTS, "temperature", _advice),
+    "calibration": Diagnostic("Calibration", "futurebridge experiment repairs", "temperature", _calibration),
+    "choices": Diagnostic(
+        "Choices by kind of event", "futurebridge experiment repairs quantiles", "quantiles", _choices
+    ),
+    "trajectory": Diagnostic(
+        "One trajectory",
+        ROLLOUTS,
+        "quantiles",
+        _trajectory,
+        figures.trajectory,
+        "Entropy of the SLM along the text. Diamonds are events, with the SLM's own token and the one chosen there; "
+        "the dashed line is the request threshold.",
+    ),
+    "worked_event": Diagnostic(
+        "One event in full",
+        ROLLOUTS,
+        "quantiles",
+        _worked_event,
+        figures.event,
+        "Score of every candidate; the colour says whether the SLM's rollout behind it reaches the right answer.",
+    ),
+    "selection": Diagnostic("Choice on validation", "futurebridge train", "quantiles", _selection),
+    "filters": Diagnostic("States", "futurebridge score", "quantiles", _filters),
+}

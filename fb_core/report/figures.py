@@ -1,0 +1,334 @@
+"""The report's figures: each takes a run's findings and gives SVG for a light and a dark page, None without data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator
+
+from fb_core.report.findings import OURS, Findings, Result
+from fb_core.report.recipes import benchmarks, by_cell
+from fb_core.report.theme import Theme, pictured
+from fb_core.statistics import Interval
+from fb_core.terminal import IN_TOKEN, escaped
+
+WIDTH = 8.4  # inches, as wide as the page's text
+LONGEST_LABEL, LONGEST_TOKEN = 50, 14  # characters
+LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", ":")
+
+
+def _panels(count: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """So many panels in rows of at most `columns`, each row `height` inches high."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(WIDTH, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for axis in axes[count:]:
+        axis.remove()
+    return figure, axes[:count]
+
+
+def _shown(text: str) -> str:
+    """A label that cannot hide or grow."""
+    return _cut(escaped(text), LONGEST_LABEL)
+
+
+def _token(text: str) -> str:
+    """The same with white space visible."""
+    return _cut(escaped(text, IN_TOKEN), LONGEST_TOKEN)
+
+
+def _cut(label: str, longest: int) -> str:
+    return label if len(label) <= longest else f"{label[: longest - 1]}…"
+
+
+def _percent(interval: Interval) -> tuple[float, list[list[float]]]:
+    """The mean in percent and how far the interval reaches to both sides of it."""
+    mean, low, high = (100 * value for value in interval)
+    return mean, [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+
+
+def _spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Ascending positions moved apart until neighbours have their gap."""
+    placed = list(wanted)
+    for _ in range(len(placed) * 20):
+        for index in range(len(placed) - 1):
+            if (lacking := gap - (placed[index + 1] - placed[index])) > 0:
+                placed[index] -= lacking / 2
+                placed[index + 1] += lacking / 2
+    return placed
+
+
+def _rows(findings: Findings, table: str) -> list[tuple[Result, Interval]]:
+    """The rows of a table with an accuracy, and that accuracy."""
+    return [(row, row.accuracy) for row in findings.of(table) if row.accuracy]
+
+
+@pictured
+def accuracy(findings: Findings, theme: Theme) -> Figure | None:
+    """Every method's accuracy with its interval, a panel a benchmark, greedy decoding as a line."""
+    rows = _rows(findings, "methods")
+    if not rows:
+        return None
+    labels = list(dict.fromkeys(row.label for row, _ in rows))
+    names = benchmarks([row for row, _ in rows])
+    figure, axes = _panels(len(names), 3, 0.27 * len(labels) + 0.8, sharey=True)
+    for axis, name in zip(axes, names, strict=True):
+        for row, interval in rows:
+            if row.benchmark == name:
+                _dot(axis, interval, labels.index(row.label), theme.ours if row.key == OURS else theme.others)
+                if row.key == "greedy":
+                    axis.axvline(100 * interval.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+        axis.set_xlabel(f"accuracy on {_shown(name)}, %")
+        axis.set_yticks(range(len(labels)), [_shown(label) for label in labels])
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+    return figure
+
+
+def _dot(axis: Axes, interval: Interval, place: int, colour: str) -> None:
+    mean, reach = _percent(interval)
+    axis.errorbar(mean, place, xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
+
+
+@pictured
+def agreement(findings: Findings, theme: Theme) -> Figure | None:
+    """How each score orders pairs of candidates as their rollouts do, a panel a kind of event."""
+    rows = [(row, row.pairwise) for row in findings.agreement or () if row.pairwise]
+    if not rows:
+        return None
+    scores = list(dict.fromkeys(row.score for row, _ in rows))
+    kinds = list(dict.fromkeys(row.kind for row, _ in rows))
+    figure, axes = _panels(len(kinds), 4, 0.3 * len(scores) + 0.9, sharey=True)
+    for axis, kind in zip(axes, kinds, strict=True):
+        for row, interval in rows:
+            if row.kind == kind:
+                colour = theme.ours if row.score == "FutureBridge" else theme.others
+                _dot(axis, interval, scores.index(row.score), colour)
+        axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
+        axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
+        axis.set_xlabel(f"pairs in order, %\n({_shown(kind)} events)")
+        axis.set_yticks(range(len(scores)), [_shown(score) for score in scores])
+    return figure
+
+
+@pictured
+def horizon(findings: Findings, theme: Theme) -> Figure | None:
+    """Accuracy of rerankers by the horizon of their target, and how far the target itself agrees with rollouts."""
+    rows = [(row, interval) for row, interval in _rows(findings, "horizons") if row.x is not None]
+    targets = {
+        int(found[1]): row.pairwise
+        for row in findings.agreement or ()
+        if row.kind == "all" and row.pairwise and (found := re.fullmatch(r"Direct-B_(\d+)", row.score))
+    }
+    curves: list[tuple[str, str, dict[Any, Interval]]] = [
+        ("accuracy, %", name, {row.x: interval for row, interval in rows if row.benchmark == name})
+        for name in benchmarks([row for row, _ in rows])
+    ]
+    curves += [("target's pairs in order, %", "Direct-B against rollouts", targets)] if targets else []
+    heads = list(dict.fromkeys(head for head, _, _ in curves))
+    if not curves:
+        return None
+    figure, axes = _panels(len(heads), 2, 3.0)
+    for axis, head in zip(axes, heads, strict=True):
+        inside = [(name, points) for title, name, points in curves if title == head]
+        for (name, points), colour, marker in zip(inside, cycle(theme.series), cycle(MARKERS)):
+            _curve(axis, points, colour, marker, _shown(name))
+        ticks = sorted({x for _, points in inside for x in points})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set(xlabel="horizon, tokens of the future", ylabel=head)
+        if len(inside) > 1:
+            axis.legend(fontsize=8)
+    return figure
+
+
+def _curve(
+    axis: Axes, points: Mapping[float, Interval], colour: str, marker: str, label: str, dashes: str = "-"
+) -> None:
+    """Means by x with their intervals as a band."""
+    xs = sorted(points)
+    mean, low, high = ([100 * points[x][part] for x in xs] for part in range(3))
+    axis.plot(xs, mean, color=colour, marker=marker, markersize=5, linestyle=dashes, label=label)
+    axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+@pictured
+def quality(findings: Findings, theme: Theme) -> Figure | None:
+    """The target's agreement with rollouts by what stands as the future and how much of it is read."""
+    found = findings.future_quality
+    if found is None:
+        return None
+    colours, shares = colormaps["cividis"], found.pairwise
+    figure, (axis,) = _panels(1, 1, 0.42 * len(shares) + 0.8)
+    figure.set_figwidth(min(WIDTH, 2.4 + 1.1 * len(found.horizons)))
+    for row, values in enumerate(shares):
+        for column, share in enumerate(values):
+            colour = theme.line if share is None else colours(share)
+            axis.fill_between([column - 0.48, column + 0.48], row - 0.46, row + 0.46, color=colour, linewidth=0)
+            text = "–" if share is None else f"{100 * share:.0f}"
+            dark = share is not None and share < 0.55
+            ink = theme.ink if share is None else "#ffffff" if dark else "#000000"
+            axis.text(column, row, text, ha="center", va="center", color=ink)
+    axis.set_xticks(range(len(found.horizons)), [str(h) for h in found.horizons])
+    axis.set_yticks(range(len(shares)), [_shown(name) for name in found.qualities])
+    axis.set(ylim=(len(shares) - 0.5, -0.5), xlabel="horizon, tokens of the future", ylabel="future")
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    return figure
+
+
+@pictured
+def trajectory(findings: Findings, theme: Theme) -> Figure | None:
+    """The SLM's entropy step by step, the threshold, and what was chosen where it was passed."""
+    found = findings.trajectory
+    if found is None:
+        return None
+    entropy, steps = found.entropy, range(len(found.entropy))
+    figure, (axis,) = _panels(1, 1, 4.0)
+    axis.plot(steps, entropy, color=theme.others, linewidth=1.2, marker="." if len(entropy) < 200 else "")
+    axis.axhline(found.threshold, color=theme.faint, linestyle="--", linewidth=1)
+    events = sorted(found.events, key=lambda event: event.step)
+    at = [event.step for event in events]
+    axis.plot(at, [entropy[step] for step in at], "D", color=theme.ours, markersize=6, linestyle="none")
+    top = max([*entropy, found.threshold, 0.1])
+    room = 0.028 * len(entropy)
+    for event, x in zip(events, _spread(at, room), strict=True):
+        text = f"{_token(event.slm)} → {_token(event.chosen)}"
+        arrow = {"arrowstyle": "-", "color": theme.line, "linewidth": 0.8}
+        place = (event.step, entropy[event.step])
+        axis.annotate(text, place, (x, 1.1 * top), rotation=90, ha="center", va="bottom", fontsize=8, arrowprops=arrow)
+    label = f"threshold {found.threshold:.3f} nats"
+    axis.text(1, found.threshold, label, transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+    axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step, tokens", ylabel="entropy, nats")
+    axis.set_yticks([tick for tick in axis.get_yticks() if tick <= 1.08 * top])
+    if len(entropy) <= LONGEST_SPELLED_OUT:
+        axis.set_xticks(steps, [_token(token) for token in found.tokens], rotation=90, fontsize=7.5)
+        axis.grid(False, axis="x")
+        axis.set_xlabel("the text, token by token")
+    return figure
+
+
+@pictured
+def event(findings: Findings, theme: Theme) -> Figure | None:
+    """One event: the score of every candidate, coloured by where the SLM's rollout behind it leads."""
+    found = findings.worked_event
+    if found is None:
+        return None
+    candidates = sorted(found.candidates, key=lambda row: -row.score)
+    figure, (axis,) = _panels(1, 1, 0.28 * len(candidates) + 1.0)
+    figure.set_figwidth(0.8 * WIDTH)
+    for place, row in enumerate(candidates):
+        colour, hatch = (theme.good, "") if row.correct else (theme.bad, "///")
+        axis.barh(place, row.score, 0.7, color=colour, hatch=hatch)
+        axis.annotate(
+            f"{row.score:.2f}",
+            (row.score, place),
+            (4 if row.score >= 0 else -4, 0),
+            textcoords="offset points",
+            ha="left" if row.score >= 0 else "right",
+            va="center",
+            fontsize=8,
+        )
+    axis.axvline(0, color=theme.faint, linewidth=0.8)
+    axis.margins(x=0.1)
+    axis.set_yticks(range(len(candidates)), [f"{_token(row.token)} ({_shown(row.source)})" for row in candidates])
+    axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="score of the reranker", ylabel="candidate (source)")
+    axis.grid(False, axis="y")
+    key = [Patch(color=theme.good, label="rollout right"), Patch(facecolor=theme.bad, hatch="///", label="wrong")]
+    figure.legend(handles=key, loc="outside upper right", ncols=2, fontsize=8)
+    return figure
+
+
+@pictured
+def cost(findings: Findings, theme: Theme) -> Figure | None:
+    """What a problem takes, in times of greedy decoding, against accuracy on the first benchmark."""
+    measured = (findings.costs and findings.costs.deployment) or ()
+    rows = _rows(findings, "methods")
+    first = {row.label: (row, interval) for row, interval in rows if row.benchmark == rows[0][0].benchmark}
+    known = [(one, one.relative) for one in measured if one.relative and one.method in first]
+    several = len({one.loop for one, _ in known}) > 1
+    points = sorted(
+        ((relative, *first[one.method], f", {one.loop} loop" * several) for one, relative in known),
+        key=lambda point: point[2].mean,
+    )
+    if not points:
+        return None
+    height = 3.6
+    figure, (axis,) = _panels(1, 1, height)
+    lows, highs = ([100 * interval[end] for _, _, interval, _ in points] for end in (1, 2))
+    low, high = max(0.0, min(lows) - 5), min(104.0, max(highs) + 5)
+    gap = (high - low) * 12 / (0.8 * height * 72)  # of labels one above the other
+    places = _spread([100 * interval.mean for _, _, interval, _ in points], gap)
+    for (relative, row, interval, loop), place in zip(points, places, strict=True):
+        colour = theme.ours if row.key == OURS else theme.others
+        mean, reach = _percent(interval)
+        times = [[max(0.0, relative.mean - relative.low)], [max(0.0, relative.high - relative.mean)]]
+        axis.errorbar(relative.mean, mean, reach, times, fmt="o", color=colour, markersize=5, capsize=2)
+        axis.annotate(
+            _shown(row.label) + loop,
+            (relative.mean, mean),
+            (1.02, place),
+            textcoords=axis.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
+            color=colour,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4},
+        )
+    xs = [relative.mean for relative, *_ in points]
+    if min(xs) > 0 and max(xs) > 8 * min(xs):
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_locator(NullLocator())
+    axis.set(
+        ylim=(low, high), xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %"
+    )
+    return figure
+
+
+@pictured
+def sweep(findings: Findings, theme: Theme) -> Figure | None:
+    """Accuracy of what was tried at several request quantiles, the direct LLM score among it, and greedy decoding."""
+    cells = by_cell(findings)
+    places = [cell[:2] for cell in cells]
+    found = {cell: row for cell, row in cells.items() if places.count(cell[:2]) > 1}
+    names = benchmarks(list(found.values()))
+    if not names:
+        return None
+    figure, axes = _panels(len(names), 2, 3.6, sharey=True)
+    labels = {key: row.label for (key, _, _), row in found.items()}
+    order = sorted(labels, key=lambda key: (key != OURS, key != "direct"))
+    colours = len(theme.series)
+    for axis, name in zip(axes, names, strict=True):
+        for number, key in enumerate(order):
+            points = {
+                at: row.accuracy
+                for (recipe, where, at), row in found.items()
+                if (recipe, where) == (key, name) and row.accuracy
+            }
+            if points:
+                look = theme.series[number % colours], MARKERS[number % len(MARKERS)]
+                _curve(axis, points, *look, _shown(labels[key]), DASHES[number // colours % len(DASHES)])
+        for row, interval in _rows(findings, "methods"):
+            if row.key == "greedy" and row.benchmark == name:
+                level = 100 * interval.mean
+                axis.axhline(level, color=theme.faint, linestyle="--", linewidth=1, label=_shown(row.label))
+        ticks = sorted({at for _, where, at in found if where == name})
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set(xlabel="request quantile", ylabel=f"accuracy on {_shown(name)}, %")
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+    return figure

@@ -1,0 +1,218 @@
+"""A small document: sections of text, tables and figures, as one HTML file that needs nothing else, and as Markdown."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from fb_core.terminal import IN_TEXT, escaped
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text with a meaning: something as it is written elsewhere (a token, a command), or a verdict."""
+
+    text: str
+    kind: Literal["code", "good", "bad", "faint"]
+
+
+Text = str | Span | tuple[str | Span, ...]
+
+
+class Picture(NamedTuple):
+    """A figure as SVG, for a light and for a dark ground."""
+
+    light: str
+    dark: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Running text."""
+
+    text: Text
+
+
+@dataclass(frozen=True)
+class Items:
+    """Points of equal weight."""
+
+    texts: Sequence[Text]
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A text as it is, line by line, under a label."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under column heads.
+
+    Attributes:
+        caption: what it shows.
+        rows: cells of every row, as many as `head` has.
+        note: the settings that its numbers were made with.
+        align: "l" or "r" for each column; the first left and the others right if left out.
+        marked: the row that is set off, if one is.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+    note: str = ""
+    align: str = ""
+    marked: int | None = None
+
+    @property
+    def sides(self) -> str:
+        """`align`, given or not."""
+        return self.align or "l" + "r" * (len(self.head) - 1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture under its file name (without suffix), with the caption that says in words what it shows."""
+
+    name: str
+    caption: str
+    picture: Picture
+
+
+Block = Paragraph | Items | Verbatim | Table | Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a title, then smaller sections."""
+
+    title: str
+    blocks: Sequence[Block] = ()
+    sections: Sequence[Section] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a reader gets."""
+
+    title: str
+    blocks: Sequence[Block]
+    sections: Sequence[Section]
+
+    def figures(self) -> Iterator[Figure]:
+        """All figures, in their order."""
+
+        def inside(sections: Sequence[Section]) -> Iterator[Block]:
+            for section in sections:
+                yield from section.blocks
+                yield from inside(section.sections)
+
+        return (block for block in chain(self.blocks, inside(self.sections)) if isinstance(block, Figure))
+
+    def html(self) -> str:
+        """One file with its figures inside; it loads nothing and runs nothing."""
+        return page("report.html", title=self.title, blocks=self.blocks, sections=self.sections)
+
+    def markdown(self, figures: str) -> str:
+        """The same with pipe tables; `figures` is the folder of the pictures, seen from the file."""
+        parts = [f"# {_markdown(self.title)}", *(_markdown_block(block, figures) for block in self.blocks)]
+        return "\n\n".join([*parts, *_markdown_sections(self.sections, figures)]) + "\n"
+
+
+def page(template: str, **values: Any) -> str:
+    """A page of a template in the one style; whatever a value says is text and cannot be markup or hide.
+
+    Args:
+        template: in `templates`.
+        values: that it shows, the page's `title` among them.
+    """
+    style = _templates().get_template("style.css").render()
+    hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return _templates().get_template(template).render(values, style=Markup(style), style_hash=hashed)
+
+
+@cache
+def _templates() -> Environment:
+    def shown(value: Any) -> Any:
+        return escaped(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    made = Environment(
+        loader=PackageLoader("fb_core.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["pieces"] = _pieces
+    made.filters["kind"] = lambda block: type(block).__name__
+    made.filters["as_it_is"] = lambda text: escape(escaped(text, IN_TEXT))
+    made.filters["svg"] = lambda svg: Markup("data:image/svg+xml;base64,") + base64.b64encode(svg.encode()).decode()
+    return made
+
+
+def _pieces(text: Text) -> tuple[str | Span, ...]:
+    return text if isinstance(text, tuple) else (text,)
+
+
+# What would be markup: a link or image, its target, code, emphasis (not inside a word), a cell's end, mathematics.
+_MARKUP = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(:\[]|&|<")
+_ENTITIES = {"&": "&amp;", "<": "&lt;"}
+_BLOCK_START = re.compile(r"\A(\d*)(?=[#>+=-]|[.)](?:\s|\Z))")
+
+
+def _markdown(text: Text) -> str:
+    return "".join(map(_markdown_piece, _pieces(text)))
+
+
+def _markdown_piece(piece: str | Span) -> str:
+    text = piece if isinstance(piece, str) else piece.text
+    marked = _MARKUP.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), escaped(text))
+    return f"<code>{marked}</code>" if isinstance(piece, Span) and piece.kind == "code" else marked
+
+
+def _line(text: Text) -> str:
+    """Text that opens a line: no list, heading or quotation begins there by accident."""
+    return _BLOCK_START.sub(r"\1\\", _markdown(text).lstrip())
+
+
+def _markdown_sections(sections: Sequence[Section], figures: str, level: int = 2) -> Iterator[str]:
+    for section in sections:
+        yield f"{'#' * level} {_markdown(section.title)}"
+        yield from (_markdown_block(block, figures) for block in section.blocks)
+        yield from _markdown_sections(section.sections, figures, level + 1)
+
+
+def _markdown_block(block: Block, figures: str) -> str:
+    if isinstance(block, Paragraph):
+        return _line(block.text)
+    if isinstance(block, Items):
+        return "\n".join(f"- {_line(text)}" for text in block.texts)
+    if isinstance(block, Verbatim):
+        text = escaped(block.text, IN_TEXT)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        return f"{_line(block.label)}\n\n{fence}text\n{text}\n{fence}"
+    if isinstance(block, Figure):
+        return f"![{block.name}]({figures}/{block.name}.svg)\n\n{_line(block.caption)}"
+    rows = [[_markdown(cell) for cell in row] for row in block.rows]
+    lines = markdown_table([_markdown(head) for head in block.head], rows, block.sides)
+    note = f"\n\n{_line(block.note)}" if block.note else ""
+    return f"**{_markdown(block.caption)}**\n\n" + "\n".join(lines) + note
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
+    """Lines of a pipe table whose cells are Markdown already; columns with side "r" are set to the right."""
+    rule = "|".join("---:" if side == "r" else "---" for side in sides or "l" * len(head))
+    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]

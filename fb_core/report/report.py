@@ -1,0 +1,156 @@
+"""`futurebridge report`: what runs found, as one HTML file and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fb_core.report import figures
+from fb_core.report.columns import number
+from fb_core.report.diagnostics import DIAGNOSTICS, Diagnostic
+from fb_core.report.experiments import across, experiment_blocks, headlines
+from fb_core.report.findings import Experiment, Findings, findings_bytes, rows_bytes
+from fb_core.report.orderings import ordering_blocks
+from fb_core.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span, Table
+
+FIGURES = "figures"  # folder beside report.md
+EXPERIMENT_FIGURES: Mapping[str | None, Callable[[Findings], Picture | None]] = {
+    "accuracy": figures.accuracy,
+    "horizon": figures.horizon,
+    "sweep": figures.sweep,
+}
+
+
+class Part(NamedTuple):
+    """A section of a run's report: what is in it if anything, and the command that makes what it shows."""
+
+    title: str
+    command: str
+    blocks: list[Block]
+
+
+def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
+    """Write report.html, report.md with its figures/*.svg, findings.json, and rows.json with the tables' rows alone.
+
+    Args:
+        findings: of one run or several.
+        folder: where to; made if need be.
+
+    Returns:
+        the files.
+
+    Raises:
+        ValueError: no findings, or settings with numbers that are not finite.
+        OSError: the folder cannot be written.
+    """
+    document = render(findings)
+    files = {"findings.json": findings_bytes(findings), "rows.json": rows_bytes(findings)}
+    files |= {f"{FIGURES}/{figure.name}.svg": figure.picture.light.encode() for figure in document.figures()}
+    files |= {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
+    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]
+
+
+def render(findings: Sequence[Findings]) -> Document:
+    """The report: of several runs what they have in common first, then each by itself.
+
+    Raises:
+        ValueError: no findings.
+    """
+    if not findings:
+        raise ValueError("findings: expected those of one run or more, got none; name a run's folder")
+    names = [one.name for one in findings]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    how = Paragraph(
+        "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
+        "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
+        "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
+        "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
+        "within each. A column headed “published” is there only beside the paper's models, data and settings."
+    )
+    if len(findings) == 1:
+        return Document(f"FutureBridge report: {names[0]}", [how], _run(findings[0], ""))
+    named = [one.model_copy(update={"name": name}) for name, one in zip(names, findings, strict=True)]
+    runs = [Section(one.name, [], _run(one, f"run-{number}-")) for number, one in enumerate(named, 1)]
+    return Document(f"FutureBridge report: {', '.join(names)}", [how], [across(named), *runs])
+
+
+def _run(findings: Findings, prefix: str) -> list[Section]:
+    """Everything about one run; `prefix` begins the names of its figures."""
+    parts = list(_parts(findings, prefix))
+    absent = [part for part in parts if not part.blocks]
+    return [
+        Section("At a glance", [*_overview(findings), *headlines(findings), *ordering_blocks(findings)]),
+        *(Section(part.title, part.blocks) for part in parts if part.blocks),
+        *([Section("Not run", _missing(absent))] if absent else []),
+        Section("Settings", _settings(findings)),
+    ]
+
+
+def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
+    """The experiments in their order, behind each the diagnostics that belong to it, then the others."""
+    left = dict(DIAGNOSTICS)
+    for shown in findings.experiments:
+        yield _experiment(findings, shown, prefix)
+        for name in [name for name, one in left.items() if one.behind == shown.name]:
+            yield _diagnostic(findings, name, left.pop(name), prefix)
+    yield from (_diagnostic(findings, name, one, prefix) for name, one in left.items())
+
+
+def _experiment(findings: Findings, shown: Experiment, prefix: str) -> Part:
+    draw = EXPERIMENT_FIGURES.get(shown.figure, lambda _: None)
+    blocks = [*experiment_blocks(findings, shown), *_figure(prefix + shown.name, shown.caption, draw(findings))]
+    return Part(shown.title, f"futurebridge experiment {shown.name}", blocks)
+
+
+def _diagnostic(findings: Findings, name: str, one: Diagnostic, prefix: str) -> Part:
+    found = getattr(findings, name)
+    drawn = one.draw(findings) if found else None
+    blocks = [*one.blocks(findings, found), *_figure(prefix + name, one.caption, drawn)] if found else []
+    return Part(one.title, one.command, blocks)
+
+
+def _figure(name: str, caption: str, picture: Picture | None) -> list[Block]:
+    return [] if picture is None else [Figure(name.replace("_", "-"), caption, picture)]
+
+
+def _missing(parts: Sequence[Part]) -> list[Block]:
+    return [
+        Paragraph("These parts are left out, since the run's folder does not hold what they show."),
+        Items([(f"{part.title}: made by ", Span(part.command, "code")) for part in parts]),
+    ]
+
+
+def _overview(findings: Findings) -> list[Block]:
+    facts, pair, policy, selection = [], findings.pair, findings.policy, findings.selection
+    if pair:
+        for which, model, count in (("SLM", pair.slm, pair.slm_parameters), ("LLM", pair.llm, pair.llm_parameters)):
+            facts.append((which, f"{model}, {number(count)} parameters" if count else model))
+    if policy:
+        asks = f"entropy above {policy.threshold:.3f} nats: quantile {policy.quantile:g} on validation problems"
+        facts.append(("the LLM is asked at", f"{asks}, softmax of the {policy.top_k} largest logits"))
+    if selection:
+        facts.append(("reranker", f"horizon {selection.horizon}, epoch {selection.epoch}, chosen on validation"))
+    if findings.seeds:
+        facts.append(("seeds", ", ".join(map(str, findings.seeds))))
+    facts += [(name, text) for name, text in (("machine", findings.machine), ("commit", findings.commit)) if text]
+    return [Table("The run", ("", ""), facts, align="ll")] if facts else []
+
+
+def _settings(findings: Findings) -> list[Block]:
+    settings = [(name, Span(value, "code")) for name, value in _flat(findings.settings)]
+    made = [(name, str(version)) for name, version in findings.made.items()]
+    blocks: list[Block] = [Table("Every setting", ("", "value"), settings, align="ll")] if settings else []
+    return [*blocks, *([Table("Made with", ("", "version"), made, align="ll")] if made else [])]
+
+
+def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", str(value)

@@ -1,0 +1,103 @@
+"""How figures look: colours for a light and a dark page, and SVG that is the same bytes every time."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from matplotlib import style
+from matplotlib.figure import Figure
+
+from fb_core.report.findings import Findings
+from fb_core.report.page import Picture
+
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours that hold up on one ground and for colour-blind readers; shapes and dashes say the same."""
+
+    ground: str
+    ink: str
+    faint: str
+    line: str
+    ours: str
+    others: str
+    good: str
+    bad: str
+    series: tuple[str, ...]
+
+
+LIGHT = Theme(
+    ground="#ffffff",
+    ink="#1b1f24",
+    faint="#5d6670",
+    line="#d8dce1",
+    ours="#d55e00",
+    others="#0072b2",
+    good="#0072b2",
+    bad="#d55e00",
+    series=("#d55e00", "#0072b2", "#009e73", "#a8457f", "#b07d00", "#3a3f46", "#2f8fc4"),
+)
+DARK = Theme(
+    ground="#14171b",
+    ink="#e4e7eb",
+    faint="#9aa4af",
+    line="#363c44",
+    ours="#ff8c42",
+    others="#56b4e9",
+    good="#56b4e9",
+    bad="#ff8c42",
+    series=("#ff8c42", "#56b4e9", "#2fc79a", "#e493c1", "#f0c04a", "#c9d0d8", "#8fa8ff"),
+)
+
+
+def pictured(draw: Callable[[Findings, Theme], Figure | None]) -> Callable[[Findings], Picture | None]:
+    """The drawing in both themes; the same findings give the same bytes."""
+
+    def svg(findings: Findings, theme: Theme) -> str | None:
+        with style.context(["default", _style(theme)]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
+            figure = draw(findings, theme)
+            if figure is None:
+                return None
+            file = io.StringIO()
+            figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
+        text = file.getvalue()
+        return text[text.index("<svg") :]  # without the address of a document type
+
+    @wraps(draw)
+    def both(findings: Findings) -> Picture | None:
+        light, dark = svg(findings, LIGHT), svg(findings, DARK)
+        return None if light is None or dark is None else Picture(light, dark)
+
+    return both
+
+
+def _style(theme: Theme) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "path",  # an image in a page finds no fonts of its own
+        "svg.hashsalt": "futurebridge",
+        "text.parse_math": False,  # a token may hold dollar signs
+        "font.size": 9,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.faint,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.line,
+        "grid.linewidth": 0.6,
+        "xtick.color": theme.faint,
+        "ytick.color": theme.faint,
+        "xtick.labelcolor": theme.ink,
+        "ytick.labelcolor": theme.ink,
+        "hatch.color": theme.ground,
+        "legend.frameon": False,
+    }

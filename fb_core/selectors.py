@@ -1,0 +1,201 @@
+"""Who takes one candidate of a pool: the models' own preferences, chance, the reranker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.config import CERTAINTY
+from fb_core.llm import seeded
+from fb_core.pool import Pool
+from fb_core.reranker import TokenReranker, candidate_features
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Where a token is to be chosen."""
+
+    tokens: Tensor  # [P] int64, prompt and prefix
+    step: int  # number of tokens generated so far
+    entropy: float  # nats
+    prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
+
+
+class Selector(ABC):
+    """Takes one candidate of a pool."""
+
+    def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
+        """Called when a decoder is made. Raises ValueError where the selector was made for another small model."""
+
+    @abstractmethod
+    def choose(self, state: State, pool: Pool) -> int:
+        """The index of the candidate to append."""
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """(index, scores[K] or None) for every state; each as `choose` would have it."""
+        return [(self.choose(state, pool), None) for state, pool in zip(states, pools, strict=True)]
+
+
+class ScoringSelector(Selector):
+    """Takes the candidate of the highest score, ties to the first in the pool."""
+
+    @abstractmethod
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """float32 [K] for every pool; higher is better."""
+
+    def best(self, scores: Tensor, pool: Pool) -> Tensor:
+        """The index of the highest score."""
+        return scores.argmax()
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The index of the highest score."""
+        return self.choose_many([state], [pool])[0][0]
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """(index of the highest score, scores) for every state.
+
+        Raises:
+            ValueError: a NaN score.
+        """
+        chosen: list[tuple[int, Tensor | None]] = []
+        for scores, pool in zip(self.scores_many(states, pools), pools, strict=True):
+            if bool(scores.isnan().any()):
+                raise ValueError(
+                    f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
+                )
+            chosen.append((int(self.best(scores, pool)), scores))
+        return chosen
+
+
+class LLMPreference(ScoringSelector):
+    """The LLM's most likely candidate, ties to the lowest id: on the joint pool its argmax, on the SLM's own "S2T"."""
+
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The candidates' log p_T."""
+        return [pool.llm_logprob for pool in pools]
+
+    def best(self, scores: Tensor, pool: Pool) -> Tensor:
+        """Of equal ones the lowest id, which is the LLM's own rule."""
+        return pool.ids.where(scores == scores.max(), pool.ids.max() + 1).argmin()
+
+
+class SLMPreference(ScoringSelector):
+    """The SLM's most likely candidate: plain greedy decoding wherever the pool holds the SLM's token."""
+
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The candidates' log p_S."""
+        return [pool.slm_logprob for pool in pools]
+
+
+class RandomChoice(Selector):
+    """A uniformly random candidate: a function of the seed and the state's tokens alone, whatever the batch.
+
+    Args:
+        seed: another seed, another draw.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The same index for the same seed and tokens."""
+        return seeded(self.seed, state.tokens.tolist()).randrange(len(pool))
+
+
+class CertainLLM(Selector):
+    """The LLM's token where it is certain of it, another selector's otherwise.
+
+    Args:
+        selector: asked where the LLM is not certain, or its token is not in the pool.
+        certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
+            docs/experiments.md.
+
+    Raises:
+        ValueError: a certainty outside [0, 1].
+    """
+
+    def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
+        if not 0.0 <= certainty <= 1.0:
+            raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
+        self.selector = selector
+        self.certainty = certainty
+
+    def check_slm(self, slm: hf.CausalLM) -> None:
+        """As the other selector's."""
+        self.selector.check_slm(slm)
+
+    def choose(self, state: State, pool: Pool) -> int:
+        """The LLM's token, or the other selector's."""
+        return self.choose_many([state], [pool])[0][0]
+
+    def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
+        """As `choose`, with the other selector's scores where it was asked."""
+        best = [int(pool.llm_logprob.argmax()) for pool in pools]
+        certain = [bool(pool.llm_logprob[top].exp() > self.certainty) for pool, top in zip(pools, best, strict=True)]
+        unsure = [row for row, sure in enumerate(certain) if not sure]
+        asked = self.selector.choose_many([states[row] for row in unsure], [pools[row] for row in unsure])
+        chosen: list[tuple[int, Tensor | None]] = [(top, None) for top in best]
+        for row, choice in zip(unsure, asked, strict=True):
+            chosen[row] = choice
+        return chosen
+
+
+def overridden(selector: Selector, certainty: float | None) -> Selector:
+    """The selector under a `CertainLLM` of that certainty; itself where that is None."""
+    return selector if certainty is None else CertainLLM(selector, certainty)
+
+
+class FutureBridgeSelector(ScoringSelector):
+    """The candidate that the reranker expects the SLM to continue from best.
+
+    Args:
+        reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
+            are scored in one forward.
+    """
+
+    def __init__(self, reranker: TokenReranker) -> None:
+        self.reranker = reranker
+
+    def check_slm(self, slm: hf.CausalLM) -> None:
+        """ValueError where the reranker was made on a model of other weights."""
+        base = self.reranker.base
+        if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
+            raise ValueError(
+                f"selector: expected a reranker made on the decoder's own SLM, got one made on a {type(base).__name__} "
+                "with other weights or architecture; make or load it on this SLM"
+            )
+
+    @torch.no_grad()
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """The reranker's scores, candidate features included where it was trained with them.
+
+        Raises:
+            ValueError: a reranker in training mode.
+        """
+        if not states:
+            return []
+        reranker = self.reranker
+        if reranker.training:
+            raise ValueError("reranker: expected it in eval mode, got training mode; call .eval() first")
+        features = None
+        if reranker.feature_names:
+            features = [
+                candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names)
+                for pool in pools
+            ]
+        return self._scores(states, pools, features)
+
+    def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
+        reranker = self.reranker
+        prefixes = [state.prefix for state in states if state.prefix is not None]
+        if reranker.scope == "candidate" and len(prefixes) == len(states):
+            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
+        return [
+            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
+            for row, (state, pool) in enumerate(zip(states, pools, strict=True))
+        ]

@@ -1,0 +1,262 @@
+"""How well scores tell what becomes of candidates: pairwise accuracy, top-1 success and coverage against rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fb_core import hf, statistics
+from fb_core.config import RunSettings
+from fb_core.pool import LARGE, SLM
+from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.deploy import chosen_reranker
+from fb_core.stages.examples import NATS, Examples, Group, Rollout, State
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Cost, Output, Stage, run_stage
+from fb_core.stages.states import StateStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.statistics import Interval
+
+Tally = NDArray[np.float64]
+KINDS = ("all", "word", "digit", "mark")
+
+
+class AgreementStage(Stage):
+    """What the chosen rerankers, as deployed, say of the candidates of the held-out states that were rolled out."""
+
+    name = "agreement"
+    command = "rollouts"
+    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons")
+    reads = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
+    unit = "states"
+
+    def shards(self) -> dict[str, int]:
+        folder, found = self.input(RolloutStage).folder, {}
+        for shard in folder.shards("validation"):
+            receipt = folder.receipt(shard)
+            if receipt is None:
+                raise ValueError(f"{folder.path}: expected {shard}, got none; run `rollouts`")
+            found[shard] = receipt.counts["validation states"]
+        return found
+
+    def work(self, shard: str) -> Output:
+        slm, certainty = self.models.slm, self.settings.evaluate.certainty
+        states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
+        members: dict[str, list[State]] = {}
+        for state in states:
+            members.setdefault(state.trajectory.problem.id, []).append(state)
+        rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
+        for done, of_trajectory in enumerate(members.values()):
+            self.on_progress(done)
+            longest = max(of_trajectory, key=lambda state: state.position).prefix
+            whole = hf.prefill_packed(slm, [longest])[0]  # once for all states and rerankers
+            for seed, reranker in self._rerankers.items():
+                for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+                    llm = state.pool.llm_logprob
+                    certain = certainty is not None and bool(llm.max().exp() > certainty)
+                    judged = llm if certain else scores  # there the LLM decides, as `CertainLLM` has it
+                    rows[state.id][f"seed-{seed}"] = judged.tolist()
+        columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
+        return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
+
+    @cached_property
+    def _rerankers(self) -> dict[int, TokenReranker]:
+        """By seed."""
+        return {seed: chosen_reranker(self.settings, self.run, seed) for seed in self.settings.train.seeds}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return agreement_table(self.settings, self.run)
+
+    def cost(self) -> Cost:
+        return Cost("scored by every reranker", self.input(TrajectoryStage).settings.collect.max_new_tokens)
+
+
+@torch.no_grad()
+def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
+    """float32 [K] of every state of one trajectory, whose prefix `whole` reaches to the last of them."""
+    device = reranker.base.device
+    pools = [state.pool.ids.to(device) for state in states]
+    features = [
+        candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names).to(device)
+        for pool in (state.pool for state in states)
+    ]
+    if reranker.scope == "candidate":
+        prefixes = [replace(whole, length=state.position) for state in states]
+        found = reranker.scores_many(prefixes, pools, features)
+    else:
+        found = [
+            reranker.scores(state.prefix, pool, features=rows)
+            for state, pool, rows in zip(states, pools, features, strict=True)
+        ]
+    return [scores.cpu() for scores in found]
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A held-out state that was rolled out, with the scores [K] that are known of its candidates, by name."""
+
+    rolled: Rollout
+    scores: Mapping[str, Sequence[Tensor]]  # one a seed where there are several
+
+
+def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
+    """The held-out states with all scores that the run's finished stages know of them.
+
+    Raises:
+        ValueError: no rollouts.
+    """
+    Artefact(run, RolloutStage.name).finished()
+    scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
+    known, learned = _complete(scored), _complete(reranked)
+    found = []
+    for shard in Artefact(run, RolloutStage.name).shards("validation"):
+        examples = Examples(run, shard)
+        groups = examples.groups if known else {}
+        table = {row["state"]: row for row in reranked.table(shard)} if learned else {}
+        for state, one in examples.rollouts.items():
+            pool = one.state.pool
+            scores: dict[str, Sequence[Tensor]] = {"SLM": [pool.slm_logprob], "LLM": [pool.llm_logprob]}
+            if (matrix := matrix_of(groups.get(state), one)) is not None:
+                for horizon in settings.train.horizons:
+                    scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
+            if state in table:
+                row = table[state]
+                scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
+            found.append(Judged(one, scores))
+    return found
+
+
+def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
+    """The group's [K, H] where it has one of the very candidates that were rolled out."""
+    same = group is not None and torch.equal(group.state.pool.ids, rolled.state.pool.ids)
+    return group.logprob if group is not None and same else None
+
+
+def _complete(folder: Artefact) -> bool:
+    return bool((folder.manifest() or {}).get("complete"))
+
+
+def judge(settings: RunSettings, run: Path) -> str:
+    """Agreement and coverage in Markdown, with the chosen rerankers held against the rollouts if there are some.
+
+    Raises:
+        ValueError: no rollouts, or as `run_stage`.
+    """
+    if _complete(Artefact(run, RerankerStage.name)):
+        run_stage(AgreementStage(settings, run))
+    return agreement_table(settings, run)
+
+
+def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """A row for every kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
+
+    Top-1 success also comes less that of the SLM's and of the LLM's own score on the same states. Without names rows
+    are of all scores.
+    """
+    if names is None:
+        names = list(dict.fromkeys(name for state in states for name in state.scores))
+    rows = []
+    for kind in KINDS:
+        for name in names:
+            members = [
+                state for state in states if name in state.scores and (kind == "all" or state.rolled.kind == kind)
+            ]
+            if members:
+                rows.append({"score": name, "kind": kind, **_agreement(members, name)})
+    return rows
+
+
+def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
+    tallies: dict[
+        str, Tally
+    ] = {}  # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
+    for state in states:
+        outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
+        tally = tallies.setdefault(state.rolled.state.trajectory.problem.id, np.zeros(8))
+        mixed = statistics.outcomes_differ(outcome)
+        local = [statistics.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
+        for score in seeds:
+            agreeing, comparable = statistics.pairwise_agreement(score.numpy(), outcome)
+            success = statistics.top1_success(score.numpy(), outcome)
+            tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed, *local]) / len(seeds)
+    won, pairs, hits, count, mixed_hits, mixed_count, slm, llm = np.stack(list(tallies.values())).T
+    return {
+        "states": round(count.sum()),
+        "mixed_states": round(mixed_count.sum()),
+        "pairs": round(pairs.sum()),
+        "problems": len(tallies),
+        "pairwise": _ratio(won, pairs),
+        "top1": _ratio(hits, count),
+        "top1_mixed": _ratio(mixed_hits, mixed_count),
+        "top1_minus_slm": None if name == "SLM" else statistics.paired_share_interval(hits, slm, count),
+        "top1_minus_llm": None if name == "LLM" else statistics.paired_share_interval(hits, llm, count),
+    }
+
+
+def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
+    """How often a pool holds a candidate from which the SLM succeeds: the SLM's, the LLM's and both together."""
+    rows: list[dict[str, Any]] = []
+    if not states:
+        return rows
+    for name, bits in (("SLM", SLM), ("LLM", LARGE), ("joint", SLM | LARGE)):
+        tallies: dict[str, Tally] = {}  # by problem: covered, states, covered of mixed, mixed
+        sizes = []
+        for state in states:
+            one = state.rolled
+            inside = (one.state.pool.sources & bits) > 0
+            sizes.append(int(inside.sum()))
+            covered = bool((one.correct & inside).any())
+            mixed = statistics.outcomes_differ(one.correct.numpy())
+            tally = tallies.setdefault(one.state.trajectory.problem.id, np.zeros(4))
+            tally += np.array([covered, 1, covered and mixed, mixed])
+        hits, count, mixed_hits, mixed_count = np.stack(list(tallies.values())).T
+        rows.append(
+            {
+                "pool": name,
+                "mean_size": sum(sizes) / len(sizes),
+                "states": round(count.sum()),
+                "mixed_states": round(mixed_count.sum()),
+                "coverage": _ratio(hits, count),
+                "coverage_mixed": _ratio(mixed_hits, mixed_count),
+            }
+        )
+    return rows
+
+
+def _ratio(part: Tally, whole: Tally) -> Interval | None:
+    return statistics.share_interval(part, whole) if whole.any() else None
+
+
+def _percent(value: Interval | None) -> str:
+    return "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
+
+
+def agreement_table(settings: RunSettings, run: Path) -> str:
+    """Agreement and coverage on the held-out states in Markdown."""
+    states = judged_states(settings, run)
+    lines = ["| event | score | pairwise, % [95%] | pairs | top-1, % | states | top-1 of mixed, % | mixed |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in agreement_rows(states):
+        pairwise, top1, mixed = (_percent(row[name]) for name in ("pairwise", "top1", "top1_mixed"))
+        cells = (row["kind"], row["score"], pairwise, row["pairs"], top1, row["states"], mixed, row["mixed_states"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| pool | mean size | coverage, % [95%] | states | of mixed, % | mixed |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in coverage_rows(states):
+        lines.append(
+            f"| {row['pool']} | {row['mean_size']:.2f} | {_percent(row['coverage'])} | {row['states']} | "
+            f"{_percent(row['coverage_mixed'])} | {row['mixed_states']} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,419 @@
+"""What a run leaves on disk: shards with receipts, and a manifest a stage. A file is there whole, or not at all.
+
+A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, beside each shard its receipt `<shard>.json`
+(hashes, counts, time), written last, and `manifest.json`. A shard counts as done where its receipt and all files agree.
+Receipts and manifests end with a hash of themselves: what was edited or damaged is named and not read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import logging
+import os
+import platform
+import reprlib
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there a second process is not kept out
+    fcntl = None  # type: ignore[assignment]
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+PART = ".part"  # ends the name of a file that is being written
+NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
+LONGEST_JSON = 64 << 20  # bytes
+SEAL = "sha256"  # of the rest of a receipt or manifest
+FORMAT = 2  # of what lies in a stage's folder; 1 joined states by their row
+IN_TABLE = b"futurebridge.format"  # where a table says its format
+BEGUN = (("identity", dict), ("chosen", dict), ("made_by", list), ("complete", bool))  # what a manifest holds
+FINISHED = (*BEGUN, ("shards", list), ("counts", dict), ("summary", dict), ("digest", str), ("cost", dict))
+SOFTWARE = ("futurebridge", "torch", "transformers", "peft", "accelerate", "pyarrow", "safetensors", "math-verify")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A finished shard.
+
+    Attributes:
+        identity: digest of what the stage was begun with.
+        files: name -> {"bytes", "sha256"}.
+        counts: what the shard holds, by name.
+        seconds: wall time of the work, of all processes together.
+        device: where it ran, such as "cpu", "server" or "NVIDIA H200".
+    """
+
+    identity: str
+    files: dict[str, dict[str, Any]]
+    counts: dict[str, int]
+    seconds: float
+    device: str
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, and stays after a power cut.
+
+    Raises:
+        OSError: it cannot be written, such as for want of space; what was there before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}{PART}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        with suppress(OSError):
+            temporary.unlink()
+        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        raise OSError(
+            problem.errno,
+            f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
+            "again, finished shards are kept",
+        ) from problem
+    with suppress(OSError):  # not every file system can
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def table_bytes(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> bytes:
+    """Rows as a parquet file; the same rows give the same bytes."""
+    schema, buffer = pa.schema(list(columns.items()), {IN_TABLE: str(FORMAT)}), io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema), buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Named tensors as a safetensors file."""
+    return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, {"format": "pt"})
+
+
+def json_bytes(value: Any) -> bytes:
+    """Plain values as JSON that a person can read."""
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def sealed_bytes(value: dict[str, Any]) -> bytes:
+    """`json_bytes` of plain values by name, with a hash of them."""
+    return json_bytes(value | {SEAL: digest(value)})
+
+
+class Artefact:
+    """One stage's folder.
+
+    Args:
+        run: folder of the whole run.
+        stage: name of the stage, and of its folder.
+    """
+
+    def __init__(self, run: Path, stage: str) -> None:
+        self.path = run / stage
+        self.stage = stage
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from working on the folder; what a killed one left half-written is removed.
+
+        Raises:
+            ValueError: another process is at work.
+            OSError: the folder cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK).open("ab") as lock:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{self.path}: expected to be the only process at work there, got another one; wait for its end"
+                ) from None
+            except OSError as problem:  # a file system without locks
+                log.warning("%s: cannot be locked (%s); start no second process on it", self.path, problem.strerror)
+            for left in self.path.rglob(f".*{PART}"):
+                left.unlink(missing_ok=True)
+            yield
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest, None before the stage was begun.
+
+        Raises:
+            ValueError: damaged.
+        """
+        path = self.path / MANIFEST
+        if not path.is_file():
+            return None
+        manifest = _read_sealed(path)
+        if manifest.get("stage") == self.stage and (found := manifest.get("format", 1)) != FORMAT:
+            raise ValueError(_other_format(path, found))
+        kinds = FINISHED if manifest.get("complete") else BEGUN
+        if manifest.get("stage") != self.stage or any(type(manifest.get(name)) is not kind for name, kind in kinds):
+            raise ValueError(
+                f"{path}: expected the manifest of {self.stage}, got another one; choose another run folder"
+            )
+        return manifest
+
+    def begin(self, identity: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+        """Begin the stage, or go on with it.
+
+        Args:
+            identity: everything that the stage's files depend on.
+            chosen: what was decided for this machine; of a stage already begun its own counts.
+
+        Returns:
+            the manifest.
+
+        Raises:
+            ValueError: the folder was begun with another identity; what differs is named.
+        """
+        identity = json.loads(json.dumps(identity))
+        manifest = self.manifest()
+        if manifest is None:
+            manifest = {"stage": self.stage, "format": FORMAT, "identity": identity, "chosen": chosen}
+            manifest |= {"made_by": [], "complete": False}
+        self.check(manifest, identity)
+        software = _software()
+        if software not in manifest["made_by"]:
+            manifest["made_by"].append(software)
+            self._write_manifest(manifest)
+        return manifest
+
+    def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
+        """ValueError where a stage was begun with another identity, as far as it is given; what differs is named."""
+        before = {part: manifest["identity"].get(part) for part in identity}
+        differences = _differences(before, json.loads(json.dumps(identity)))
+        changed = [f"{name} {before}, got {after}" for name, before, after in differences]
+        if changed:
+            raise ValueError(
+                f"{self.path}: begun with {'; '.join(changed)}; put that back, or choose another run folder"
+            )
+
+    def receipts(self, shards: Iterable[str]) -> dict[str, Receipt]:
+        """Those of the shards that are done; a damaged one is named in the log and counts as not done."""
+        found = {}
+        for shard in shards:
+            try:
+                receipt = self.receipt(shard)
+            except ValueError as problem:
+                log.warning("%s; the shard is made anew", problem)
+                continue
+            if receipt is not None:
+                found[shard] = receipt
+        return found
+
+    def receipt(self, shard: str) -> Receipt | None:
+        """A shard's receipt with its files compared to it, None where the shard is not done, or done for another run.
+
+        Raises:
+            ValueError: a damaged file.
+        """
+        path = self.path / f"{shard}.json"
+        if not path.is_file():
+            return None
+        try:
+            receipt = Receipt(**_read_sealed(path))
+            names = [Path(name) for name in receipt.files]
+            if not names or any(".." in name.parts or not name.parts[0].startswith(shard) for name in names):
+                raise TypeError(f"files {sorted(receipt.files)}")
+            if not all(type(count) is int for count in receipt.counts.values()) or type(receipt.seconds) is not float:
+                raise TypeError("counts and seconds that are no numbers")
+            if receipt.identity != self._identity():
+                return None
+            for name, known in receipt.files.items():
+                _checked_bytes(self.path / name, known)
+        except (AttributeError, IndexError, KeyError, TypeError) as problem:
+            raise ValueError(f"{path}: expected the receipt of a shard, got another file ({problem})") from None
+        return receipt
+
+    def put(
+        self, shard: str, files: Mapping[str, bytes], counts: Mapping[str, int], seconds: float, device: str
+    ) -> None:
+        """Write a shard's files, named as inside the folder, then its receipt."""
+        known = {}
+        for name, data in files.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            write_file(self.path / name, data)
+            known[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        receipt = Receipt(self._identity(), known, dict(counts), round(float(seconds), 3), device)
+        write_file(self.path / f"{shard}.json", sealed_bytes(asdict(receipt)))
+
+    def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
+        """Close the stage: counts, cost and the digest of its files go into the manifest."""
+        receipts, manifest = self.receipts(shards), self.manifest()
+        left = [shard for shard in shards if shard not in receipts]
+        if left or manifest is None:
+            raise ValueError(f"{self.path}: expected all shards done, got {left} damaged meanwhile; run again")
+        counts: dict[str, int] = {}
+        for receipt in receipts.values():
+            for name, count in receipt.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        hashes = {name: known["sha256"] for receipt in receipts.values() for name, known in receipt.files.items()}
+        manifest |= {
+            "complete": True,
+            "shards": list(shards),
+            "counts": counts,
+            "summary": summary,
+            "digest": digest([manifest["identity"], sorted(hashes.items()), summary]),
+            "cost": {
+                "seconds": round(sum(receipt.seconds for receipt in receipts.values()), 3),
+                "gpu_hours": round(
+                    sum(receipt.seconds for receipt in receipts.values() if receipt.device not in NO_GPU) / 3600, 4
+                ),
+                "devices": sorted({receipt.device for receipt in receipts.values()}),
+            },
+        }
+        self._write_manifest(manifest)
+        return manifest
+
+    def finished(self) -> dict[str, Any]:
+        """The manifest of a stage that is complete.
+
+        Raises:
+            ValueError: it is not.
+        """
+        manifest = self.manifest()
+        if manifest is None or not manifest["complete"]:
+            got = "none" if manifest is None else "a part"
+            raise ValueError(f"{self.path}: expected finished {self.stage}, got {got}; run its command to the end")
+        return manifest
+
+    def shards(self, split: str = "") -> list[str]:
+        """The names of a finished stage's shards, of one split if so wished; raises as `finished`."""
+        return [shard for shard in self.finished()["shards"] if shard.startswith(split)]
+
+    def table(self, shard: str) -> list[dict[str, Any]]:
+        """The rows of a shard's parquet file; raises as `read`, and ValueError for a file of another format."""
+        data, path = self.read(shard, "parquet"), self.path / f"{shard}.parquet"
+        try:
+            table = pq.read_table(io.BytesIO(data))
+        except pa.ArrowException as problem:
+            raise ValueError(f"{path}: expected a table, got {problem}; make the shard anew") from None
+        if (found := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():
+            raise ValueError(_other_format(path, found.decode(errors="replace")))
+        return table.to_pylist()
+
+    def tensors(self, shard: str) -> dict[str, Tensor]:
+        """A shard's tensors; raises as `read`."""
+        data = self.read(shard, "safetensors")
+        try:
+            return load(data)
+        except SafetensorError as problem:
+            raise ValueError(
+                f"{self.path / shard}.safetensors: expected tensors, got {problem}; make the shard anew"
+            ) from None
+
+    def read(self, shard: str, suffix: str) -> bytes:
+        """A finished shard's file, compared to its receipt.
+
+        Raises:
+            ValueError: it is missing or damaged.
+        """
+        path, name = self.path / f"{shard}.json", f"{shard}.{suffix}"
+        try:
+            known = _read_sealed(path)["files"][name]
+            return _checked_bytes(self.path / name, known)
+        except (KeyError, TypeError):
+            raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
+
+    def _identity(self) -> str:
+        """Digest of what the stage was begun with."""
+        manifest = self.manifest()
+        return "" if manifest is None else digest(manifest["identity"])
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        write_file(self.path / MANIFEST, sealed_bytes(manifest))
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _checked_bytes(path: Path, known: dict[str, Any]) -> bytes:
+    try:
+        data = path.read_bytes() if path.stat().st_size == known["bytes"] else b""
+    except OSError as problem:
+        raise ValueError(
+            f"{path}: expected {known['bytes']} bytes, got {problem.strerror}; run the stage again"
+        ) from None
+    if len(data) != known["bytes"] or hashlib.sha256(data).hexdigest() != known["sha256"]:
+        raise ValueError(
+            f"{path}: expected the {known['bytes']} bytes of its receipt, got others (damaged or edited); run the "
+            "stage again"
+        )
+    return data
+
+
+def _other_format(path: Path, found: Any) -> str:
+    got = reprlib.repr(found).strip("'")
+    return f"{path}: expected files of format {FORMAT}, got format {got}; run the stage again into a new run folder"
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    """What `sealed_bytes` wrote, without its hash.
+
+    Raises:
+        ValueError: something else there.
+    """
+    try:
+        if (size := path.stat().st_size) > LONGEST_JSON:
+            raise ValueError(f"{size} bytes")
+        value = json.loads(path.read_bytes())
+        seal = value.pop(SEAL, None) if isinstance(value, dict) else None
+        if seal is None or seal != digest(value):
+            raise ValueError("one damaged or edited")
+    except (OSError, ValueError, RecursionError) as problem:
+        raise ValueError(
+            f"{path}: expected the JSON file that a stage wrote, got {problem}; put it back, or remove it and run the "
+            "stage again"
+        ) from None
+    return value
+
+
+def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, before, after) wherever two nested values differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted(before.keys() | after.keys()):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(before.get(key, "nothing"), after.get(key, "nothing"), inner)
+    elif before != after:
+        yield name, before, after
+
+
+def _software() -> dict[str, str]:
+    """Versions, and the commit where the package runs from a checkout."""
+    versions = {"python": platform.python_version()}
+    for package in SOFTWARE:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        asked = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    with suppress(OSError, subprocess.SubprocessError):
+        git("ls-files", "--error-unmatch", here.name)  # installed inside somebody else's checkout
+        versions["commit"] = git("describe", "--always", "--dirty", "--abbrev=10", "--match=")
+    return versions

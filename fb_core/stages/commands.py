@@ -1,0 +1,81 @@
+"""The commands of a run: which stages each of them works through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from fb_core.config import SETTINGS, RunSettings
+from fb_core.stages.artefacts import write_file
+from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.evaluation import EvaluateStage
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.samples import OwnFutureStage, SampleStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.selection import RerankerStage, SelectionStage
+from fb_core.stages.stage import Engine, Stage, plan, run_stage
+from fb_core.stages.states import PolicyStage, StateStage
+from fb_core.stages.training import TrainStage
+from fb_core.stages.trajectories import TrajectoryStage
+
+Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
+COMMANDS: tuple[Command, ...] = get_args(Command)
+
+
+def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
+    """The stages that a command works through under its settings, in order."""
+    calibrated = settings.train.target == "calibrated"
+    other: dict[str, tuple[type[Stage], ...]] = {"llm": (), "own": (OwnFutureStage,)}
+    stages: dict[Command, tuple[type[Stage], ...]] = {
+        "collect": (TrajectoryStage, PolicyStage, StateStage),
+        "futures": (FutureStage,),
+        "score": (*other.get(settings.score.future, (SampleStage,)), ScoreStage),
+        "rollouts": (RolloutStage,),
+        "train": (
+            *((RolloutStage, CalibrationStage) if calibrated else ()),
+            TrainStage,
+            SelectionStage,
+            RerankerStage,
+        ),
+        "evaluate": (EvaluateStage,),
+    }
+    return stages[command]
+
+
+def run_command(
+    command: Command,
+    settings: RunSettings,
+    run: Path,
+    engine: Engine = "local",
+    *,
+    dry_run: bool = False,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Do what is left of a command's stages.
+
+    Args:
+        command: which.
+        settings: of the whole run.
+        run: its folder.
+        engine: "local", or "ray" for the stages whose shards can be worked on anywhere.
+        dry_run: only show what would be done.
+        show: takes the plan, or each finished stage's report, in Markdown.
+
+    Raises:
+        ValueError: settings, models or files that do not fit the run.
+        OSError: no room, no model, or no server; what is finished is kept.
+    """
+    leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
+    for kind in stages_of(command, settings):
+        stage = kind(settings, run)
+        if leads and dry_run:
+            show(plan(stage))
+        elif leads:
+            show(stage.report(run_stage(stage, engine)))
+        elif kind is TrainStage and not dry_run:
+            run_stage(stage, leads=False)
+    if leads and not dry_run:
+        write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())

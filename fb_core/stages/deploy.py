@@ -1,0 +1,143 @@
+"""A run's result at work: its request policy, its rerankers, and what its methods have to decode with."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fb_core.config import RunSettings
+from fb_core.decoding import CollaborativeDecoder
+from fb_core.methods import Generate, method
+from fb_core.policy import RequestPolicy
+from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, Selector, overridden
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.inputs import models_of, verifier_of
+
+if TYPE_CHECKING:
+    from fb_core.stages.router import Router
+    from fb_core.verify import Verifier
+
+POLICY, RERANKER = "policy", "reranker"  # stages
+
+
+def frozen_policy(run: Path) -> RequestPolicy:
+    """The request policy of a run; raises ValueError where it is not finished."""
+    folder = Artefact(run, POLICY)
+    folder.finished()
+    return RequestPolicy(**json.loads(folder.read("policy", "jsonl")))
+
+
+def deployed_digest(run: Path) -> list[str]:
+    """What identifies a deployed run: its policy and rerankers; raises ValueError where they are not finished."""
+    return [Artefact(run, stage).finished()["digest"] for stage in (POLICY, RERANKER)]
+
+
+def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranker:
+    """The reranker that a run chose, of one seed; raises ValueError where it is not finished or damaged."""
+    adapters, shard = Artefact(run, RERANKER), f"seed-{seed}"
+    if adapters.receipt(shard) is None:
+        raise ValueError(f"{adapters.path}: expected {shard}, got none; run `futurebridge train`")
+    slm = models_of(settings.models).slm
+    return TokenReranker.from_pretrained(adapters.path / shard, slm, scope=settings.train.scope)
+
+
+def needs_llm(settings: RunSettings) -> bool:
+    """Whether a deployed reranker makes use of the LLM: not where it ranks the SLM's own candidates by itself."""
+    own = settings.score.pool in ("slm", "slm-wide")
+    return not own or bool(settings.train.features) or settings.evaluate.certainty is not None
+
+
+def pool_options(settings: RunSettings) -> dict[str, Any]:
+    """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder on the pools that the settings train on."""
+    slm_k, llm_k, kind = settings.collect.slm_k, settings.futures.llm_k, settings.score.pool
+    return {
+        "pool": "slm" if kind == "slm-wide" else kind,
+        "slm_k": slm_k + llm_k if kind == "slm-wide" else slm_k,
+        "llm_k": llm_k,
+        "max_events": settings.evaluate.max_events,
+    }
+
+
+class Context:
+    """What a run has for a method; files and models are read when it asks for them.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        method: the method's name, as it was asked for.
+        max_length: decoders run on buffers of so many tokens, one prompt at a time; None for batches.
+
+    Attributes:
+        models: the run's `Models`.
+        batched: options of all that decodes in batches.
+    """
+
+    def __init__(self, settings: RunSettings, run: Path, method: str = "", max_length: int | None = None) -> None:
+        self.settings, self.run, self.method = settings, run, method
+        self.models = models_of(settings.models)
+        self.batched = {"tokenizer": self.models.tokenizer, "batch_tokens": settings.models.batch_tokens}
+        self.options: dict[str, Any] = {**self.batched, "max_length": max_length}
+
+    @cached_property
+    def policy(self) -> RequestPolicy:
+        """When the LLM is asked."""
+        return frozen_policy(self.run)
+
+    @property
+    def verifier(self) -> Verifier:
+        """Judges answers."""
+        return verifier_of(self.settings.verify)
+
+    def reranker(self, seed: int) -> TokenReranker:
+        """The chosen one of a seed."""
+        return chosen_reranker(self.settings, self.run, seed)
+
+    def router(self, seed: int) -> Router:
+        """The trained one of a seed."""
+        from fb_core.stages.router import read_router
+
+        return read_router(self.settings, self.run, seed)
+
+    def decoder(self, selector: Selector, *, ask: bool = True, **options: Any) -> CollaborativeDecoder:
+        """The run's models, policy, candidates and budget under a selector; without an LLM unless it is to be asked."""
+        settings, llm = self.settings, self.models.llm if ask else None
+        given: dict[str, Any] = {
+            "slm_k": settings.collect.slm_k,
+            "llm_k": settings.futures.llm_k,
+            "max_events": settings.evaluate.max_events,
+        }
+        return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
+
+    def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
+        """The decoder with a reranker, as the settings deploy it: under the LLM where that is certain enough."""
+        selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
+        return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
+
+
+def generator(name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None) -> Generate:
+    """What decodes prompts by a method.
+
+    Args:
+        name: of the method, or a checkpoint's behind `fb_core.methods.EXTERNAL`.
+        settings: of the run.
+        run: its folder.
+        seed: of a method that runs once a seed.
+        max_length: as for `Context`.
+
+    Raises:
+        ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
+    """
+    return method(name).decode(Context(settings, run, name, max_length), seed)
+
+
+def seed_of(name: str, settings: RunSettings) -> int | None:
+    """The run's first seed where a method runs once a seed."""
+    return settings.train.seeds[0] if method(name).seeded else None
+
+
+def label_of(name: str, settings: RunSettings) -> str:
+    """What a method is called in tables."""
+    return method(name).label.format(name=name, votes=settings.compare.votes)

@@ -1,0 +1,288 @@
+"""The record of a run, Problem -> Trajectory -> State -> Future, Group and Rollout, with its one reader and writer.
+
+A state's id names its problem and position; whatever is known of it beyond its shard of states is kept by that id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fb_core.pool import Pool
+from fb_core.stages.artefacts import Artefact, table_bytes, tensor_bytes
+from fb_core.stages.problems import Problem
+from fb_core.targets import future_compatibility
+from fb_core.verify import Verdict
+
+IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
+POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
+PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state; its log-probs lie with it
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """What the SLM, or a deployed pair, wrote for one problem.
+
+    Attributes:
+        problem: what was asked.
+        tokens: [T] prompt and output.
+        prompt_length: tokens of the prompt.
+        entropy: float32 [T - prompt_length], nats: of the SLM's distribution before each output token.
+    """
+
+    problem: Problem
+    tokens: Tensor
+    prompt_length: int
+    entropy: Tensor
+
+    @property
+    def output(self) -> Tensor:
+        """The tokens behind the prompt."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """One admitted state of a trajectory, with its candidates.
+
+    Attributes:
+        trajectory: whose prefix tokens[:position] it is.
+        position: of the token that is chosen there.
+        entropy: of the SLM's distribution there, nats.
+        pool: what competes there; of a group and a rollout the part of it that was scored or rolled out.
+    """
+
+    trajectory: Trajectory
+    position: int
+    entropy: float
+    pool: Pool
+
+    @property
+    def id(self) -> str:
+        """Of its problem and position."""
+        return f"{self.trajectory.problem.id}@{self.position}"
+
+    @property
+    def prefix(self) -> Tensor:
+        """[position] prompt and output so far."""
+        return self.trajectory.tokens[: self.position]
+
+    @property
+    def output(self) -> Tensor:
+        """The output so far."""
+        return self.trajectory.tokens[self.trajectory.prompt_length : self.position]
+
+
+@dataclass(frozen=True, eq=False)
+class Future:
+    """What a model writes from a state.
+
+    Attributes:
+        state: where it begins.
+        first: the token at the state itself; it competes in the pool.
+        tokens: [n] what is written behind it: the future that all candidates share. End-of-sequence counts.
+        verdict: of the whole solution against the gold answer.
+    """
+
+    state: State
+    first: int
+    tokens: Tensor
+    verdict: Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The K candidates of a state with what the future says of them.
+
+    Attributes:
+        state: with the candidates that were scored.
+        first: the id that the future was written behind.
+        logprob: float32 [K, H], nats; None where no usable future was found.
+    """
+
+    state: State
+    first: int
+    logprob: Tensor | None
+
+    @property
+    def scored(self) -> bool:
+        """Whether it has a matrix."""
+        return self.logprob is not None
+
+    def compatibility(self, horizon: int) -> Tensor | None:
+        """B_H [K], if there is a future."""
+        return None if self.logprob is None else future_compatibility(self.logprob, horizon)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What became of the K candidates of a state.
+
+    Attributes:
+        state: with the candidates that were rolled out.
+        kind: of the SLM's own token there: "word", "digit" or "mark".
+        correct: bool [K], which candidates lead to the gold answer.
+        texts: the K solutions.
+    """
+
+    state: State
+    kind: str
+    correct: Tensor
+    texts: list[str]
+
+
+COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of a kind's shards, by attribute
+    Trajectory: {
+        "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
+        "tokens": IDS,
+        "prompt_length": pa.int32(),
+        "entropy": NATS,
+    },
+    State: {"trajectory": pa.string(), "position": pa.int32(), "entropy": pa.float32(), "pool": POOL},
+    Future: {"state": pa.string(), "first": pa.int32(), "tokens": IDS, "verdict": pa.string()},
+    Group: {"state": PART, "first": pa.int32(), "scored": pa.bool_()},
+    Rollout: {"state": PART, "kind": pa.string(), "correct": pa.list_(pa.bool_()), "texts": pa.list_(pa.string())},
+}
+
+
+def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, bytes]:
+    """A shard of trajectories, states, futures, groups (without their matrices) or rollouts, which `Examples` reads."""
+    columns = COLUMNS[kind]
+    rows = [{name: _plain(getattr(one, name), column) for name, column in columns.items()} for one in found]
+    return {f"{shard}.parquet": table_bytes(rows, columns)}
+
+
+def group_files(shard: str, found: Sequence[Group], horizon: int) -> dict[str, bytes]:
+    """A shard of groups with the matrices of those that have one, one below the other."""
+    matrices = (one.logprob.cpu() for one in found if one.logprob is not None)
+    tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *matrices])}
+    return example_files(shard, Group, found) | {f"{shard}.safetensors": tensor_bytes(tensors)}
+
+
+def _plain(value: Any, column: pa.DataType) -> Any:
+    """As a column has it: trajectories and states by their ids."""
+    match value:
+        case Tensor():
+            return value.tolist()
+        case Trajectory():
+            return value.problem.id
+        case State():
+            part = {"id": value.id, "candidates": value.pool.ids.tolist(), "sources": value.pool.sources.tolist()}
+            return part if column == PART else value.id
+        case Problem() | Pool():
+            return {name: _plain(one, column) for name, one in vars(value).items()}
+    return value
+
+
+class Examples:
+    """What a run's finished stages know of the problems of one shard, each part read when it is first asked for.
+
+    Args:
+        run: folder of the run.
+        shard: which.
+        device: of the trajectories' tokens and entropies; all else is on the CPU.
+
+    Raises:
+        ValueError: of every part: a file missing, damaged, of another format, or of another run's states.
+    """
+
+    def __init__(self, run: Path, shard: str, device: torch.device | str = "cpu") -> None:
+        self.run, self.shard, self.device = run, shard, device
+
+    @cached_property
+    def trajectories(self) -> dict[str, Trajectory]:
+        """By the problem's id."""
+        found = (
+            Trajectory(
+                Problem(**row["problem"]),
+                torch.tensor(row["tokens"], device=self.device),
+                row["prompt_length"],
+                torch.tensor(row["entropy"], dtype=torch.float32, device=self.device),
+            )
+            for row in self._rows("trajectories")
+        )
+        return {one.problem.id: one for one in found}
+
+    @cached_property
+    def states(self) -> dict[str, State]:
+        """By id, as all that follows."""
+        found = (
+            State(
+                self._known("states", self.trajectories, row["trajectory"]),
+                row["position"],
+                row["entropy"],
+                Pool(
+                    torch.tensor(row["pool"]["ids"], dtype=torch.int64),
+                    torch.tensor(row["pool"]["sources"], dtype=torch.int32),
+                    torch.tensor(row["pool"]["slm_logprob"], dtype=torch.float32),
+                    torch.tensor(row["pool"]["llm_logprob"], dtype=torch.float32),
+                ),
+            )
+            for row in self._rows("states")
+        )
+        return {one.id: one for one in found}
+
+    def futures(self, stage: str = "futures") -> dict[str, Future]:
+        """The LLM's, or those of another stage."""
+        return {
+            row["state"]: Future(
+                self._known(stage, self.states, row["state"]),
+                row["first"],
+                torch.tensor(row["tokens"], dtype=torch.int64),
+                row["verdict"],
+            )
+            for row in self._rows(stage)
+        }
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """Those without a usable future among them."""
+        rows = self._rows("scores")
+        sizes = [len(row["state"]["candidates"]) for row in rows if row["scored"]]
+        matrices = iter(Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes))
+        found = (
+            Group(self._part("scores", row["state"]), row["first"], next(matrices) if row["scored"] else None)
+            for row in rows
+        )
+        return {one.state.id: one for one in found}
+
+    @cached_property
+    def rollouts(self) -> dict[str, Rollout]:
+        """Of the states that were drawn."""
+        found = (
+            Rollout(
+                self._part("rollouts", row["state"]),
+                row["kind"],
+                torch.tensor(row["correct"], dtype=torch.bool),
+                row["texts"],
+            )
+            for row in self._rows("rollouts")
+        )
+        return {one.state.id: one for one in found}
+
+    def _rows(self, stage: str) -> list[dict[str, Any]]:
+        return Artefact(self.run, stage).table(self.shard)
+
+    def _part(self, stage: str, part: Mapping[str, Any]) -> State:
+        """A state with some of its candidates alone."""
+        state = self._known(stage, self.states, part["id"])
+        place = {token: index for index, token in enumerate(state.pool.ids.tolist())}
+        at = torch.tensor([self._known(stage, place, token) for token in part["candidates"]], dtype=torch.int64)
+        sources = torch.tensor(part["sources"], dtype=torch.int32)
+        pool = Pool(state.pool.ids[at], sources, state.pool.slm_logprob[at], state.pool.llm_logprob[at])
+        return replace(state, pool=pool)
+
+    def _known(self, stage: str, by_id: Mapping[Any, Any], name: Any) -> Any:
+        if name not in by_id:
+            raise ValueError(
+                f"{self.run / stage / self.shard}.parquet: expected rows of the states in {self.run}, got {name!r}; "
+                "run the stage again into a new run folder"
+            )
+        return by_id[name]

@@ -1,0 +1,230 @@
+"""What a run begins with: its models, loaded when first used and known by hashes before that, and its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, VerifierSettings
+from fb_core.llm import LLM, LocalLLM
+from fb_core.pair import known_ids
+from fb_core.scorer import CompatibilityScorer
+from fb_core.server import ServerLLM, key_in
+from fb_core.stages.artefacts import digest
+from fb_core.stages.problems import Problem, load_problems, prompt_ids, split, without_overlap
+from fb_core.verify import Verifier
+
+POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # the settings that say what competes at an event
+DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and what decides
+DEMO = "demo:"  # in front of the name of one of the demo's worlds
+
+
+def load_model(path: str, role: str, device: str, dtype: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
+    """The "slm" or "llm" of a pair and its tokenizer: a folder's, the hub's or the demo's; raises as hf's own."""
+    if not path.startswith(DEMO):
+        return hf.load_model(path, device, dtype)
+    from fb_core.demo.pairs import load_pair
+
+    pair = load_pair(path.removeprefix(DEMO))
+    return (pair.slm if role == "slm" else pair.llm), pair.world.tokenizer
+
+
+class Models:
+    """SLM, LLM and tokenizer; make it with `models_of`."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self._known: dict[str, str | int | None] = {}  # hashes
+
+    @cached_property
+    def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
+        return self._load(self.settings.slm, "slm")
+
+    @property
+    def slm(self) -> hf.CausalLM:
+        """The small model."""
+        return self._slm[0]
+
+    @cached_property
+    def tokenizer(self) -> hf.Tokenizer:
+        """The SLM's, which the LLM must share."""
+        if self.settings.slm.startswith(DEMO):
+            return self._slm[1]
+        return hf.load_tokenizer(self.settings.slm)
+
+    @property
+    def tokenizer_here(self) -> hf.Tokenizer | None:
+        """`tokenizer` where nothing has to be downloaded for it."""
+        path = self.settings.slm
+        return self.tokenizer if path.startswith(DEMO) or hf.has_tokenizer(path) else None
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of ids that the tokenizer knows."""
+        return known_ids(self.tokenizer)
+
+    def prompts(self, problems: Sequence[Problem], template: str) -> list[Tensor]:
+        """The tokens [P] of every problem in its prompt, beside the SLM."""
+        device = self.slm.device
+        return [torch.tensor(prompt_ids(self.tokenizer, problem, template), device=device) for problem in problems]
+
+    def longest_prompt(self, problems: Sequence[Problem], template: str) -> int:
+        """Tokens of the longest prompt, 0 where the tokenizer is not on this machine."""
+        if (tokenizer := self.tokenizer_here) is None:
+            return 0
+        return max((len(prompt_ids(tokenizer, problem, template)) for problem in problems), default=0)
+
+    @cached_property
+    def local_slm(self) -> LocalLLM:
+        """The SLM where whole continuations are wanted from it."""
+        return LocalLLM(self.slm, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(self.slm))
+
+    @cached_property
+    def scorer(self) -> CompatibilityScorer:
+        """Over the SLM, by the ids that count."""
+        return CompatibilityScorer(self.slm, valid_vocab=self._valid(self.slm))
+
+    @cached_property
+    def slm_writer(self) -> LLM:
+        """What writes the SLM's own trajectories."""
+        server = self.settings.slm_server
+        return self.local_slm if server is None else self._server(server, self.settings.slm)
+
+    @cached_property
+    def llm(self) -> LLM:
+        """The large model.
+
+        Raises:
+            ValueError: it or its server has another tokenizer.
+        """
+        server = self.settings.llm_server
+        if server is not None:
+            return self._server(server, self.settings.llm)
+        model, tokenizer = self._load(self.settings.llm, "llm")
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"llm: expected the vocabulary of {self.settings.slm}, got another in {self.settings.llm}; use two "
+                "models of one family"
+            )
+        return LocalLLM(model, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(model))
+
+    @property
+    def device(self) -> str:
+        """Where the SLM computes, by the name of its hardware."""
+        wanted = "cpu" if self.settings.slm.startswith(DEMO) else self.settings.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
+
+    def hashes(self, *roles: str) -> dict[str, Any]:
+        """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype.
+
+        "valid_vocab" is the number of ids that count, where the SLM's embedding has rows of padding behind them.
+        """
+        found: dict[str, Any] = {"dtype": self.settings.dtype}
+        for role in roles:
+            if role not in self._known:
+                self._known[role] = self._unpadded() if role == "valid_vocab" else self._hash(role)
+            if self._known[role] is not None:
+                found[role] = self._known[role]
+        if self.settings.slm_server is not None:
+            found["slm_server"] = self.settings.slm_server.model or self.settings.slm
+        return found
+
+    def _unpadded(self) -> int | None:
+        path = self.settings.slm
+        rows = hf.vocabulary(self.slm) if path.startswith(DEMO) else hf.checkpoint_vocabulary(path)
+        return self.vocabulary if self.vocabulary < rows else None
+
+    def _hash(self, role: str) -> str:
+        if role == "tokenizer":
+            return hf.tokenizer_hash(self.tokenizer)
+        if role == "llm" and (server := self.settings.llm_server) is not None:
+            return digest(["server", server.model or self.settings.llm])
+        path = str(getattr(self.settings, role))
+        return hf.fingerprint(self._load(path, role)[0]) if path.startswith(DEMO) else hf.checkpoint_hash(path)
+
+    def parameters(self, role: str) -> int | None:
+        """Number of weights of "slm" or "llm", from its files; None for a server's, or where they are not here."""
+        if role == "llm" and self.settings.llm_server is not None:
+            return None
+        path = str(getattr(self.settings, role))
+        return self._load(path, role)[0].num_parameters() if path.startswith(DEMO) else hf.checkpoint_size(path)
+
+    def _load(self, path: str, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
+        return load_model(path, role, self.settings.device, self.settings.dtype)
+
+    def _valid(self, model: hf.CausalLM) -> int:
+        return min(self.vocabulary, hf.vocabulary(model))
+
+    def _server(self, server: ServerSettings, name: str) -> ServerLLM:
+        made = ServerLLM(
+            server.url,
+            server.flavour,
+            model=server.model or name,
+            vocabulary=self.vocabulary,
+            ends=hf.eos_ids(self.slm) if name.startswith(DEMO) else hf.checkpoint_ends(name),
+            timeout=server.timeout,
+            retries=server.retries,
+            in_flight=server.in_flight,
+            api_key=key_in(server.api_key_variable),
+        )
+        made.check_tokenizer(self.tokenizer)
+        return made
+
+
+@lru_cache(maxsize=1)
+def models_of(settings: ModelSettings) -> Models:
+    """The models of these settings; a process keeps those of one run."""
+    return Models(settings)
+
+
+@lru_cache(maxsize=1)
+def verifier_of(settings: VerifierSettings) -> Verifier:
+    """A process's verifier; its workers end with the process."""
+    return Verifier(workers=settings.workers, timeout=settings.timeout, memory_bytes=settings.memory_bytes)
+
+
+@lru_cache(maxsize=1)
+def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
+    """The problems that make states, as "train" and "validation"; none in both, none of a held-out set.
+
+    Raises:
+        OSError: a set that is not there.
+        ValueError: a damaged file, or too few problems.
+    """
+    problems = read_problems(settings.train, settings.limit, "train", settings.seed)
+    for source in settings.held_out:
+        problems, _ = without_overlap(problems, load_problems(source))
+    train, validation = split(problems, settings.validation, settings.seed)
+    return {"train": train, "validation": validation}
+
+
+def read_problems(source: str, limit: int | None, role: Literal["train", "test"], seed: int) -> list[Problem]:
+    """A known set, a local file, or fresh problems of a world of the demo, which it draws for a role by a seed.
+
+    Raises:
+        OSError: a set that is not there.
+        ValueError: a damaged file, or a world without a limit.
+    """
+    if not source.startswith(DEMO):
+        return load_problems(source)[:limit]
+    from fb_core.demo.worlds import WORLDS
+
+    name = source.removeprefix(DEMO)
+    if name not in WORLDS or limit is None:
+        raise ValueError(
+            f"problems: expected a world among {', '.join(WORLDS)} and a limit, got {source!r} and {limit}; set both"
+        )
+    drawn = WORLDS[name].problems(limit, seed, role)
+    return [Problem(f"{name}/{problem.prompt}", problem.prompt, problem.answer) for problem in drawn]
+
+
+def problems_hash(problems: Sequence[Problem]) -> str:
+    """A hash of problems in their order."""
+    return digest([[problem.id, problem.text, problem.answer] for problem in problems])

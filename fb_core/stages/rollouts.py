@@ -1,0 +1,107 @@
+"""Diagnostics: the SLM's own greedy rollout behind every candidate, with no later intervention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fb_core import hf
+from fb_core.llm import LocalLLM, seeded
+from fb_core.stages.examples import Examples, Rollout, State, example_files
+from fb_core.stages.inputs import verifier_of
+from fb_core.stages.pools import part_of
+from fb_core.stages.stage import Cost, Output
+from fb_core.stages.states import OverStates, StateStage
+from fb_core.stages.trajectories import TrajectoryStage, judged
+from fb_core.verify import Verifier
+
+
+def roll_out(
+    slm: LocalLLM, states: Sequence[State], tokenizer: hf.Tokenizer, verifier: Verifier, max_new_tokens: int
+) -> list[Rollout]:
+    """What becomes of every candidate of every state.
+
+    Args:
+        slm: the small model.
+        states: where it goes on, behind each candidate of the pool.
+        tokenizer: of both models.
+        verifier: checks the decoded solutions.
+        max_new_tokens: rollout length at most.
+    """
+    pools = [state.pool.ids.to(slm.device) for state in states]
+    written = slm.complete_branches([state.prefix.to(slm.device) for state in states], pools, max_new_tokens)
+    branches = [
+        torch.cat([candidate[None], rest])
+        for pool, rests in zip(pools, written, strict=True)
+        for candidate, rest in zip(pool, rests, strict=True)
+    ]
+    owners = [state for state in states for _ in range(len(state.pool))]
+    texts, verdicts = judged(owners, branches, tokenizer, verifier)
+    found, start = [], 0
+    for state in states:
+        mine = slice(start, start := start + len(state.pool))
+        correct = torch.tensor([verdict == "correct" for verdict in verdicts[mine]], dtype=torch.bool)
+        kind = token_kind(tokenizer.decode([int(state.pool.ids[0])]))
+        found.append(Rollout(state, kind, correct, texts[mine]))
+    return found
+
+
+class RolloutStage(OverStates):
+    """What becomes of every candidate: of the held-out states' for the diagnostics, of some others' for calibration."""
+
+    name = "rollouts"
+    command = "rollouts"
+    slice = (
+        "rollouts.validation",
+        "rollouts.train",
+        "rollouts.seed",
+        "collect.slm_k",
+        "collect.max_new_tokens",
+        "verify",
+    )
+    reads = (TrajectoryStage, StateStage)
+    uses = ("slm", "tokenizer", "valid_vocab")
+
+    def work(self, shard: str) -> Output:
+        settings, collect = self.settings.rollouts, self.settings.collect
+        share = settings.validation if shard.startswith("validation") else settings.train
+        states = [
+            replace(state, pool=part_of(state.pool, collect.slm_k))
+            for state in Examples(self.run, shard).states.values()
+        ]
+        drawn = [
+            state
+            for state in states
+            if len(state.pool) >= 2 and seeded(settings.seed, state.prefix.tolist()).random() < share
+        ]
+        found = roll_out(
+            self.models.local_slm,
+            drawn,
+            self.models.tokenizer,
+            verifier_of(self.settings.verify),
+            collect.max_new_tokens,
+        )
+        mixed = sum(bool(one.correct.any() and not one.correct.all()) for one in found)
+        side = shard.partition("-")[0]
+        counts = {f"{side} states": len(found), f"{side} mixed": mixed}
+        counts["rollouts"] = sum(len(one.texts) for one in found)
+        return Output(example_files(shard, Rollout, found), counts)
+
+    def units(self, manifest: dict[str, Any]) -> int:
+        return sum(manifest["counts"].get(f"{split} states", 0) for split in ("train", "validation"))
+
+    def cost(self) -> Cost:
+        candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
+        tokens = self.input(TrajectoryStage).longest + self.settings.collect.max_new_tokens + 1
+        return Cost("rolled out behind every candidate, of the chosen states", tokens * candidates)
+
+
+def token_kind(text: str) -> str:
+    """The kind of event whose likeliest token reads so: "digit", "word" or "mark" for all else."""
+    stripped = text.strip()
+    if any(character.isdigit() for character in stripped):
+        return "digit"
+    return "word" if stripped.isalpha() else "mark"

@@ -1,0 +1,192 @@
+"""Other futures than the LLM's greedy one: the SLM's own, and those that show what a future must be to teach."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fb_core.llm import seeded
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.examples import IDS, Examples, Future, example_files
+from fb_core.stages.futures import FutureStage, own_futures, usable
+from fb_core.stages.inputs import verifier_of
+from fb_core.stages.pools import in_parts
+from fb_core.stages.stage import Cost, Output
+from fb_core.stages.states import OverStates, StateStage
+from fb_core.stages.trajectories import TrajectoryStage, judged
+
+SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns
+SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
+
+Samples = Mapping[str, Mapping[str, Tensor]]
+"""The kept samples [n >= 1] of each state that has one, by column and the state's id."""
+
+
+class OwnFutureStage(OverStates):
+    """The SLM's own futures, sampled from the bare states; where one of the samples is right, the first right one."""
+
+    name = "own-futures"
+    command = "score"
+    slice = ("samples.slm", "samples.slm_temperature", "samples.seed", "futures.max_new_tokens", "verify")
+    reads = (TrajectoryStage, StateStage)
+
+    def work(self, shard: str) -> Output:
+        found = own_futures(
+            self.models.local_slm,
+            list(Examples(self.run, shard).states.values()),
+            self.models.tokenizer,
+            verifier_of(self.settings.verify),
+            self.settings.futures.max_new_tokens,
+            samples=self.settings.samples.slm,
+            temperature=self.settings.samples.slm_temperature,
+            seed=self.settings.samples.seed,
+        )
+        counts = {"futures": len(found), "correct": sum(future.verdict == "correct" for future in found)}
+        return Output(example_files(shard, Future, found), counts)
+
+    def cost(self) -> Cost:
+        longest = self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
+        return Cost("sampled", self.settings.samples.slm * longest)
+
+
+class SampleStage(OverStates):
+    """The LLM's samples behind the states with a usable future: its first one, its first right and first wrong one."""
+
+    name = "samples"
+    command = "score"
+    slice = (
+        "samples.llm",
+        "samples.llm_temperature",
+        "samples.seed",
+        "collect.slm_k",
+        "score.horizon",
+        "futures.max_new_tokens",
+        "verify",
+    )
+    reads = (TrajectoryStage, StateStage, FutureStage)
+    uses = ("slm", "llm", "tokenizer")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.models.llm_server is None
+
+    @property
+    def device(self) -> str:
+        return self.models.device if self.on_gpu else "server"
+
+    def units(self, manifest: dict[str, Any]) -> int:
+        return int(manifest["counts"]["sampled"])
+
+    def work(self, shard: str) -> Output:
+        examples, llm, settings = Examples(self.run, shard), self.models.llm, self.settings.samples
+        futures = in_parts(examples.futures().values(), self.settings.collect.slm_k)
+        left = [future.state for future in usable(futures, self.settings.score.horizon)[0]]
+        found: dict[str, dict[str, Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
+        for draw in range(settings.llm):
+            if not left:
+                break
+            drawn = llm.sample_many(
+                [state.prefix.to(llm.device) for state in left],
+                1,
+                self.settings.futures.max_new_tokens,
+                temperature=settings.llm_temperature,
+                top_p=1.0,
+                top_k=0,
+                seed=settings.seed + draw,
+            )
+            written = [new[0].cpu() for new in drawn]
+            _, verdicts = judged(left, written, self.models.tokenizer, verifier_of(self.settings.verify))
+            for state, new, verdict in zip(left, written, verdicts, strict=True):
+                if draw == 0:
+                    found[UNVERIFIED][state.id] = new
+                if verdict in ("correct", "wrong"):
+                    found[SAMPLED if verdict == "correct" else INCORRECT].setdefault(state.id, new)
+            left = [state for state in left if state.id not in found[SAMPLED] or state.id not in found[INCORRECT]]
+            self.on_progress(len(found[UNVERIFIED]) - len(left))
+        rows = [
+            {"state": state} | {name: by_id[state].tolist() for name, by_id in found.items() if state in by_id}
+            for state in examples.states
+        ]
+        counts = {"states": len(rows), "sampled": len(found[UNVERIFIED])}
+        counts |= {"with a right one": len(found[SAMPLED]), "with a wrong one": len(found[INCORRECT])}
+        return Output({f"{shard}.parquet": table_bytes(rows, SAMPLES)}, counts)
+
+    def cost(self) -> Cost:
+        return Cost("sampled", self.settings.samples.llm * self.input(FutureStage).longest, "llm")
+
+
+def read_samples(folder: Artefact, shard: str) -> Samples:
+    """The samples of a finished shard."""
+    rows = folder.table(shard)
+    return {
+        name: {row["state"]: torch.tensor(row[name]) for row in rows if row[name] is not None}
+        for name in (SAMPLED, UNVERIFIED, INCORRECT)
+    }
+
+
+def futures_of_quality(
+    quality: str, futures: Sequence[Future], used: Sequence[str], sampled: Samples, horizon: int, shard: str
+) -> list[Future]:
+    """The futures of one quality on the states that have futures of all of them; the others' are empty.
+
+    Args:
+        quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
+        futures: the LLM's greedy ones, a state each.
+        used: ids of the states whose greedy future is usable.
+        sampled: as from `read_samples`.
+        horizon: tokens that every one of the futures must have.
+        shard: seeds the permutations.
+
+    Returns:
+        futures whose first token and verdict are the greedy one's, so that they pass the same filters.
+    """
+    greedy = {future.state.id: future for future in futures}
+    common = [
+        state
+        for state in used
+        if all(state in by_id and len(by_id[state]) > horizon for by_id in sampled.values())  # behind its first token
+    ]
+    owners = {state: greedy[state].state.trajectory.problem.id for state in common}
+    chosen: dict[str, Tensor] = {}
+    for state, donor in _donors(owners, shard).items():
+        tokens = greedy[state].tokens
+        if quality in sampled:
+            tokens = sampled[quality][state][1:]
+        elif quality == "cross-state":
+            tokens = greedy[donor].tokens
+        elif quality == "shuffled":
+            order = list(range(horizon))
+            seeded(0, tokens[:horizon].tolist()).shuffle(order)
+            tokens = tokens[torch.tensor(order)]
+        chosen[state] = tokens
+    empty = torch.zeros(0, dtype=torch.int64)
+    return [replace(future, tokens=chosen.get(state, empty)) for state, future in greedy.items()]
+
+
+def _donors(owners: Mapping[str, str], shard: str) -> dict[str, str]:
+    """For every state, given with its problem, one of another problem; none where all are of one problem.
+
+    Each donates at most once where that can be: sorted by problem and rotated by the largest problem's number of
+    states, no state meets its own problem as long as no problem has more than half of the states.
+    """
+    states = list(owners)
+    order = np.random.default_rng(list(shard.encode())).permutation(len(states)).tolist()
+    shuffled = [states[place] for place in order]
+    rank = {problem: place for place, problem in enumerate(dict.fromkeys(owners[state] for state in shuffled))}
+    grouped = sorted(shuffled, key=lambda state: rank[owners[state]])
+    shift = max(Counter(owners.values()).values(), default=0)
+    donors = {}
+    for place, state in enumerate(grouped):
+        for step in range(len(grouped)):
+            donor = grouped[(place + shift + step) % len(grouped)]
+            if owners[donor] != owners[state]:
+                donors[state] = donor
+                break
+    return donors

@@ -1,0 +1,139 @@
+"""Stage 3: the [K, H] log-likelihood matrix of every group, stored once for all horizons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fb_core import scorer as packing
+from fb_core.scorer import BranchGroup, CompatibilityScorer
+from fb_core.stages.examples import Examples, Future, Group, group_files
+from fb_core.stages.futures import FutureStage, usable
+from fb_core.stages.pools import in_parts
+from fb_core.stages.samples import OwnFutureStage, SampleStage, futures_of_quality, read_samples
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import OverStates, StateStage
+from fb_core.stages.trajectories import TrajectoryStage
+
+
+def score_states(
+    scorer: CompatibilityScorer,
+    futures: Sequence[Future],
+    horizon: int,
+    on_done: Callable[[int], None] | None = None,
+    batch: int = 64,
+    token_budget: int = packing.TOKEN_BUDGET,
+) -> list[Tensor]:
+    """One float32 [K, horizon] a future, of the candidates in its state's pool.
+
+    Args:
+        scorer: over the frozen SLM.
+        futures: one a state; what lies past the horizon is cut.
+        horizon: tokens of the future to score.
+        on_done: called with the number of groups finished.
+        batch: trajectories between two calls of `on_done`.
+        token_budget: rows of a packed forward at most.
+
+    Raises:
+        ValueError: a future shorter than the horizon.
+    """
+    members: dict[str, list[int]] = {}
+    for index, future in enumerate(futures):
+        if len(future.tokens) < horizon:
+            raise ValueError(
+                f"futures: expected {horizon} tokens or more, got {len(future.tokens)} for state {future.state.id}; "
+                "drop short futures"
+            )
+        members.setdefault(future.state.trajectory.problem.id, []).append(index)
+    matrices: dict[int, Tensor] = {}
+    places = list(members.values())
+    for start in range(0, len(places), batch):
+        part = places[start : start + batch]
+        packed = [
+            (
+                futures[indices[0]].state.trajectory.tokens,
+                [_branches(futures[index], horizon, scorer) for index in indices],
+            )
+            for indices in part
+        ]
+        for indices, scores in zip(part, scorer.score_trajectories(packed, token_budget), strict=True):
+            matrices.update(zip(indices, scores, strict=True))
+        if on_done is not None:
+            on_done(len(matrices))
+    return [matrices[index] for index in range(len(futures))]
+
+
+def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> BranchGroup:
+    device = scorer.model.device
+    return BranchGroup(future.state.position, future.state.pool.ids.to(device), future.tokens[:horizon].to(device))
+
+
+class ScoreStage(OverStates):
+    """The groups of the states with two or more candidates, and the matrices of the usable ones."""
+
+    name = "scores"
+    command = "score"
+    slice = ("score", "collect.slm_k")
+    uses = ("slm", "tokenizer", "valid_vocab")
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        other: dict[str, type[Stage]] = {"llm": FutureStage, "own": OwnFutureStage}
+        return (TrajectoryStage, StateStage, FutureStage, other.get(self.settings.score.future, SampleStage))
+
+    def choose(self) -> dict[str, Any]:
+        automatic = self.settings.score.token_budget == "auto"
+        return {"token_budget": packing.token_budget(self.models.slm)} if automatic else {}
+
+    def work(self, shard: str) -> Output:
+        settings, slm_k = self.settings.score, self.settings.collect.slm_k
+        budget = settings.token_budget
+        if budget == "auto":
+            chosen = (self.folder.manifest() or {}).get("chosen", {})
+            budget = chosen.get("token_budget", packing.TOKEN_BUDGET)
+        futures = self._futures(Examples(self.run, shard, self.models.slm.device))
+        used, filters = usable(in_parts(futures, slm_k), settings.horizon)
+        kept = [future for future in in_parts(futures, slm_k, settings.pool) if len(future.state.pool) >= 2]
+        good = {future.state.id for future in used}
+        scored = [future for future in kept if future.state.id in good]
+        matrices = score_states(self.models.scorer, scored, settings.horizon, self.on_progress, token_budget=budget)
+        by_id = {future.state.id: matrix for future, matrix in zip(scored, matrices, strict=True)}
+        groups = [Group(future.state, future.first, by_id.get(future.state.id)) for future in kept]
+        side = shard.partition("-")[0]
+        counts = {**vars(filters), f"{side} groups": len(scored), "candidates": sum(map(len, matrices))}
+        return Output(group_files(shard, groups, settings.horizon), counts)
+
+    def _futures(self, examples: Examples) -> list[Future]:
+        """The futures that the settings ask for."""
+        kind, horizon = self.settings.score.future, self.settings.score.horizon
+        if kind == "own":
+            return list(examples.futures(OwnFutureStage.name).values())
+        futures = list(examples.futures().values())
+        if kind == "llm":
+            return futures
+        used, _ = usable(in_parts(futures, self.settings.collect.slm_k), horizon)
+        sampled = read_samples(self.input(SampleStage).folder, examples.shard)
+        return futures_of_quality(kind, futures, [future.state.id for future in used], sampled, horizon, examples.shard)
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return filter_table(manifest["counts"])
+
+    def cost(self) -> Cost:
+        pools, prefix = self.input(StateStage), self.input(TrajectoryStage).longest
+        candidates = self.settings.collect.slm_k + pools.settings.futures.llm_k
+        return Cost("scored behind shared prefixes", prefix + (1 + self.settings.score.horizon) * candidates)
+
+
+def filter_table(counts: dict[str, int]) -> str:
+    """What is left of the states after each condition, as the paper has it."""
+    rows = (
+        ("admitted states", counts["admitted"]),
+        ("answer-verified future", counts["verified"]),
+        ("future of the full horizon", counts["long_enough"]),
+        ("valid group", counts["valid_group"]),
+        ("for training", counts.get("train groups", 0)),
+        ("for validation", counts.get("validation groups", 0)),
+    )
+    lines = [f"| {name} | {count:,} | {count / max(1, rows[0][1]):.1%} |" for name, count in rows]
+    return "\n".join(["| condition | states | of admitted |", "|---|---|---|", *lines])

@@ -1,0 +1,266 @@
+"""Stage 4, its end: the choice among the sweep's rerankers on validation problems, and the adapters that are kept."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fb_core.stages.accuracy import evaluate
+from fb_core.stages.artefacts import table_bytes
+from fb_core.stages.deploy import Context, frozen_policy, pool_options
+from fb_core.stages.inputs import DEMO, DEPLOYED, verifier_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.scores import ScoreStage, filter_table
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import PolicyStage
+from fb_core.stages.training import TrainStage, run_name
+from fb_core.stages.trajectories import TrajectoryStage
+
+DECODED = {"problem": pa.string(), "correct": pa.bool_(), "tokens": pa.int32(), "events": pa.int32()}
+
+
+class SelectionStage(Stage):
+    """Every run and epoch tried end to end on the validation problems; the best horizon and epoch over the seeds."""
+
+    name = "selection"
+    command = "train"
+    slice = (*DEPLOYED, "collect.max_new_tokens", "train.epochs", "verify")
+    reads = (TrajectoryStage, PolicyStage, TrainStage)
+    uses = ("slm", "llm", "tokenizer")
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(self._problems) for shard in self._trials()}
+
+    @property
+    def _problems(self) -> list[Problem]:
+        return self.input(TrajectoryStage).splits["validation"]
+
+    def _trials(self) -> dict[str, tuple[int, int, int]]:
+        """(epoch, horizon, seed) of every shard."""
+        return {
+            f"epoch-{epoch}-{run_name(horizon, seed)}": (epoch, horizon, seed)
+            for epoch in range(1, self.settings.train.epochs + 1)
+            for horizon, seed in self.input(TrainStage).runs()
+        }
+
+    def work(self, shard: str) -> Output:
+        reranker = self.input(TrainStage).trained(*self._trials()[shard])
+        problems, decoder = self._problems, Context(self.settings, self.run).deployed(reranker)
+        found = evaluate(
+            decoder.generate_many,
+            self.models.prompts(problems, self.input(TrajectoryStage).settings.problems.prompt),
+            [problem.answer for problem in problems],
+            self.models.tokenizer,
+            verifier_of(self.settings.verify),
+            self.settings.collect.max_new_tokens,
+        )
+        rows = [
+            {
+                "problem": problem.id,
+                "correct": bool(correct),
+                "tokens": len(one.token_ids),
+                "events": len(one.events),
+            }
+            for problem, correct, one in zip(problems, found.correct, found.generations, strict=True)
+        ]
+        counts = {"decoded": len(problems), "correct": int(found.correct.sum())}
+        return Output({f"{shard}.parquet": table_bytes(rows, DECODED)}, counts)
+
+    def summary(self) -> dict[str, Any]:
+        """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
+        logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
+        tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        for shard, (epoch, horizon, seed) in self._trials().items():
+            correct = [row["correct"] for row in self.folder.table(shard)]
+            tried.setdefault((epoch, horizon), []).append(
+                {
+                    "seed": seed,
+                    "accuracy": float(np.mean(correct)),
+                    **{
+                        name: logged[epoch, horizon, seed][f"validation_{name}"]
+                        for name in ("cross_entropy", "pairwise_accuracy")
+                    },
+                }
+            )
+        table: list[dict[str, Any]] = [
+            {
+                "epoch": epoch,
+                "horizon": horizon,
+                "seeds": seeds,
+                **{
+                    name: _mean([seed[name] for seed in seeds])
+                    for name in ("accuracy", "cross_entropy", "pairwise_accuracy")
+                },
+            }
+            for (epoch, horizon), seeds in tried.items()
+        ]
+        right = {
+            one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
+        }  # whole numbers: a tie is a tie
+        best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
+        return {"epoch": best["epoch"], "horizon": best["horizon"], "table": table}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return selection_table(manifest["summary"], len(self._problems))
+
+    def cost(self) -> Cost:
+        return Cost("decoded together with the LLM", self.input(TrajectoryStage).longest)
+
+
+class RerankerStage(Stage):
+    """The chosen adapters, a folder a seed: each a PEFT checkpoint with a model card."""
+
+    name = "reranker"
+    command = "train"
+    slice = (*DEPLOYED, "train")
+    reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
+    unit = "adapters"
+    parallel = False
+
+    def data(self) -> dict[str, Any]:
+        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # as its cards have them
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
+
+    def work(self, shard: str) -> Output:
+        chosen = self.input(SelectionStage).folder.finished()["summary"]
+        seed = int(shard.removeprefix("seed-"))
+        reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
+        with tempfile.TemporaryDirectory() as folder:
+            reranker.save_pretrained(folder)
+            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        files[f"{shard}/README.md"] = self._card(seed, chosen).encode()
+        return Output(files, {"adapters": 1})
+
+    def _card(self, seed: int, chosen: dict[str, Any]) -> str:
+        models, settings = self.settings.models, self.settings.train
+        filters = self.input(ScoreStage).folder.finished()["counts"]
+        policy = frozen_policy(self.run)
+        asked = self.input(TrajectoryStage)
+        validation = len(asked.splits["validation"])
+        names = {"slm": models.slm, "llm": models.llm}
+        loading = LOADING.format(**names)
+        if models.slm.startswith(DEMO):
+            loading = LOADING_DEMO.format(world=models.slm.removeprefix(DEMO))
+            names = {role: f"the {role.upper()} of the {name.removeprefix(DEMO)} demo" for role, name in names.items()}
+        return CARD.format(
+            loading=loading,
+            **names,
+            base=models.slm,
+            horizon=chosen["horizon"],
+            epoch=chosen["epoch"],
+            seed=seed,
+            rank=settings.rank,
+            alpha=settings.lora_alpha,
+            dropout=settings.dropout,
+            rate=settings.learning_rate,
+            temperature=settings.temperature,
+            groups=settings.groups_per_step,
+            threshold=policy.threshold,
+            top_k=policy.top_k,
+            quantile=self.input(PolicyStage).settings.collect.quantile,
+            options="\n".join(f"    {name}={value!r}," for name, value in pool_options(self.settings).items()),
+            load=", scope='sequence'" if settings.scope == "sequence" else "",
+            wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
+            scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
+            features=", ".join(settings.features) or "none",
+            target=settings.target,
+            filters=filter_table(filters),
+            selection=selection_table(chosen, validation),
+            problems=asked.settings.problems.train,
+        )
+
+    def cost(self) -> Cost:
+        return Cost("a copy of a trained adapter")
+
+
+def selection_table(chosen: dict[str, Any], problems: int) -> str:
+    """Validation results of every horizon and epoch, the chosen one in bold."""
+    lines = []
+    for row in chosen["table"]:
+        seeds = ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"])
+        cells = [
+            str(row["horizon"]),
+            str(row["epoch"]),
+            f"{100 * row['accuracy']:.1f}",
+            seeds,
+            f"{row['cross_entropy']:.4f}",
+            "" if row["pairwise_accuracy"] is None else f"{100 * row['pairwise_accuracy']:.1f}",
+        ]
+        if (row["epoch"], row["horizon"]) == (chosen["epoch"], chosen["horizon"]):
+            cells = [f"**{cell}**" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    head = f"| H | epoch | accuracy, % of {problems} problems | by seed | cross-entropy, nats | pairwise accuracy, % |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]  # no pairs to compare, no accuracy
+    return float(np.mean(known)) if known else None
+
+
+PLAIN = "FutureBridgeSelector(reranker)"
+WRAPPED = "CertainLLM(FutureBridgeSelector(reranker), {})"
+
+LOADING = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+slm = AutoModelForCausalLM.from_pretrained("{slm}").eval()
+llm = AutoModelForCausalLM.from_pretrained("{llm}").eval()
+tokenizer = AutoTokenizer.from_pretrained("{slm}")"""
+
+LOADING_DEMO = """\
+from fb_core.demo.pairs import load_pair
+
+pair = load_pair("{world}")
+slm, llm, tokenizer = pair.slm, pair.llm, pair.world.tokenizer"""
+
+CARD = """\
+---
+library_name: peft
+base_model: {base}
+tags: [futurebridge, reranker, lora]
+---
+
+# FutureBridge reranker for {slm} with {llm}
+
+A LoRA adapter with a scalar head that scores next-token candidates for {slm}: which of the tokens that it and {llm}
+propose at an uncertain step it can best continue from. It was distilled from the log-likelihood of one answer-verified
+continuation by {llm} behind every candidate.
+
+```python
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
+{loading}
+reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
+decoder = CollaborativeDecoder(
+    slm,
+    llm,
+    {wrapped},
+    RequestPolicy({threshold!r}, top_k={top_k}),
+{options}
+    tokenizer=tokenizer,
+)
+```
+
+| | |
+|---|---|
+| horizon of the future | {horizon} tokens |
+| epoch, seed | {epoch}, {seed} |
+| adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope}; candidate features: {features} |
+| training | AdamW {rate:g}, {groups} groups a step, target "{target}", temperature {temperature:g} |
+| request threshold | {threshold:.6g} nats of the top {top_k}, quantile {quantile:g} on validation |
+| problems | {problems} |
+
+## States
+
+{filters}
+
+## Choice on validation problems
+
+{selection}
+"""

@@ -1,0 +1,301 @@
+"""Stage 4: the sweep of rerankers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_core.calibrated import calibrated_target
+from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.stages.artefacts import Artefact, tensor_bytes
+from fb_core.stages.calibration import CalibrationStage, read_weights, terms_of
+from fb_core.stages.examples import Examples, Group
+from fb_core.stages.futures import FutureStage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import StateStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.targets import MARGIN, group_targets, selection_target, without_hindsight
+from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
+from fb_core.verify import tally_words
+
+CHECKPOINT = re.compile(r"step-(\d{7})")
+
+log = logging.getLogger(__name__)
+
+
+class TrainStage(Stage):
+    """All rerankers of the sweep, an epoch a shard; `step-*` files are checkpoints, which the last epoch removes.
+
+    The seeds share one data order, so that every trajectory's prefix is computed once for all runs; they differ in
+    initialisation and dropout.
+    """
+
+    name = "training"
+    command = "train"
+    slice = ("train", "collect.deployed")
+    reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
+    unit = "groups"
+    parallel = False
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (*self.reads, CalibrationStage) if self.settings.train.target == "calibrated" else self.reads
+
+    def shards(self) -> dict[str, int]:
+        groups = self.input(ScoreStage).folder.finished()["counts"].get("train groups", 0)
+        return {f"epoch-{epoch}": groups for epoch in range(1, self.settings.train.epochs + 1)}
+
+    def most(self) -> int:
+        problems = len(self.input(TrajectoryStage).splits["train"])
+        return self.settings.train.epochs * problems * self.input(StateStage).settings.collect.max_states
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(horizon, seed) of every run, in order."""
+        return [(horizon, seed) for horizon in self.settings.train.horizons for seed in self.settings.train.seeds]
+
+    def reranker(self, seed: int) -> TokenReranker:
+        """A fresh one, initialised by a seed."""
+        settings = self.settings.train
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return TokenReranker.from_base(
+                self.models.slm,
+                settings.rank,
+                settings.lora_alpha,
+                settings.dropout,
+                scope=settings.scope,
+                feature_names=settings.features,
+            )
+
+    def trained(self, epoch: int, horizon: int, seed: int) -> TokenReranker:
+        """One run's reranker at the end of an epoch."""
+        reranker, name = self.reranker(seed), run_name(horizon, seed)
+        found = self.folder.tensors(f"epoch-{epoch}")
+        for key, tensor in _trained(reranker).items():
+            tensor.data.copy_(found[f"{name}/{key}"])
+        return reranker
+
+    def work(self, shard: str) -> Output:
+        epoch, began, groups = int(shard.removeprefix("epoch-")), time.perf_counter(), self.shards()[shard]
+        sweep, seconds = self._sweep_for(epoch)
+        end = sweep.epoch_ends[epoch - 1]
+        begin = sweep.epoch_ends[epoch - 2] if epoch > 1 else 0
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        while sweep.step < end:
+            sweep.advance()
+            self.on_progress(round(groups * max(0, sweep.step - begin) / (end - begin)))
+            if sweep.step == end or sweep.step % self.settings.train.checkpoint_steps == 0:
+                self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
+        if not self.leads:
+            return Output({}, {})
+        at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
+        metrics = [
+            {name: None if math.isnan(value) else value for name, value in found._asdict().items()}
+            for found in validate(sweep.runs, self.groups("validation"), at_once)
+        ]
+        tensors = {
+            f"{run_name(*key)}/{name}": tensor
+            for key, run in zip(self.runs(), sweep.runs, strict=True)
+            for name, tensor in _trained(run.reranker).items()
+        }
+        rows = [
+            {
+                "epoch": epoch,
+                "horizon": horizon,
+                "seed": seed,
+                "loss": [losses[index] for losses in sweep.losses[begin:end]],
+                **{f"validation_{name}": value for name, value in metrics[index].items()},
+            }
+            for index, (horizon, seed) in enumerate(self.runs())
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        files = {f"{shard}.safetensors": tensor_bytes(tensors), f"{shard}.jsonl": lines}
+        others = (processes - 1) * (time.perf_counter() - began)
+        return Output(files, {"steps": end - begin}, seconds + others)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged at the end of every epoch, a row a run."""
+        return [json.loads(line) for shard in self.shards() for line in self.folder.read(shard, "jsonl").splitlines()]
+
+    def summary(self) -> dict[str, Any]:
+        for path in self.folder.path.glob("step-*"):
+            path.unlink()
+        return {"runs": [run_name(*run) for run in self.runs()], "order_seed": self.settings.train.order_seed}
+
+    def groups(self, split: str) -> list[TrainingTrajectory]:
+        """The groups of a split, with a target column for every horizon; also those of the deployed run, if any."""
+        deployed = self.settings.collect.deployed
+        runs = [self.run] if deployed is None else [Path(deployed), self.run]
+        return [trajectory for run in runs for trajectory in self._groups_of(run, split)]
+
+    def _groups_of(self, run: Path, split: str) -> list[TrainingTrajectory]:
+        device, found = self.models.slm.device, []
+        for shard in Artefact(run, ScoreStage.name).shards(split):
+            groups = list(Examples(run, shard, device).groups.values())
+            if self.settings.train.target != "calibrated":
+                groups = [group for group in groups if group.logprob is not None]
+            if not groups:
+                continue
+            members: dict[str, tuple[Tensor, list[TrainingGroup]]] = {}
+            for group, target in zip(groups, self._targets(groups), strict=True):
+                pool, trajectory = group.state.pool, group.state.trajectory
+                features = candidate_features(
+                    pool.slm_logprob, pool.llm_logprob, pool.sources, self.settings.train.features
+                )
+                one = TrainingGroup(group.state.position, pool.ids.to(device), target.to(device), features.to(device))
+                members.setdefault(trajectory.problem.id, (trajectory.tokens, []))[1].append(one)
+            found += [TrainingTrajectory(tokens, of_trajectory) for tokens, of_trajectory in members.values()]
+        return found
+
+    def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
+        """[K, h] of every group."""
+        settings = self.settings.train
+        if settings.target == "calibrated":
+            weights = read_weights(self.run, settings.horizons)
+            return [
+                torch.stack(
+                    [
+                        calibrated_target(terms_of(group, horizon), theta)
+                        for horizon, theta in zip(settings.horizons, weights, strict=True)
+                    ],
+                    1,
+                )
+                for group in groups
+            ]
+        if settings.target == "select":
+            best = (selection_target(group.state.pool.llm_logprob) for group in groups)
+            return [target[:, None].expand(-1, len(settings.horizons)) for target in best]
+        matrices = []
+        for group in groups:
+            assert group.logprob is not None
+            own = (group.state.pool.ids == group.first).nonzero().flatten().tolist()  # none in the SLM's pool, perhaps
+            matrices.append(without_hindsight(group.logprob, own[0], settings.hindsight) if own else group.logprob)
+        return group_targets(
+            matrices,
+            settings.horizons,
+            temperature=settings.temperature,
+            local=[group.state.pool.llm_logprob for group in groups],
+            alpha=settings.alpha,
+        )[1]
+
+    def _sweep_for(self, epoch: int) -> tuple[Sweep, float]:
+        """(the sweep where an epoch goes on, seconds of it that were done before by processes that ended)."""
+        if self._kept is not None and self._kept.step <= self._kept.epoch_ends[epoch - 1]:
+            return self._kept, 0.0
+        sweep, seconds = self._fresh(), 0.0
+        for step, name in self._checkpoints():
+            if step > sweep.epoch_ends[epoch - 1]:
+                continue  # an earlier epoch is made anew
+            try:
+                state, receipt = self.folder.tensors(name), self.folder.receipt(name)
+            except ValueError as problem:
+                log.warning("%s; going on from an earlier one", problem)
+                continue
+            sweep.load_state(state)
+            seconds = 0.0 if receipt is None else receipt.seconds
+            break
+        sweep.check_step()
+        self._kept = sweep
+        return sweep, seconds
+
+    _kept: Sweep | None = None
+
+    def _fresh(self) -> Sweep:
+        """The sweep at its beginning."""
+        settings, accelerator = self.settings.train, self._accelerator()  # which sets this process's device
+        columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
+        runs = [Run(self.reranker(seed), seed, columns[horizon]) for horizon, seed in self.runs()]
+        recipe = Recipe(
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            warmup=settings.warmup,
+            clip=settings.clip,
+            groups_per_step=settings.groups_per_step,
+            epochs=settings.epochs,
+            seed=settings.order_seed,
+            microbatches=settings.microbatches,
+            margin=MARGIN if settings.target == "select" else 0.0,
+        )
+        trajectories = self.groups("train")
+        for split, found in (("train", trajectories), ("validation", self.groups("validation"))):
+            if not found:
+                raise ValueError(self._no_groups(split))
+        return Sweep(runs, trajectories, recipe, accelerator)
+
+    def _no_groups(self, split: str) -> str:
+        """Why a split has no groups: what became of its states, and what that asks for."""
+        counts: dict[str, Counter[str]] = {}
+        for kind in (FutureStage, ScoreStage):
+            folder = self.input(kind).folder
+            counts[kind.name] = Counter()
+            for receipt in folder.receipts(folder.shards(split)).values():
+                counts[kind.name].update(receipt.counts)
+        futures, scored = counts[FutureStage.name], counts[ScoreStage.name]
+        horizon = self.input(ScoreStage).settings.score.horizon
+        prompt = self.input(TrajectoryStage).settings.problems.prompt
+        remedy = f'see that the LLM answers as the prompt asks, in \\boxed{{}} (problems.prompt is "{prompt}")'
+        if not scored["admitted"]:
+            remedy = "lower collect.quantile or take more problems"
+        elif scored["long_enough"]:
+            remedy = "take more candidates (collect.slm_k, futures.llm_k)"
+        elif scored["verified"]:
+            remedy = f"{scored['verified']} right ones are all shorter than score.horizon {horizon}; lower that"
+        words = tally_words(futures) or "none"
+        return (
+            f"{self.name}: expected scored groups of the {split} problems, got none of {scored['admitted']} states "
+            f"with futures: {words}; {remedy}"
+        )
+
+    def _accelerator(self) -> Any:
+        """Accelerate's, where this process is one of several."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return None
+        from accelerate import Accelerator, InitProcessGroupKwargs
+
+        patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # others wait while the first one validates
+        return Accelerator(cpu=self.models.device == "cpu", kwargs_handlers=[patient])
+
+    def _checkpoints(self) -> list[tuple[int, str]]:
+        """(step, shard) of finished checkpoints, the last first."""
+        found = (CHECKPOINT.fullmatch(path.stem) for path in self.folder.path.glob("step-*.json"))
+        return sorted(((int(match[1]), match[0]) for match in found if match), reverse=True)
+
+    def _checkpoint(self, sweep: Sweep, seconds: float) -> None:
+        """Write the sweep's state and remove earlier ones; `seconds` are those of the epoch so far."""
+        if not self.leads:
+            return
+        before, name = self._checkpoints(), f"step-{sweep.step:07d}"
+        if sweep.step in sweep.epoch_ends:
+            seconds = 0.0  # the epoch's own receipt has them
+        self.folder.put(name, {f"{name}.safetensors": tensor_bytes(sweep.state())}, {}, seconds, self.device)
+        for _, old in before:
+            if old != name:
+                (self.folder.path / f"{old}.json").unlink()
+                (self.folder.path / f"{old}.safetensors").unlink(missing_ok=True)
+
+    def cost(self) -> Cost:
+        settings = self.settings.train
+        return Cost(f"{settings.groups_per_step} groups a step for each of {len(self.runs())} runs")
+
+
+def _trained(reranker: TokenReranker) -> dict[str, Tensor]:
+    """What training changes, by name; it shares the parameters' storage."""
+    features = {"feature_weight": reranker.feature_weight.detach()} if reranker.feature_names else {}
+    return reranker.tensors() | features
+
+
+def run_name(horizon: int, seed: int) -> str:
+    """A run's name in files."""
+    return f"h{horizon}-s{seed}"

@@ -1,0 +1,163 @@
+"""Stage 1: SLM trajectories without intervention, and their entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.config import RunSettings
+from fb_core.llm import LocalLLM
+from fb_core.methods import Generate
+from fb_core.policy import RequestPolicy
+from fb_core.stages.deploy import deployed_digest, generator
+from fb_core.stages.examples import State, Trajectory, example_files
+from fb_core.stages.inputs import DEPLOYED, problems_hash, splits_of, verifier_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.verify import Verdict, Verifier, tally
+
+ROWS = 16_384  # of a teacher-forced forward
+LOGIT_ROWS = 1024  # of logits [rows, V] held at once
+
+
+def collect(
+    slm: LocalLLM,
+    problems: Sequence[Problem],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    top_k: int = 64,
+    on_done: Callable[[int], None] | None = None,
+    write: Callable[[Sequence[Tensor], int], list[Tensor]] | None = None,
+) -> list[Trajectory]:
+    """Greedy SLM outputs, and the entropy at every step from one teacher-forced pass.
+
+    Args:
+        slm: the small model.
+        problems: what is asked.
+        prompts: one [P] of ids a problem.
+        max_new_tokens: output length at most.
+        top_k: size of the softmax that the entropy is taken over.
+        on_done: called with the number of problems finished.
+        write: what writes the outputs from prompts and max_new_tokens, if not the SLM in this process by itself.
+    """
+    policy = RequestPolicy(float("inf"), top_k)
+    outputs = (write or slm.complete_many)(prompts, max_new_tokens)
+    whole = [torch.cat([prompt, output.to(prompt)]) for prompt, output in zip(prompts, outputs, strict=True)]
+    trajectories: list[Trajectory] = []
+    for start, rows in teacher_forced(slm.model, whole, [len(prompt) - 1 for prompt in prompts]):
+        for index, hidden in enumerate(rows, start):
+            tokens, length = whole[index], len(prompts[index])
+            blocks = hidden[:-1].split(LOGIT_ROWS)
+            entropy = torch.cat([policy.entropy(logits_of(slm, block)) for block in blocks])
+            trajectories.append(Trajectory(problems[index], tokens, length, entropy))
+        if on_done is not None:
+            on_done(len(trajectories))
+    return trajectories
+
+
+def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
+    """[n, V] behind hidden states, of the ids that count."""
+    return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
+
+
+@torch.no_grad()
+def teacher_forced(
+    model: hf.CausalLM, sequences: Sequence[Tensor], first: Sequence[int]
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """(index of the first sequence, hidden states from row `first` on of each) for packs of whole sequences."""
+    for start, stop in hf.packs([len(tokens) for tokens in sequences], ROWS):
+        pack = sequences[start:stop]
+        layout = hf.Layout.build([([len(tokens)], 0, 0) for tokens in pack], model.device)
+        positions = torch.cat([torch.arange(len(tokens), device=model.device) for tokens in pack])
+        hidden = hf.packed_forward(model, torch.cat(list(pack)), positions, layout)
+        rows = hidden.split([len(tokens) for tokens in pack])
+        yield start, [states[skip:] for states, skip in zip(rows, first[start:stop], strict=True)]
+
+
+def texts_of(outputs: Sequence[Tensor], tokenizer: hf.Tokenizer) -> list[str]:
+    """The texts of token ids, as answers are judged by them."""
+    return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
+
+
+def judged(
+    states: Sequence[State], written: Sequence[Tensor], tokenizer: hf.Tokenizer, verifier: Verifier
+) -> tuple[list[str], list[Verdict]]:
+    """(texts, verdicts) of the whole solutions: the output up to each state, then what was written from there."""
+    outputs = [torch.cat([state.output, new.to(state.output)]) for state, new in zip(states, written, strict=True)]
+    texts = texts_of(outputs, tokenizer)
+    golds = [state.trajectory.problem.answer for state in states]
+    return texts, verifier.verify_many(texts, golds, bad_golds="unparsable")
+
+
+class TrajectoryStage(Stage):
+    """Greedy SLM outputs with their entropies, or those of a deployed reranker."""
+
+    name = "trajectories"
+    command = "collect"
+    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.deployed", "verify")
+
+    @classmethod
+    def slice_in(cls, settings: RunSettings) -> Sequence[str]:
+        return cls.slice if settings.collect.deployed is None else (*cls.slice, *DEPLOYED, "train.seeds")
+
+    def data(self) -> dict[str, Any]:
+        deployed = self.settings.collect.deployed
+        hashes = {split: problems_hash(problems) for split, problems in self.splits.items()}
+        if deployed is None:
+            return hashes
+        return hashes | {"deployed": deployed_digest(Path(deployed)), "llm": self.settings.models.llm}
+
+    @property
+    def splits(self) -> dict[str, list[Problem]]:
+        """The problems as "train" and "validation"."""
+        return splits_of(self.settings.problems)
+
+    def shards(self) -> dict[str, int]:
+        return {name: len(problems) for name, problems in self._problems.items()}
+
+    @cached_property
+    def _problems(self) -> dict[str, list[Problem]]:
+        """Of every shard; all stages up to the scores have these shards."""
+        size = self.settings.problems.per_shard
+        return {
+            f"{split}-{start // size:05d}": problems[start : start + size]
+            for split, problems in self.splits.items()
+            for start in range(0, len(problems), size)
+        }
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of a trajectory at most, its prompt left out where the tokenizer is not on this machine."""
+        problems = [problem for members in self.splits.values() for problem in members]
+        prompt = self.models.longest_prompt(problems, self.settings.problems.prompt)
+        return prompt + self.settings.collect.max_new_tokens
+
+    def work(self, shard: str) -> Output:
+        problems, slm, settings = self._problems[shard], self.models.local_slm, self.settings.collect
+        tokenizer, prompts = self.models.tokenizer, self.models.prompts(problems, self.settings.problems.prompt)
+        write = self.models.slm_writer.complete_many if settings.deployed is None else self._collaborate
+        found = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
+        texts = texts_of([trajectory.output for trajectory in found], tokenizer)
+        golds = [problem.answer for problem in problems]
+        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        counts = {"trajectories": len(found), "tokens": sum(len(trajectory.output) for trajectory in found)}
+        return Output(example_files(shard, Trajectory, found), counts | tally(texts, verdicts))
+
+    def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
+        """What the deployed reranker of another run makes of prompts, together with the LLM."""
+        return [found.token_ids for found in self._generate(prompts, max_new_tokens)]
+
+    @cached_property
+    def _generate(self) -> Generate:
+        """With the first reranker of the deployed run."""
+        run = Path(self.settings.collect.deployed or "")
+        return generator("futurebridge", self.settings, run, self.settings.train.seeds[0])
+
+    def cost(self) -> Cost:
+        return Cost("generated and teacher-forced, prompts included", 2 * self.longest)
