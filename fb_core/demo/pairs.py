@@ -10,7 +10,6 @@ import queue
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import torch
 from numpy.random import SeedSequence, default_rng
 from safetensors.torch import load_file, save
-from transformers import LogitsProcessor, LogitsProcessorList, Qwen3Config, Qwen3ForCausalLM, get_scheduler
+from transformers import Qwen3Config, Qwen3ForCausalLM, get_scheduler
 
 from fb_core.demo.worlds import WORLDS, Problem, World
 
@@ -69,30 +68,6 @@ def load_pair(name: str, directory: Path | None = None) -> DemoPair:
         folder = shipped if directory is None else Path(directory)
         slm, llm = (_load_model(folder / model) for model in _model_names([name]))
     return DemoPair(WORLDS[name], slm, llm)
-
-
-@dataclass(frozen=True)
-class Description:
-    """Greedy accuracy of each model alone, and of the SLM when every step opens with a word it follows, or does not."""
-
-    slm: float
-    llm: float
-    slm_worked: float
-    slm_guessed: float
-
-
-def describe(pair: DemoPair, n: int, seed: int) -> Description:
-    """Measures a pair on `n` validation problems by an exact checker."""
-    problems = pair.world.problems(n, seed, "validation")
-
-    def accuracy(model: Qwen3ForCausalLM, forced: Sequence[LogitsProcessor] = ()) -> float:
-        answers = _greedy_answers(model, pair.world, problems, forced)
-        return sum(map(str.endswith, answers, (f"\\boxed{{{p.answer}}}" for p in problems))) / n
-
-    forced = partial(_ForcedWords, pair.world, problems)
-    return Description(
-        accuracy(pair.slm), accuracy(pair.llm), accuracy(pair.slm, [forced(True)]), accuracy(pair.slm, [forced(False)])
-    )
 
 
 def retrain(
@@ -225,38 +200,3 @@ def _load_model(folder: Path) -> Qwen3ForCausalLM:
         model = Qwen3ForCausalLM(Qwen3Config.from_json_file(folder / CONFIG))
     model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     return model.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def _greedy_answers(
-    model: Qwen3ForCausalLM, world: World, problems: Sequence[Problem], forced: Sequence[LogitsProcessor]
-) -> list[str]:
-    prompts = torch.tensor([problem.prompt_ids for problem in problems])
-    out = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=world.max_new_tokens,
-        do_sample=False,
-        logits_processor=LogitsProcessorList(forced),
-    )
-    return list(world.tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True))
-
-
-class _ForcedWords(LogitsProcessor):
-    """Forbids the words after which the SLM guesses a step (or, with `worked` False, those after which it works)."""
-
-    def __init__(self, world: World, problems: Sequence[Problem], worked: bool) -> None:
-        self.stop = world.vocabulary[". "]
-        self.prompt = len(problems[0].prompt_ids)
-        forbidden = torch.zeros(len(problems), world.steps + 1, len(world.vocabulary), dtype=torch.bool)
-        for row, problem in enumerate(problems):
-            for step, (multiplier, _) in enumerate(problem.operations[1]):
-                for word in world.words:
-                    if (word in world.worked_words(multiplier)) != worked:
-                        forbidden[row, step, world.vocabulary[f"{word} "]] = True
-        self.forbidden = forbidden
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Masks by the step each row is in, which the number of full stops tells."""
-        step = (input_ids[:, self.prompt :] == self.stop).sum(1).clamp(max=self.forbidden.shape[1] - 1)
-        return scores.masked_fill(self.forbidden[torch.arange(len(step)), step], -torch.inf)

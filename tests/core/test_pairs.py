@@ -1,12 +1,71 @@
 import dataclasses
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from fb_core.demo import pairs
-from fb_core.demo.pairs import describe, load_pair, retrain
+from fb_core.demo.pairs import load_pair, retrain
 from fb_core.demo.worlds import WORLDS
+
+
+class Description(NamedTuple):
+    """Greedy accuracy of each model alone, and of the SLM when every step opens with a word it follows, or does not."""
+
+    slm: float
+    llm: float
+    slm_worked: float
+    slm_guessed: float
+
+
+def describe(pair, n, seed):
+    """Measures a pair on `n` validation problems by an exact checker."""
+    problems = pair.world.problems(n, seed, "validation")
+
+    def accuracy(model, forced=()):
+        answers = _greedy_answers(model, pair.world, problems, forced)
+        return sum(map(str.endswith, answers, (f"\\boxed{{{p.answer}}}" for p in problems))) / n
+
+    forced = partial(_ForcedWords, pair.world, problems)
+    return Description(
+        accuracy(pair.slm), accuracy(pair.llm), accuracy(pair.slm, [forced(True)]), accuracy(pair.slm, [forced(False)])
+    )
+
+
+@torch.no_grad()
+def _greedy_answers(model, world, problems, forced):
+    prompts = torch.tensor([problem.prompt_ids for problem in problems])
+    out = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=world.max_new_tokens,
+        do_sample=False,
+        logits_processor=LogitsProcessorList(forced),
+    )
+    return list(world.tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True))
+
+
+class _ForcedWords(LogitsProcessor):
+    """Forbids the words after which the SLM guesses a step (or, with `worked` False, those after which it works)."""
+
+    def __init__(self, world, problems, worked):
+        self.stop = world.vocabulary[". "]
+        self.prompt = len(problems[0].prompt_ids)
+        forbidden = torch.zeros(len(problems), world.steps + 1, len(world.vocabulary), dtype=torch.bool)
+        for row, problem in enumerate(problems):
+            for step, (multiplier, _) in enumerate(problem.operations[1]):
+                for word in world.words:
+                    if (word in world.worked_words(multiplier)) != worked:
+                        forbidden[row, step, world.vocabulary[f"{word} "]] = True
+        self.forbidden = forbidden
+
+    def __call__(self, input_ids, scores):
+        """Masks by the step each row is in, which the number of full stops tells."""
+        step = (input_ids[:, self.prompt :] == self.stop).sum(1).clamp(max=self.forbidden.shape[1] - 1)
+        return scores.masked_fill(self.forbidden[torch.arange(len(step)), step], -torch.inf)
 
 
 @pytest.fixture
