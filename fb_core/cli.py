@@ -57,7 +57,7 @@ DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be d
 def collect(
     config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
 ) -> None:
-    """Stage 1: SLM trajectories, the request threshold, and the states where the SLM would ask."""
+    """Stage 1: SLM trajectories, the request threshold, the states where the SLM would ask, all candidates."""
     _run_command("collect", config, run, engine, dry_run)
 
 
@@ -65,7 +65,7 @@ def collect(
 def futures(
     config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
 ) -> None:
-    """Stage 2: the LLM's continuation of every state, verified, and its candidates."""
+    """Stage 2: the LLM's continuation of every state, verified."""
     _run_command("futures", config, run, engine, dry_run)
 
 

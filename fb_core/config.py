@@ -226,7 +226,7 @@ class CollectSettings(BaseModel):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
-    deployed: str | None = None
+    deployed: Annotated[str | None, FREE] = None  # what that run is counts, by its digest
 
 
 class FutureSettings(BaseModel):

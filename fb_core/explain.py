@@ -17,9 +17,10 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
+from fb_core.files import write_file
 from fb_core.report.page import Table as HtmlTable
 from fb_core.report.page import page
-from fb_core.stages.artefacts import MANIFEST, Artefact, write_file
+from fb_core.stages.artefacts import MANIFEST, Artefact
 from fb_core.stages.inputs import models_of
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 

@@ -18,11 +18,12 @@ from rich.progress import TimeElapsedColumn
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.experiment.tables import TABLES, Variant
 from fb_core.experiment.variants import plan_of, settings_of_variant, work_through
+from fb_core.files import write_file
 from fb_core.methods import method
 from fb_core.progress import Board
 from fb_core.report.findings import OURS
 from fb_core.stages.agreement import AgreementStage
-from fb_core.stages.artefacts import json_bytes, write_file
+from fb_core.stages.artefacts import json_bytes
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deployment import DeploymentStage

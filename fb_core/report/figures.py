@@ -75,9 +75,9 @@ def _rows(findings: Findings, table: str) -> list[tuple[Result, Interval]]:
 
 
 @pictured
-def accuracy(findings: Findings, theme: Theme) -> Figure | None:
-    """Every method's accuracy with its interval, a panel a benchmark, greedy decoding as a line."""
-    rows = _rows(findings, "methods")
+def accuracy(findings: Findings, theme: Theme, table: str) -> Figure | None:
+    """Accuracy of every row of a table with its interval, a panel a benchmark, greedy decoding as a line."""
+    rows = _rows(findings, table)
     if not rows:
         return None
     labels = list(dict.fromkeys(row.label for row, _ in rows))
@@ -122,9 +122,9 @@ def agreement(findings: Findings, theme: Theme) -> Figure | None:
 
 
 @pictured
-def horizon(findings: Findings, theme: Theme) -> Figure | None:
+def horizon(findings: Findings, theme: Theme, table: str) -> Figure | None:
     """Accuracy of rerankers by the horizon of their target, and how far the target itself agrees with rollouts."""
-    rows = [(row, interval) for row, interval in _rows(findings, "horizons") if row.x is not None]
+    rows = [(row, interval) for row, interval in _rows(findings, table) if row.x is not None]
     targets = {
         int(found[1]): row.pairwise
         for row in findings.agreement or ()
@@ -300,7 +300,7 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
 
 
 @pictured
-def sweep(findings: Findings, theme: Theme) -> Figure | None:
+def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
     """Accuracy of what was tried at several request quantiles, the direct LLM score among it, and greedy decoding."""
     cells = by_cell(findings)
     places = [cell[:2] for cell in cells]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fb_core.files import write_file
 from fb_core.report import figures
 from fb_core.report.columns import number
 from fb_core.report.diagnostics import DIAGNOSTICS, Diagnostic
@@ -15,7 +17,7 @@ from fb_core.report.orderings import ordering_blocks
 from fb_core.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span, Table
 
 FIGURES = "figures"  # folder beside report.md
-EXPERIMENT_FIGURES: Mapping[str | None, Callable[[Findings], Picture | None]] = {
+EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,
     "horizon": figures.horizon,
     "sweep": figures.sweep,
@@ -50,7 +52,7 @@ def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
     files |= {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        (folder / name).write_bytes(data)
+        write_file(folder / name, data)
     return [folder / name for name in files]
 
 
@@ -102,8 +104,9 @@ def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
 
 
 def _experiment(findings: Findings, shown: Experiment, prefix: str) -> Part:
-    draw = EXPERIMENT_FIGURES.get(shown.figure, lambda _: None)
-    blocks = [*experiment_blocks(findings, shown), *_figure(prefix + shown.name, shown.caption, draw(findings))]
+    draw = EXPERIMENT_FIGURES.get(shown.figure or "", lambda *_: None)
+    file = prefix + re.sub(r"[^\w-]+", "-", shown.name)  # a name from a file is no path
+    blocks = [*experiment_blocks(findings, shown), *_figure(file, shown.caption, draw(findings, shown.name))]
     return Part(shown.title, f"futurebridge experiment {shown.name}", blocks)
 
 

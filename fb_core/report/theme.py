@@ -57,13 +57,13 @@ DARK = Theme(
 )
 
 
-def pictured(draw: Callable[[Findings, Theme], Figure | None]) -> Callable[[Findings], Picture | None]:
+def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
     """The drawing in both themes; the same findings give the same bytes."""
 
-    def svg(findings: Findings, theme: Theme) -> str | None:
+    def svg(findings: Findings, theme: Theme, *more: str) -> str | None:
         with style.context(["default", _style(theme)]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-            figure = draw(findings, theme)
+            figure = draw(findings, theme, *more)
             if figure is None:
                 return None
             file = io.StringIO()
@@ -72,8 +72,8 @@ def pictured(draw: Callable[[Findings, Theme], Figure | None]) -> Callable[[Find
         return text[text.index("<svg") :]  # without the address of a document type
 
     @wraps(draw)
-    def both(findings: Findings) -> Picture | None:
-        light, dark = svg(findings, LIGHT), svg(findings, DARK)
+    def both(findings: Findings, *more: str) -> Picture | None:
+        light, dark = (svg(findings, theme, *more) for theme in (LIGHT, DARK))
         return None if light is None or dark is None else Picture(light, dark)
 
     return both

@@ -7,12 +7,10 @@ Receipts and manifests end with a hash of themselves: what was edited or damaged
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
 import logging
-import os
 import platform
 import reprlib
 import subprocess
@@ -29,6 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fb_core.files import PART, write_file
+
 try:
     import fcntl
 except ImportError:  # not on Windows: there a second process is not kept out
@@ -36,7 +36,6 @@ except ImportError:  # not on Windows: there a second process is not kept out
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-PART = ".part"  # ends the name of a file that is being written
 NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
 LONGEST_JSON = 64 << 20  # bytes
 SEAL = "sha256"  # of the rest of a receipt or manifest
@@ -66,36 +65,6 @@ class Receipt:
     counts: dict[str, int]
     seconds: float
     device: str
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, and stays after a power cut.
-
-    Raises:
-        OSError: it cannot be written, such as for want of space; what was there before is untouched.
-    """
-    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}{PART}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as problem:
-        with suppress(OSError):
-            temporary.unlink()
-        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
-        raise OSError(
-            problem.errno,
-            f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
-            "again, finished shards are kept",
-        ) from problem
-    with suppress(OSError):  # not every file system can
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def table_bytes(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fb_core.config import SETTINGS, RunSettings
-from fb_core.stages.artefacts import write_file
+from fb_core.files import write_file
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.futures import FutureStage

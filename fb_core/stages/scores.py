@@ -39,14 +39,14 @@ def score_states(
     Raises:
         ValueError: a future shorter than the horizon.
     """
-    members: dict[str, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for index, future in enumerate(futures):
         if len(future.tokens) < horizon:
             raise ValueError(
                 f"futures: expected {horizon} tokens or more, got {len(future.tokens)} for state {future.state.id}; "
                 "drop short futures"
             )
-        members.setdefault(future.state.trajectory.problem.id, []).append(index)
+        members.setdefault(id(future.state.trajectory), []).append(index)
     matrices: dict[int, Tensor] = {}
     places = list(members.values())
     for start in range(0, len(places), batch):

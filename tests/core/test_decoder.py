@@ -12,7 +12,7 @@ from tiny import FAMILIES, V, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3Model
 
-from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, decoder, hf
+from fb_core import BranchGroup, CompatibilityScorer, TokenReranker, hf
 from fb_core.native import NativeDecoder
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, largest_tensor
 
@@ -88,7 +88,7 @@ def test_bfloat16_is_as_good_as_the_modules(family, overrides):
 def test_blocks_of_rows_change_nothing(monkeypatch, dtype):
     model = tiny("qwen3", num_hidden_layers=3).to(dtype)
     whole = native(model, *packed())
-    monkeypatch.setattr(decoder, "CPU_ROWS", 5)
+    monkeypatch.setattr("fb_core.native.CPU_ROWS", 5)
     blocks = native(model, *packed())
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(blocks, whole, rtol=tolerance, atol=tolerance * float(whole.abs().amax()))

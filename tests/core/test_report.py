@@ -811,7 +811,7 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     (glance,) = [section for section in render([findings]).sections if section.title == "At a glance"]
     (items,) = [block for block in glance.blocks if isinstance(block, Items)]
     assert plain(items.texts[0]).startswith("FutureBridge minus greedy on average: +31.0 [+29.0, +33.0] pp, above 0")
-    assert figures.accuracy(read(findings)) is not None
+    assert figures.accuracy(read(findings), "methods") is not None
 
 
 def test_the_average_is_no_cell_of_its_own():
@@ -837,17 +837,19 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
 
 
 DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"]
+OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"]}
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_figures_are_svg_by_themselves_in_two_themes(name):
     draw, findings = getattr(figures, name), read(tiny())
+    table = OF_TABLE.get(name, [])
     settings = dict(matplotlib.rcParams)
-    picture = draw(findings)
-    assert draw(findings) == picture
+    picture = draw(findings, *table)
+    assert draw(findings, *table) == picture
     assert dict(matplotlib.rcParams) == settings
     assert picture.light != picture.dark
-    assert draw(read({"name": "bare"})) is None
+    assert draw(read({"name": "bare"}), *table) is None
     for svg in picture:
         root = ElementTree.fromstring(svg)
         assert root.tag.endswith("svg")
@@ -863,7 +865,8 @@ def test_figures_are_svg_by_themselves_in_two_themes(name):
 @pytest.mark.parametrize("name", DRAWN)
 def test_figures_take_hostile_text_and_many_benchmarks(name, recwarn):
     for text in ("$\\frac{1", "--><b>", "\x1b[31m\u202e\n", "漢字 \U0001f600", "", "x" * 500):
-        for svg in getattr(figures, name)(read(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text))):
+        found = read(everywhere(tiny(benchmarks=("$a", "b^{", "c", "d")), text))
+        for svg in getattr(figures, name)(found, *OF_TABLE.get(name, [])):
             ElementTree.fromstring(svg)
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
@@ -934,6 +937,38 @@ def test_files_that_are_no_findings_are_named(text, words, tmp_path):
     assert str(path) in str(wrong.value)
     assert words in str(wrong.value)
     assert "\n" not in str(wrong.value)
+
+
+def test_a_figure_is_of_the_table_that_it_stands_with():
+    findings = read(tiny())
+    assert figures.accuracy(findings, "methods") != figures.accuracy(findings, "pools") != None  # noqa: E711
+    assert figures.accuracy(findings, "nothing") is None
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_name_of_an_experiment_is_no_path(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "EXPERIMENT_FIGURES", {"accuracy": lambda *_: Picture("<svg/>", "<svg/>")})
+    whole = read(tiny())
+    (first, *_) = (one for one in whole.experiments if one.figure == "accuracy")
+    hostile = first.model_copy(update={"name": "../../../owned"})
+    rows = tuple(row.model_copy(update={"table": hostile.name}) for row in whole.of(first.name))
+    write_report([whole.model_copy(update={"experiments": (hostile,), "rows": rows})], tmp_path / "a" / "report")
+    assert [path.parent.name for path in tmp_path.rglob("*owned*")] == ["figures"]
+
+
+def test_a_report_without_room_leaves_the_one_before(tmp_path):
+    (tmp_path / "findings.json").write_bytes(findings_bytes([read(tiny())]))
+    code = (
+        "import resource, signal; from pathlib import Path; "
+        "from fb_core.report.findings import read_findings; from fb_core.report.report import write_report; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); findings = read_findings(Path('findings.json')); "
+        "write_report(findings, Path('out')); resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)); "
+        "write_report(findings, Path('out'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "expected to write" in done.stderr
+    assert len((tmp_path / "out" / "report.html").read_bytes()) > 4000
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".part")]
 
 
 def test_a_report_is_made_without_any_model_code(tmp_path):

@@ -1,0 +1,41 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+PART = ".part"  # ends the name of a file that is being written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all, and stays after a power cut.
+
+    Raises:
+        OSError: it cannot be written, such as for want of space; what was there before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}{PART}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        with suppress(OSError):
+            temporary.unlink()
+        remedy = "make room" if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "mend that"
+        raise OSError(
+            problem.errno,
+            f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
+            "again, finished shards are kept",
+        ) from problem
+    with suppress(OSError):  # not every file system can
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
