@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import threading
+from http.cookiejar import DefaultCookiePolicy
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -46,10 +47,11 @@ class Connections:
         self._client = httpx.AsyncClient(
             headers=headers | {"Accept-Encoding": "identity"} | ({} if kept else {"Connection": "close"}),
             timeout=None,  # one for the whole request, below
-            limits=httpx.Limits(max_keepalive_connections=kept),
+            limits=httpx.Limits(max_keepalive_connections=kept, keepalive_expiry=None),
             verify=ssl.create_default_context(),
             trust_env=False,
         )
+        self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # none is kept
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
 
@@ -80,7 +82,7 @@ class Connections:
                 return response.status_code, bytes(answer)
         except TimeoutError:
             raise TimeoutError("timed out") from None
-        except httpx.HTTPError as problem:
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
             cause: BaseException = problem
             while behind := cause.__cause__ or cause.__context__:
                 cause = behind
@@ -91,8 +93,10 @@ class Connections:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
 
     async def _end(self) -> None:
-        await self._client.aclose()
-        self._loop.stop()
+        try:
+            await self._client.aclose()
+        finally:
+            self._loop.stop()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -63,6 +63,12 @@ class Pair:
         """The ids that end what either model writes."""
         return hf.eos_ids(self.slm) | (frozenset() if self.llm is None else self.llm.ends)
 
+    def large(self) -> LLM:
+        """The LLM; TypeError where there is none."""
+        if self.llm is None:
+            raise TypeError("llm: expected type LLM, got NoneType; pass a LocalLLM or a transformers causal LM")
+        return self.llm
+
     def text(self, token_ids: Tensor) -> str | None:
         """token_ids [n] as text without special tokens, None without a tokenizer."""
         if self.tokenizer is None:

@@ -102,6 +102,7 @@ def candidate_pool(
         one pool a state, on the device of logits.
 
     Raises:
+        TypeError: no LLM where the pool has candidates of it.
         ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
     """
     size = logits.shape[-1]
@@ -109,6 +110,8 @@ def candidate_pool(
     if pool != "llm":
         slm_ids = topk_entropy(logits, min(slm_k, size))[2]
     if llm is None:
+        if pool != "slm":
+            raise TypeError(f"llm: expected type LLM for pool {pool!r}, got None; None goes with pool 'slm' alone")
         nothing = slm_ids.new_empty(0)
         answers = [Candidates(nothing, nothing.float(), torch.full(ids.shape, math.nan)) for ids in slm_ids]
     else:

@@ -22,6 +22,7 @@ from fb_core import hf
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, url_parts
 from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
+from fb_core.pair import known_ids
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
@@ -118,12 +119,12 @@ class ServerLLM(LLM):
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}; 60 is the default")
         if api_key is not None and not isinstance(api_key, str):
             raise TypeError(f"api_key: expected a str, got {type(api_key).__name__}; None sends no key")
-        if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
-            raise ValueError("api_key: expected printable ASCII, got another or no character; None sends no key")
+        sendable = api_key is None or (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != "")
+        if not sendable:
+            raise ValueError("api_key: expected printable ASCII, got another or no character, or a space around it")
         self.url = url
         self.flavour = flavour
         self.model = model
-        self.timeout = timeout
         self.retries = retries
         self._api_key = api_key
         headers = {"Content-Type": "application/json"}
@@ -136,6 +137,7 @@ class ServerLLM(LLM):
         self._connections = Connections(address, headers, timeout, kept=0 if flavour == "llama.cpp" else in_flight)
         self._closing = weakref.finalize(self, _close, self._pool, self._connections)
         self._random = random.Random()
+        self._process = os.getpid()
 
     @property
     def vocabulary(self) -> int:
@@ -236,7 +238,8 @@ class ServerLLM(LLM):
             ValueError: another flavour, ids beyond the vocabulary, or other ids for a text.
             ServerError: the server did not answer, or not with ids.
         """
-        most = max(tokenizer.get_vocab().values()) + 1
+        self._check_process()
+        most = known_ids(tokenizer)
         if most > self._vocabulary:
             raise ValueError(
                 f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
@@ -258,14 +261,20 @@ class ServerLLM(LLM):
                 )
 
     def close(self) -> None:
-        """Wait for what is under way and close the connections, as happens too when the object goes.
+        """Wait for what is under way; connections close soon behind it, as they do too when the object goes.
 
         Calls on a closed object raise RuntimeError.
         """
         self._pool.shutdown()
         self._closing()
 
+    def _check_process(self) -> None:
+        """Refuse a fork: the threads stayed behind, and a request would wait for ever."""
+        if os.getpid() != self._process:
+            raise ValueError("ServerLLM: expected the process that made it, got a fork of it; make one in each process")
+
     def _prompts(self, prompts: Sequence[Ids]) -> list[list[int]]:
+        self._check_process()
         checked = [_listed("ids", ids, self._vocabulary) for ids in prompts]
         if not all(checked):
             raise ValueError("ids: expected at least one token, got none; begin with the prompt")

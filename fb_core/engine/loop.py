@@ -186,5 +186,5 @@ def _check_own(policy: RequestPolicy) -> None:
         if getattr(type(policy), method) is not getattr(RequestPolicy, method):
             raise ValueError(
                 f"policy: expected RequestPolicy's own {method}, as the device has it, got {type(policy).__name__} "
-                "with another; use CollaborativeDecoder"
+                "with another; use CollaborativeDecoder without max_length"
             )

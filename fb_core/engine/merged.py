@@ -52,7 +52,7 @@ class MergedReranker:
         if reranker.scope != "candidate":
             raise ValueError(
                 "reranker: expected scope 'candidate', whose prefix is the frozen model's own, got 'sequence'; "
-                "use CollaborativeDecoder"
+                "use CollaborativeDecoder without max_length"
             )
         if reranker.base is not self.model.model and hf.fingerprint(reranker.base) != hf.fingerprint(self.model.model):
             raise ValueError(

@@ -84,7 +84,7 @@ class StaticModel:
         if decoder is None:
             raise ValueError(
                 f"{type(self.model).__name__}: expected an unchanged Llama, Mistral, Qwen2 or Qwen3, got another model "
-                "or one with adapters or hooks; use CollaborativeDecoder"
+                "or one with adapters or hooks; use CollaborativeDecoder without max_length"
             )
         weight = decoder.layers[0].qkv.weight
         if self.keys and (weight.dtype, weight.device) != (self.keys[0].dtype, self.keys[0].device):

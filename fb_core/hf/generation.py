@@ -1,4 +1,4 @@
-"""Decoding by a model's own forward: padded batches and their caches."""
+"""The plain loop of decoding, the definition that the fast one is tested against: padded batches and their caches."""
 
 from __future__ import annotations
 

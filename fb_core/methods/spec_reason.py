@@ -111,8 +111,7 @@ def spec_reason(
         )
     digits = _digit_ids(tokenizer)
     question = _encoded(tokenizer, judge_template)
-    large, small = pair.llm, LocalLLM(slm, valid_vocab=pair.vocabulary)
-    assert large is not None
+    large, small = pair.large(), LocalLLM(slm, valid_vocab=pair.vocabulary)
     ends, limit = pair.ends, hf.max_positions(slm)
     checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     written: list[list[int]] = [[] for _ in checked]

@@ -846,6 +846,36 @@ def test_a_kept_connection_that_the_server_has_closed_costs_no_retry():
         assert len(there.connections) == 3
 
 
+def test_a_fork_is_refused():
+    code = (
+        "import os; from fb_core import ServerLLM\n"
+        "llm = ServerLLM('http://127.0.0.1:9', vocabulary=9, retries=0)\n"
+        "if os.fork():\n    os.wait()\nelse:\n    try:\n        llm.complete([1], 1)\n"
+        "    except ValueError as problem:\n        print(problem, flush=True)\n    os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
+    assert "got a fork of it; make one in each process" in done.stdout
+
+
+def test_no_cookie_is_kept():
+    cookies = []
+
+    def baked(handler):
+        cookies.append(handler.headers["Cookie"])
+        handler.send_response(200)
+        body = json.dumps(KEPT).encode()
+        for name, value in (("Set-Cookie", "sticky=1"), ("Content-Length", str(len(body)))):
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with scripted(baked) as there:
+        llm = ServerLLM(there.url, "sglang", vocabulary=V, in_flight=1)
+        for _ in range(2):
+            llm.complete([5], 1)
+    assert cookies == [None, None]
+
+
 def test_connections_to_llama_cpp_are_not_kept():
     with scripted(says(FINE)) as there:
         llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, in_flight=1)

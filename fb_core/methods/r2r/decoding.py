@@ -71,6 +71,7 @@ def r2r(
     if not isinstance(threshold, int | float) or math.isnan(threshold):
         raise ValueError(f"threshold: expected a number, got {threshold!r}; use inf to never route")
     pair = Pair(slm, llm, tokenizer)
+    large = pair.large()
     check_least("max_events", 0 if max_events is None else max_events, 0)
     check_least("batch_tokens", batch_tokens, 1)
     _check_router(router, mode, slm)
@@ -94,7 +95,7 @@ def r2r(
             places = [place for place, go in zip(places, routed, strict=True) if go]
         if places:
             states = [torch.tensor(step.rows[place].tokens) for place in places]
-            pools = candidate_pool(logits[places], pair.llm, states, "joint", 1, 1)
+            pools = candidate_pool(logits[places], large, states, "joint", 1, 1)
             for place, pool in zip(places, pools, strict=True):
                 event = Event.of(step.index, entropy[place], pool, int((pool.sources & LARGE).argmax()))
                 step.rows[place].events.append(event)
