@@ -308,7 +308,7 @@ def test_an_on_policy_calibration_serves_the_states_of_both_runs(on_policy, run,
         ({"score": {"pool": "slm"}}, r"settings\.score\.pool joint, got slm"),
         ({"train": {"seeds": [1]}}, r"settings\.train\.seeds \[0, 1\], got \[1\]"),
         ({"models": {"llm": "demo:helpful"}}, r"data\.llm demo:plans, got demo:helpful"),
-        ({"collect": {"deployed": None}}, r"settings\.collect\.deployed .*, got None"),
+        ({"collect": {"deployed": None}}, r"data\.deployed .*, got nothing"),
     ],
 )
 def test_what_deployed_trajectories_depend_on_is_named(on_policy, run, changes, words):
