@@ -57,7 +57,7 @@ DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be d
 def collect(
     config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
 ) -> None:
-    """Stage 1: SLM trajectories, the request threshold, the states where the SLM would ask, all candidates."""
+    """Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates."""
     _run_command("collect", config, run, engine, dry_run)
 
 
