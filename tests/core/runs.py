@@ -81,7 +81,7 @@ def work(command: str, values: str, run: str, dies: int | None, seed: int, start
 
 def _die_in_write(number: int, random: random.Random) -> None:
     """SIGKILL to this very process inside a write: half the bytes there, or all but the name, or just the name."""
-    from fb_core.stages import artefacts
+    from fb_core import files
 
     sync, replace, left = os.fsync, os.replace, [number]
     moment = random.choice(["half", "unnamed", "named"])
@@ -106,7 +106,7 @@ def _die_in_write(number: int, random: random.Random) -> None:
         if left[0] == 0:
             end()
 
-    artefacts.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
+    files.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
 
 
 def context() -> ForkServerContext:
