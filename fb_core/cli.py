@@ -195,6 +195,9 @@ def report(
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     problem: Annotated[str, typer.Argument(help="A problem's id, or a part that no other id has.")],
+    row: Annotated[
+        str | None, typer.Option(help="Of `futurebridge experiment`, such as s2t; the evaluation's if left out.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="A file to write the same to, as one page.")] = None,
 ) -> None:
     """Show how a problem was solved: the text with its events, their candidates and scores."""
@@ -205,7 +208,7 @@ def explain(
     settings = settings_of(run)
     from fb_core import explain as viewer
 
-    viewer.explain(settings, run, problem, Console(), html)
+    viewer.explain(settings, run, problem, Console(), html, row)
 
 
 @app.command()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,14 +15,17 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
+from fb_core.experiment.tables import FOLDER as VARIANTS
 from fb_core.files import write_file
+from fb_core.pool import Event
 from fb_core.report.page import Table as HtmlTable
 from fb_core.report.page import page
 from fb_core.stages.artefacts import MANIFEST, Artefact
+from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.inputs import models_of
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
-STAGE = "evaluation"
+LABELS = {"futurebridge": "FutureBridge"}
 LISTED = 10  # ids in an error
 COLUMNS = ("", "token", "id", "source", "log p_S", "log p_T", "score")
 SOURCES = {1: "S", 2: "L", 3: "SL"}
@@ -34,56 +35,11 @@ RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
 
-Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 
-
-class _Event(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    step: int = Field(ge=0)
-    entropy: float
-    pool: list[Id]
-    sources: list[Literal[1, 2, 3]]
-    slm_logprob: list[float]
-    llm_logprob: list[float]
-    scores: list[float] | None
-    choice: int = Field(ge=0)
-    error: str | None
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    benchmark: str
-    problem: str
-    seed: int | None
-    tokens: list[Id]
-    events: list[_Event]
-    text: str
-    gold: str
-    seconds: float
-    verdict: str
-
-    @model_validator(mode="after")
-    def _agrees(self) -> _Row:
-        for number, event in enumerate(self.events, 1):
-            columns: list[list[Any]] = [event.sources, event.slm_logprob, event.llm_logprob]
-            columns += [] if event.scores is None else [event.scores]
-            if any(len(column) != len(event.pool) for column in columns):
-                raise ValueError(f"event {number} with columns of several lengths")
-            if (
-                event.pool[event.choice : event.choice + 1] != self.tokens[event.step : event.step + 1]
-                or not event.pool
-            ):
-                raise ValueError(f"event {number} whose choice is not the token of its step")
-        steps = [event.step for event in self.events]
-        if steps != sorted(set(steps)):
-            raise ValueError("events out of order")
-        return self
-
-
-def explain(settings: RunSettings, run: Path, problem: str, console: Console, html: Path | None = None) -> None:
-    """Show every run of a problem: the text with its events, their candidates and scores.
+def explain(
+    settings: RunSettings, run: Path, problem: str, console: Console, html: Path | None = None, row: str | None = None
+) -> None:
+    """Show what was made of a problem: the texts with their events, those with their candidates and scores.
 
     Args:
         settings: of the run, for its tokenizer.
@@ -91,13 +47,14 @@ def explain(settings: RunSettings, run: Path, problem: str, console: Console, ht
         problem: an id, or a part that no other id has.
         console: where to print.
         html: a file to write the same to.
+        row: as in `find_rows`.
 
     Raises:
         ValueError: no such problem, several, a damaged file, or the settings of another run.
         OSError: no tokenizer, or the file cannot be written.
     """
-    rows, tokenizer = find_rows(run, problem), models_of(settings.models).tokenizer
-    folder = Artefact(run, STAGE)
+    rows, tokenizer = find_rows(run, problem, row), models_of(settings.models).tokenizer
+    folder = _folder(run, row)
     if manifest := folder.manifest():
         known = {**manifest["identity"].get("models", {}), "tokenizer": hf.tokenizer_hash(tokenizer)}
         folder.check(manifest, {"models": known})
@@ -106,49 +63,46 @@ def explain(settings: RunSettings, run: Path, problem: str, console: Console, ht
     print_rows(rows, tokenizer, console)
 
 
-def find_rows(run: Path, problem: str) -> list[dict[str, Any]]:
-    """The rows of one problem in the finished shards of an evaluation, complete or not; greedy first, then by seed.
+def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
+    """What finished shards hold of one problem, be the evaluation complete or not; greedy first, then by seed.
 
     Args:
         run: the run's folder.
         problem: an id, or a part that no other id has.
+        row: of the tables of `futurebridge experiment`, by its folder; None for the run's own evaluation.
 
     Raises:
-        ValueError: no such problem, several, or a damaged file.
+        ValueError: no such problem, several, no such row, or a damaged file.
     """
-    folder = Artefact(run, STAGE)
-    lines: dict[str, list[tuple[Path, int, bytes]]] = {}
+    folder = _folder(run, row)
+    found: dict[str, list[Row]] = {}
     for receipt in sorted(folder.path.glob("*.json")):
         if receipt.name != MANIFEST:
-            for number, line in enumerate(folder.read(receipt.stem, "jsonl").splitlines(), 1):
-                place = receipt.with_suffix(".jsonl"), number, line
-                lines.setdefault(_row(*place)["problem"], []).append(place)
-    found = [problem] if problem in lines else [name for name in lines if problem in name]
-    if not lines:
-        raise ValueError(f"{folder.path}: expected shards of an evaluation, got none; run `futurebridge evaluate`")
+            for one in read_rows(folder, receipt.stem):
+                found.setdefault(one.problem, []).append(one)
     if not found:
+        remedy = "run `futurebridge evaluate`"
+        if row is not None:
+            made = sorted(path.parent.name for path in (run / VARIANTS).glob("*/comparison"))
+            remedy = f"name one of {_listed(made)}" if made else "run `futurebridge experiment`"
+        raise ValueError(f"{folder.path}: expected shards of decoded problems, got none; {remedy}")
+    names = [problem] if problem in found else [name for name in found if problem in name]
+    if not names:
         raise ValueError(
             f'problem: expected a part of an id in {folder.path}, got {problem!r}; they are the rows\' "problem" in '
-            f"its .jsonl files: {_listed(list(lines))}"
+            f"its .jsonl files: {_listed(list(found))}"
         )
-    if len(found) > 1:
-        raise ValueError(f"problem: expected a part of one id, got {problem!r}; say which of {_listed(found)}")
-    rows = [_row(*place) for place in lines[found[0]]]
-    return sorted(rows, key=lambda row: (row["benchmark"], row["seed"] is not None, row["seed"] or 0))
+    if len(names) > 1:
+        raise ValueError(f"problem: expected a part of one id, got {problem!r}; say which of {_listed(names)}")
+    return sorted(found[names[0]], key=lambda one: (one.benchmark, one.seed is not None, one.seed or 0))
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        _Row.model_validate(row)
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        got = ".".join(map(str, first["loc"])) + ": " * bool(first["loc"]) + first["msg"].removeprefix("Value error, ")
-    except (ValueError, RecursionError) as problem:
-        got = str(problem)
-    else:
-        return row
-    raise ValueError(f"{path}, line {number}: expected a row of an evaluation, got {got}; run `futurebridge evaluate`")
+def _folder(run: Path, row: str | None) -> Artefact:
+    if row is None:
+        return Artefact(run, "evaluation")
+    if not re.fullmatch(r"[\w.-]+", row) or row.startswith("."):
+        raise ValueError(f"row: expected the name of a folder in {run / VARIANTS}, got {row!r}; look there")
+    return Artefact(run / VARIANTS / row, "comparison")
 
 
 def _listed(ids: Sequence[str]) -> str:
@@ -166,52 +120,57 @@ def _decode(tokens: list[int], tokenizer: hf.Tokenizer) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _pieces(row: Mapping[str, Any], tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None]]:
+def _pieces(row: Row, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None]]:
     """(text, number of the event or None) that together are the row's text."""
-    tokens = row["tokens"]
+    tokens = row.tokens
+    if not tokens:  # of a method that keeps a text alone
+        yield escaped(row.text, IN_TEXT), None
+        return
     text, shown = _decode(tokens, tokenizer), 0
 
     def end(step: int) -> int:
         """Characters that are whole once so many tokens are there."""
         return len(text) if step == len(tokens) else len(_decode(tokens[:step], tokenizer).rstrip(HALF))
 
-    for number, event in enumerate(row["events"], 1):
-        start, after = end(event["step"]), end(event["step"] + 1)
+    for number, event in enumerate(row.events, 1):
+        start, after = end(event.step), end(event.step + 1)
         yield escaped(text[shown:start], IN_TEXT), None
         piece, shown = text[start:after], after
-        yield escaped(piece, IN_TOKEN) or token_text(tokens[event["step"]], tokenizer), number
+        yield escaped(piece, IN_TOKEN) or token_text(tokens[event.step], tokenizer), number
         yield "\n" * piece.count("\n"), None
     yield escaped(text[shown:], IN_TEXT), None
 
 
-def _method(row: Mapping[str, Any]) -> str:
-    return "greedy" if row["seed"] is None else f"FutureBridge, seed {row['seed']}"
+def _method(row: Row) -> str:
+    label = LABELS.get(row.method, escaped(row.method))
+    return label if row.seed is None else f"{label}, seed {row.seed}"
 
 
-def _facts(row: Mapping[str, Any]) -> str:
-    counts = f"{len(row['tokens'])} tokens, {len(row['events'])} event(s), {row['seconds']:.2f} s"
-    return f"gold answer {escaped(row['gold'])}, {counts}"
+def _facts(row: Row) -> str:
+    counts = f"{len(row.tokens)} tokens, {len(row.events)} event(s), {row.calls} LLM call(s)"
+    return f"gold answer {escaped(row.gold)}, {counts}" + ("" if row.seconds is None else f", {row.seconds:.2f} s")
 
 
-def _heading(number: int, event: Mapping[str, Any]) -> str:
-    failed = "" if event["error"] is None else f", the LLM failed: {escaped(event['error'])}"
-    return f"Event {number}: step {event['step']}, entropy {event['entropy']:.3f}{failed}"
+def _heading(number: int, event: Event) -> str:
+    failed = "" if event.error is None else f", the LLM failed: {escaped(event.error)}"
+    return f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
 
 
-def _cells(event: Mapping[str, Any], tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
+def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
     """What stands under `COLUMNS` for every token of the pool."""
-    for index, token in enumerate(event["pool"]):
-        scores = [event[name][index] if event[name] else math.nan for name in ("slm_logprob", "llm_logprob", "scores")]
+    for index, token in enumerate(event.pool):
+        columns = (event.slm_logprob, event.llm_logprob, event.scores)
+        scores = [column[index] if column else math.nan for column in columns]
         yield (
-            CHOSEN if index == event["choice"] else "",
+            CHOSEN if index == event.choice else "",
             token_text(token, tokenizer),
             str(token),
-            SOURCES[event["sources"][index]],
+            SOURCES[event.sources[index]],
             *("–" if math.isnan(score) else f"{score:.4f}" for score in scores),
         )
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer, console: Console) -> None:
+def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -> None:
     """Print runs of a problem, as ⟦event⟧¹ in the text and a table an event.
 
     Args:
@@ -220,8 +179,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer, conso
         console: where to.
     """
     for row in rows:
-        title = f"{escaped(row['benchmark'])}, {escaped(row['problem'])}: {_method(row)}, "
-        verdict = (escaped(row["verdict"]), VERDICT_STYLES.get(row["verdict"], "yellow"))
+        title = f"{escaped(row.benchmark)}, {escaped(row.problem)}: {_method(row)}, "
+        verdict = (escaped(row.verdict), VERDICT_STYLES.get(row.verdict, "yellow"))
         console.print(Text.assemble((title, "bold"), verdict, f", {_facts(row)}"), soft_wrap=True)
         text = Text("\n")
         for piece, number in _pieces(row, tokenizer):
@@ -230,7 +189,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer, conso
             else:
                 text.append(f"⟦{piece}⟧{str(number).translate(RAISED)}", EVENT_STYLE)
         console.print(text.append("\n"), soft_wrap=True)
-        for number, event in enumerate(row["events"], 1):
+        for number, event in enumerate(row.events, 1):
             console.print(Text(_heading(number, event), "bold"), soft_wrap=True)
             table = Table(box=box.SIMPLE_HEAD)
             for column in COLUMNS:
@@ -241,7 +200,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer, conso
             console.print(table)
 
 
-def html_page(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer) -> str:
+def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
     """The same as one HTML file that needs nothing else: hovering over an event shows its table, a click leads to it.
 
     Args:
@@ -251,17 +210,17 @@ def html_page(rows: Sequence[Mapping[str, Any]], tokenizer: hf.Tokenizer) -> str
     runs = [
         {
             "method": _method(row),
-            "verdict": row["verdict"],
-            "look": VERDICT_LOOKS.get(row["verdict"], "faint"),
-            "facts": f"{row['benchmark']}, {_facts(row)}",
+            "verdict": row.verdict,
+            "look": VERDICT_LOOKS.get(row.verdict, "faint"),
+            "facts": f"{row.benchmark}, {_facts(row)}",
             "pieces": list(_pieces(row, tokenizer)),
-            "events": [_table(number, event, tokenizer) for number, event in enumerate(row["events"], 1)],
+            "events": [_table(number, event, tokenizer) for number, event in enumerate(row.events, 1)],
         }
         for row in rows
     ]
-    return page("explain.html", title=rows[0]["problem"], runs=runs)
+    return page("explain.html", title=rows[0].problem, runs=runs)
 
 
-def _table(number: int, event: Mapping[str, Any], tokenizer: hf.Tokenizer) -> HtmlTable:
+def _table(number: int, event: Event, tokenizer: hf.Tokenizer) -> HtmlTable:
     cells = list(_cells(event, tokenizer))
-    return HtmlTable(_heading(number, event), COLUMNS, cells, align="llrlrrr", marked=event["choice"])
+    return HtmlTable(_heading(number, event), COLUMNS, cells, align="llrlrrr", marked=event.choice)

@@ -33,10 +33,9 @@ from fb_core.stages.artefacts import Artefact, digest
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
-from fb_core.stages.evaluation import benchmark_problems
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import models_of, splits_of
+from fb_core.stages.inputs import benchmark_problems, models_of, splits_of
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage

@@ -156,20 +156,19 @@ def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
     if finished(plan.run / variant.path, CompareStage.name) is None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
-    counts: dict[str, dict[str, list[int]]] = {"steps": {}, "calls": {}, "tokens": {}}
+    counts: dict[str, dict[str, list[int]]] = {"events": {}, "calls": {}, "tokens": {}}
     written = {}
     for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
-        benchmark = row["benchmark"]
-        outcomes.setdefault(benchmark, {}).setdefault(row["problem"], []).append(row["verdict"] == "correct")
-        for name, value in (("steps", len(row["steps"])), ("calls", row["calls"]), ("tokens", len(row["tokens"]))):
-            counts[name].setdefault(benchmark, []).append(value)
-        written[benchmark, row["problem"], row["seed"]] = row["tokens"]
+        outcomes.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.correct)
+        for name, value in (("events", len(row.events)), ("calls", row.calls), ("tokens", len(row.tokens))):
+            counts[name].setdefault(row.benchmark, []).append(value)
+        written[row.benchmark, row.problem, row.seed] = row.tokens
     shares = {
         name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
     }
     sampled = variant.method == "majority"  # its samples are not kept
     tokens = None if sampled else _means(counts["tokens"])
-    return _Decoded(shares, _means(counts["steps"]), _means(counts["calls"]), tokens, written)
+    return _Decoded(shares, _means(counts["events"]), _means(counts["calls"]), tokens, written)
 
 
 def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:

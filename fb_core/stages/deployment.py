@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import numpy as np
-import torch
 
 from fb_core import statistics
 from fb_core.methods import method
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import METHODS
-from fb_core.stages.deploy import generator, label_of, seed_of
-from fb_core.stages.evaluation import ASKED, benchmark_problems, longest_decoded
-from fb_core.stages.inputs import DEPLOYED, problems_hash
+from fb_core.stages.decode import ASKED, DecodeStage, Loop, Row, Trial
+from fb_core.stages.deploy import label_of, seed_of
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
 from fb_core.stages.problems import Problem
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
-from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 
-WARM_UP = 3  # prompts
+COUNTS = ("calls", "appended", "suffix")  # of a row, on average
 
 
-class Timing(NamedTuple):
-    """A method in one of the two loops."""
-
-    method: str
-    fast: bool
-
-
-class DeploymentStage(Stage):
+class DeploymentStage(DecodeStage):
     """Methods on the first problems of the first benchmark, one at a time, each beside greedy decoding in its loop.
 
     "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method; a method is compared with greedy
@@ -44,7 +34,6 @@ class DeploymentStage(Stage):
     name = "deployment"
     command = "experiment"
     slice = (*DEPLOYED, *ASKED, *METHODS, "compare.timed")
-    uses = ("slm", "llm", "tokenizer")
     parallel = False
 
     def inputs(self) -> Sequence[type[Stage]]:
@@ -63,9 +52,14 @@ class DeploymentStage(Stage):
         return first[: self.settings.compare.timed]
 
     @cached_property
-    def _timings(self) -> dict[str, Timing]:
-        timed = [(loop, name) for loop in ("fast", "plain") for name in self._methods if loop in method(name).timed]
-        return {f"{loop}.{name}": Timing(name, loop == "fast") for loop, name in timed}
+    def trials(self) -> dict[str, Trial]:
+        benchmark, loops = next(iter(benchmark_problems(self.settings))), get_args(Loop)
+        return {
+            f"{loop}.{name}": Trial(benchmark, name, seed_of(name, self.settings), loop, self._problems)
+            for loop in loops
+            for name in self._methods
+            if loop in method(name).timed
+        }
 
     @cached_property
     def _methods(self) -> list[str]:
@@ -73,36 +67,6 @@ class DeploymentStage(Stage):
         router = Artefact(self.run, RouterStage.name).manifest()
         routed = router is not None and router["complete"]
         return [name for name in self.settings.compare.methods if routed or not method(name).routed]
-
-    def shards(self) -> dict[str, int]:
-        return {shard: len(self._problems) for shard in self._timings}
-
-    def work(self, shard: str) -> Output:
-        timing, settings, device = self._timings[shard], self.settings, self.models.slm.device
-        prompts = self.models.prompts(self._problems, settings.problems.prompt)
-        longest = max(map(len, prompts)) + settings.evaluate.max_new_tokens if timing.fast else None
-        generate = generator(timing.method, settings, self.run, seed_of(timing.method, settings), longest)
-        for prompt in prompts[:WARM_UP]:
-            generate([prompt], settings.evaluate.max_new_tokens)
-        rows = []
-        for done, (problem, prompt) in enumerate(zip(self._problems, prompts, strict=True)):
-            self.on_progress(done)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            began = time.perf_counter()
-            generation = generate([prompt], settings.evaluate.max_new_tokens)[0]
-            tokens = len(generation.token_ids.tolist())  # waits for the device
-            seconds = time.perf_counter() - began
-            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            row = {"problem": problem.id, "tokens": tokens, "seconds": round(seconds, 5), "peak_bytes": peak}
-            rows.append({**timing._asdict(), **row, **generation.usage._asdict()})
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        return Output({f"{shard}.jsonl": lines.encode()}, {"decoded": len(rows)})
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Of all finished shards."""
-        for shard in self._timings:
-            yield from (json.loads(line) for line in self.folder.read(shard, "jsonl").splitlines())
 
     def report(self, manifest: dict[str, Any]) -> str:
         lines = ["| method | loop | calls | pool | appended | suffix | seconds | of greedy [95%] |"]
@@ -116,32 +80,28 @@ class DeploymentStage(Stage):
             )
         return "\n".join(lines)
 
-    def cost(self) -> Cost:
-        return Cost("decoded one prompt at a time", longest_decoded(self))
-
 
 def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
     """A row a method and loop: what a problem takes on average, and its time relative to greedy decoding, paired."""
-    by_method: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    by_method: dict[tuple[str, Loop], list[Row]] = {}
     for row in stage.rows():
-        by_method.setdefault((row["method"], row["fast"]), []).append(row)
+        by_method.setdefault((row.method, row.loop), []).append(row)
+    seconds = {one: [row.seconds or 0.0 for row in rows] for one, rows in by_method.items()}
     table = []
-    for (name, fast), rows in by_method.items():
-        pools = [row["pool"] for row in rows if row["pool"] is not None]
-        peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
-        greedy = by_method.get(("greedy", fast))
-        relative = greedy and statistics.ratio_interval(
-            [row["seconds"] for row in rows], [row["seconds"] for row in greedy]
-        )
+    for (name, loop), rows in by_method.items():
+        pools = [row.pool for row in rows if row.pool is not None]
+        peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
+        greedy = seconds.get(("greedy", loop))
+        relative = greedy and statistics.ratio_interval(seconds[name, loop], greedy)
         table.append(
             {
                 "method": label_of(name, stage.settings),
                 "key": name,
-                "loop": "fast" if fast else "plain",
+                "loop": loop,
                 "problems": len(rows),
                 "pool": float(np.mean(pools)) if pools else None,
-                **{column: float(np.mean([row[column] for row in rows])) for column in ("calls", "appended", "suffix")},
-                "seconds": float(np.mean([row["seconds"] for row in rows])),
+                **{column: float(np.mean([getattr(row, column) for row in rows])) for column in COUNTS},
+                "seconds": float(np.mean(seconds[name, loop])),
                 "relative": relative,
                 "peak_bytes": max(peaks) if peaks else None,
             }

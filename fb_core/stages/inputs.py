@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.config import ModelSettings, ProblemSettings, ServerSettings, VerifierSettings
+from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, VerifierSettings
 from fb_core.llm import LLM, LocalLLM
 from fb_core.pair import known_ids
 from fb_core.scorer import CompatibilityScorer
@@ -22,6 +23,8 @@ from fb_core.verify import Verifier
 POOLS = ("collect.slm_k", "futures.llm_k", "score.pool")  # the settings that say what competes at an event
 DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and what decides
 DEMO = "demo:"  # in front of the name of one of the demo's worlds
+
+log = logging.getLogger(__name__)
 
 
 def load_model(path: str, role: str, device: str, dtype: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
@@ -223,6 +226,35 @@ def read_problems(source: str, limit: int | None, role: Literal["train", "test"]
         )
     drawn = WORLDS[name].problems(limit, seed, role)
     return [Problem(f"{name}/{problem.prompt}", problem.prompt, problem.answer) for problem in drawn]
+
+
+def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
+    """The problems of every benchmark, those left out whose gold answer is right by no answer, not even itself.
+
+    Raises:
+        OSError: a set that is not there.
+        ValueError: a damaged file, a world without a limit, or gold answers that take too long to judge.
+    """
+    chosen = settings.evaluate
+    return _benchmark_problems(chosen.benchmarks, chosen.limit, settings.verify, settings.problems.seed)
+
+
+@lru_cache(maxsize=4)
+def _benchmark_problems(
+    benchmarks: Sequence[str], limit: int | None, verify: VerifierSettings, seed: int
+) -> dict[str, list[Problem]]:
+    found, verifier = {}, verifier_of(verify)
+    for name in benchmarks:
+        problems = read_problems(name, limit, "test", seed)
+        golds = [problem.answer for problem in problems]
+        verdicts = verifier.verify_many([f"\\boxed{{{gold}}}" for gold in golds], golds, bad_golds="unparsable")
+        if "timeout" in verdicts:
+            late = problems[verdicts.index("timeout")].id
+            raise ValueError(f"{name}: expected gold answers judged in time, got {late} not; raise verify.timeout")
+        found[name] = [p for p, verdict in zip(problems, verdicts, strict=True) if verdict == "correct"]
+        if left := len(problems) - len(found[name]):
+            log.warning("%s: left out %d problems whose gold answer cannot be judged", name, left)
+    return found
 
 
 def problems_hash(problems: Sequence[Problem]) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from fb_core.stages.accuracy import evaluate
-from fb_core.stages.artefacts import table_bytes
+from fb_core.methods import Generate
+from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, frozen_policy, pool_options
-from fb_core.stages.inputs import DEMO, DEPLOYED, verifier_of
+from fb_core.stages.inputs import DEMO, DEPLOYED
 from fb_core.stages.problems import Problem
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
@@ -20,62 +20,53 @@ from fb_core.stages.states import PolicyStage
 from fb_core.stages.training import TrainStage, run_name
 from fb_core.stages.trajectories import TrajectoryStage
 
-DECODED = {"problem": pa.string(), "correct": pa.bool_(), "tokens": pa.int32(), "events": pa.int32()}
 
-
-class SelectionStage(Stage):
+class SelectionStage(DecodeStage):
     """Every run and epoch tried end to end on the validation problems; the best horizon and epoch over the seeds."""
 
     name = "selection"
     command = "train"
     slice = (*DEPLOYED, "collect.max_new_tokens", "train.epochs", "verify")
     reads = (TrajectoryStage, PolicyStage, TrainStage)
-    uses = ("slm", "llm", "tokenizer")
 
-    def shards(self) -> dict[str, int]:
-        return {shard: len(self._problems) for shard in self._trials()}
-
-    @property
+    @cached_property
     def _problems(self) -> list[Problem]:
         return self.input(TrajectoryStage).splits["validation"]
 
-    def _trials(self) -> dict[str, tuple[int, int, int]]:
-        """(epoch, horizon, seed) of every shard."""
+    @cached_property
+    def _rerankers(self) -> dict[str, tuple[int, int, int]]:
+        """(epoch, horizon, seed) by the method's name in its rows."""
         return {
             f"epoch-{epoch}-{run_name(horizon, seed)}": (epoch, horizon, seed)
             for epoch in range(1, self.settings.train.epochs + 1)
             for horizon, seed in self.input(TrainStage).runs()
         }
 
-    def work(self, shard: str) -> Output:
-        reranker = self.input(TrainStage).trained(*self._trials()[shard])
-        problems, decoder = self._problems, Context(self.settings, self.run).deployed(reranker)
-        found = evaluate(
-            decoder.generate_many,
-            self.models.prompts(problems, self.input(TrajectoryStage).settings.problems.prompt),
-            [problem.answer for problem in problems],
-            self.models.tokenizer,
-            verifier_of(self.settings.verify),
-            self.settings.collect.max_new_tokens,
-        )
-        rows = [
-            {
-                "problem": problem.id,
-                "correct": bool(correct),
-                "tokens": len(one.token_ids),
-                "events": len(one.events),
-            }
-            for problem, correct, one in zip(problems, found.correct, found.generations, strict=True)
-        ]
-        counts = {"decoded": len(problems), "correct": int(found.correct.sum())}
-        return Output({f"{shard}.parquet": table_bytes(rows, DECODED)}, counts)
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        return {
+            name: Trial("validation", name, seed, "batch", self._problems)
+            for name, (_, _, seed) in self._rerankers.items()
+        }
+
+    @property
+    def template(self) -> str:
+        return self.input(TrajectoryStage).settings.problems.prompt
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.settings.collect.max_new_tokens
+
+    def generate(self, trial: Trial, max_length: int | None) -> Generate:
+        reranker = self.input(TrainStage).trained(*self._rerankers[trial.method])
+        return Context(self.settings, self.run).deployed(reranker).generate_many
 
     def summary(self) -> dict[str, Any]:
         """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
         logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
         tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        for shard, (epoch, horizon, seed) in self._trials().items():
-            correct = [row["correct"] for row in self.folder.table(shard)]
+        for shard, (epoch, horizon, seed) in self._rerankers.items():
+            correct = [row.correct for row in read_rows(self.folder, shard)]
             tried.setdefault((epoch, horizon), []).append(
                 {
                     "seed": seed,
@@ -106,9 +97,6 @@ class SelectionStage(Stage):
 
     def report(self, manifest: dict[str, Any]) -> str:
         return selection_table(manifest["summary"], len(self._problems))
-
-    def cost(self) -> Cost:
-        return Cost("decoded together with the LLM", self.input(TrajectoryStage).longest)
 
 
 class RerankerStage(Stage):

@@ -26,8 +26,7 @@ from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import Context, frozen_policy, generator
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
-from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.inputs import Models
+from fb_core.stages.inputs import Models, benchmark_problems
 from fb_core.stages.problems import prompt_ids
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage, read_router
@@ -83,7 +82,8 @@ def prompts(pair, chosen):
 def rows(run, chosen):
     found: dict = {}
     for row in CompareStage(chosen, run).rows():
-        found.setdefault((row["method"], row["seed"]), []).append(row)
+        steps = [event.step for event in row.events]
+        found.setdefault((row.method, row.seed), []).append({**row.model_dump(), "steps": steps})
     return found
 
 
@@ -387,12 +387,12 @@ def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows):
     ]
     known = list(timed.rows())
     for row in table:
-        mine = [one for one in known if (one["method"], one["fast"]) == (row["key"], row["loop"] == "fast")]
-        greedy = [one for one in known if (one["method"], one["fast"]) == ("greedy", row["loop"] == "fast")]
-        assert [one["problem"] for one in mine] == [one["problem"] for one in greedy]
+        mine = [one for one in known if (one.method, one.loop) == (row["key"], row["loop"])]
+        greedy = [one for one in known if (one.method, one.loop) == ("greedy", row["loop"])]
+        assert [one.problem for one in mine] == [one.problem for one in greedy]
         assert row["problems"] == len(mine) == 2
-        seconds = sum(one["seconds"] for one in mine)
-        assert row["relative"].mean == pytest.approx(seconds / sum(one["seconds"] for one in greedy))
+        seconds = sum(one.seconds for one in mine)
+        assert row["relative"].mean == pytest.approx(seconds / sum(one.seconds for one in greedy))
         assert row["relative"].low <= row["relative"].mean <= row["relative"].high
         assert row["seconds"] == pytest.approx(seconds / 2)
         assert row["peak_bytes"] is None or torch.cuda.is_available()
@@ -400,9 +400,9 @@ def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows):
             assert tuple(row["relative"]) == (1.0, 1.0, 1.0)
         seed = 0 if row["key"] in SEEDED else None
         for one, same in zip(mine, rows[row["key"], seed], strict=False):
-            assert one["tokens"] == len(same["tokens"])
-            assert one["calls"] == same["calls"]
-            assert one["suffix"] == same["suffix"]
+            assert (one.tokens, one.text, one.verdict) == (same["tokens"], same["text"], same["verdict"])
+            assert (one.calls, one.suffix) == (same["calls"], same["suffix"])
+            assert (one.seconds > 0, same["seconds"]) == (True, None)
     text = timed.report(timed.folder.finished())
     assert "| Maj@2 | plain |" in text
     assert text.count("1.00 [1.00, 1.00]") == 2

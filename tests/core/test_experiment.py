@@ -32,8 +32,7 @@ from fb_core.report.report import render
 from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.evaluation import benchmark_problems
-from fb_core.stages.inputs import models_of
+from fb_core.stages.inputs import benchmark_problems, models_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
@@ -186,7 +185,7 @@ def shares(run, key):
     for file in sorted((path / "comparison").glob("*.jsonl")):
         for row in map(json.loads, file.read_text().splitlines()):
             right.setdefault(row["problem"], []).append(row["verdict"] == "correct")
-            steps.append(len(row["steps"]))
+            steps.append(len(row["events"]))
             tokens.append(len(row["tokens"]))
     means = [sum(steps) / len(steps), sum(tokens) / len(tokens)]
     return {problem: sum(runs) / len(runs) for problem, runs in right.items()}, *means
@@ -315,7 +314,7 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
     known = {"demo:plans": [], str(path): []}
     for file in (place / "variants" / "direct" / "comparison").glob("*.jsonl"):
         for row in map(json.loads, file.read_text().splitlines()):
-            known[row["benchmark"]].append((len(row["steps"]), len(row["tokens"])))
+            known[row["benchmark"]].append((len(row["events"]), len(row["tokens"])))
     average = rows.pop()
     assert [row.benchmark for row in rows] == list(known)
     for row in rows:

@@ -14,10 +14,13 @@ import pytest
 from dialects import byte_tokenizer
 from pages import ESCAPED, Tree
 from rich.console import Console
-from runs import settings
+from runs import linked, settings
 
+from fb_core.experiment.run import make
+from fb_core.experiment.tables import Plan
 from fb_core.explain import COLUMNS, explain, find_rows, html_page, print_rows, token_text
 from fb_core.stages.artefacts import SEAL, sealed_bytes
+from fb_core.stages.decode import Row
 from fb_core.stages.inputs import models_of
 from fb_core.terminal import escaped
 
@@ -74,8 +77,24 @@ def row(tokens, events=(), **changes):
         }
         for step, pool in events
     ]
-    plain = {"benchmark": "b", "problem": "p", "seed": 0, "text": "", "gold": "7", "seconds": 0.5, "verdict": "wrong"}
-    return {**plain, "tokens": tokens, "events": made, **changes}
+    plain = {
+        "benchmark": "b",
+        "method": "futurebridge",
+        "seed": 0,
+        "loop": "fast",
+        "problem": "p",
+        "text": "",
+        "gold": "7",
+        "verdict": "wrong",
+        "calls": len(made),
+        "pool": None,
+        "appended": len(made),
+        "suffix": 0,
+        "seconds": 0.5,
+        "peak_bytes": None,
+        "prompt_sha256": "",
+    }
+    return Row(**{**plain, "tokens": tokens, "events": made, **changes})
 
 
 class Page(HTMLParser):
@@ -124,9 +143,9 @@ def test_rows_are_those_on_disk_greedy_first(run):
     stored = lines(run)
     for problem in {row["problem"] for row in stored}:
         found = find_rows(run, problem)
-        assert [row["seed"] for row in found] == [None, 0, 1]
+        assert [row.seed for row in found] == [None, 0, 1]
         wanted = [row for row in stored if row["problem"] == problem]
-        assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, wanted))
+        assert sorted(json.dumps(json.loads(row.model_dump_json())) for row in found) == sorted(map(json.dumps, wanted))
 
 
 def test_a_part_of_an_id_is_enough_where_it_is_unique(run):
@@ -156,7 +175,7 @@ def rewrite(run: Path, change) -> Path:
 
 def test_an_id_that_is_part_of_another_is_found_and_long_lists_are_cut(copy):
     rewrite(copy, lambda row: "".join(json.dumps({**row, "problem": f"x{i}"}) + "\n" for i in range(15)).strip())
-    assert [row["problem"] for row in find_rows(copy, "x1")] == ["x1"] * 3
+    assert [row.problem for row in find_rows(copy, "x1")] == ["x1"] * 3
     with pytest.raises(ValueError, match=r"'x9' and 5 more$"):
         find_rows(copy, "x")
 
@@ -190,7 +209,7 @@ def test_wrong_rows_are_named_by_file_and_line(copy, change, words):
         return json.dumps(row)
 
     path = rewrite(copy, once)
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}, line 1: expected a row .*{words}.*; run") as wrong:
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}, line 1: expected a row .*{words}.*; make") as wrong:
         find_rows(copy, "plans/")
     assert "\n" not in str(wrong.value)
 
@@ -198,7 +217,7 @@ def test_wrong_rows_are_named_by_file_and_line(copy, change, words):
 @pytest.mark.parametrize("text", ["{", "[]", "7", "[" * 100_000, '{"problem": 1e999}', '"\\ud800"', "\0"])
 def test_lines_that_are_no_rows_are_named(copy, text):
     path = rewrite(copy, lambda row: text)
-    with pytest.raises(ValueError, match=f"{path.name}, line 1: expected a row of an evaluation"):
+    with pytest.raises(ValueError, match=f"{path.name}, line 1: expected a row of decoded problems"):
         find_rows(copy, "plans/")
 
 
@@ -206,12 +225,12 @@ def test_damaged_shards_are_named_and_unfinished_evaluations_shown(copy):
     problem = lines(copy)[0]["problem"]
     for path in copy.glob("evaluation/*futurebridge-1*.json"):
         path.unlink()
-    assert [row["seed"] for row in find_rows(copy, problem)] == [None, 0]
+    assert [row.seed for row in find_rows(copy, problem)] == [None, 0]
     damaged = copy / "evaluation" / "demo-plans.greedy.00001.jsonl"
     damaged.write_bytes(damaged.read_bytes().replace(b"plans", b"plane", 1))
     with pytest.raises(ValueError, match=r"greedy\.00001\.jsonl: expected the .* bytes of its receipt, got others"):
         find_rows(copy, problem)
-    with pytest.raises(ValueError, match="expected shards of an evaluation, got none; run `futurebridge evaluate`"):
+    with pytest.raises(ValueError, match="expected shards of decoded problems, got none; run `futurebridge evaluate`"):
         find_rows(copy / "nowhere", problem)
 
 
@@ -223,11 +242,11 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     tables = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.search(r"\d\.\d{4} *$", line)]
     wanted = []
     for row in rows:
-        for event in row["events"]:
-            for i, token in enumerate(event["pool"]):
-                numbers = [event[name][i] for name in ("slm_logprob", "llm_logprob", "scores")]
-                mark = "→" if i == event["choice"] else ""
-                source = {1: "S", 2: "L", 3: "SL"}[event["sources"][i]]
+        for event in row.events:
+            for i, token in enumerate(event.pool):
+                numbers = [getattr(event, name)[i] for name in ("slm_logprob", "llm_logprob", "scores")]
+                mark = "→" if i == event.choice else ""
+                source = {1: "S", 2: "L", 3: "SL"}[event.sources[i]]
                 shown = tokenizer.decode([token]).replace(" ", "␣")
                 wanted.append([mark, shown, str(token), source, *(f"{number:.4f}" for number in numbers)])
     assert len(wanted) > 10
@@ -235,13 +254,13 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     assert sorted(body(page)) == sorted(wanted * 2)  # in the text and below it
     for row in rows:
         for words in (
-            row["verdict"],
-            f"gold answer {row['gold']}, {len(row['tokens'])} tokens",
-            f"{row['seconds']:.2f} s",
+            row.verdict,
+            f"gold answer {row.gold}, {len(row.tokens)} tokens",
+            f"{row.seconds:.2f} s",
         ):
             assert words in text
             assert words in html_page(rows, tokenizer)
-        assert f"FutureBridge, seed {row['seed']}" in text or row["seed"] is None
+        assert f"FutureBridge, seed {row.seed}" in text or row.seed is None
     assert text.count("greedy") == 1
 
 
@@ -251,10 +270,10 @@ def test_the_text_is_whole_with_its_events_in_place(run):
         rows = find_rows(run, problem)
         text, page = printed(rows, tokenizer), Page(html_page(rows, tokenizer))
         for row, shown in zip(rows, page.texts, strict=True):
-            parts = [tokenizer.decode([token]) for token in row["tokens"]]
-            for number, event in enumerate(row["events"], 1):
-                word = parts[event["step"]].replace(" ", "␣")
-                parts[event["step"]] = f"⟦{word}⟧{'¹²³⁴⁵⁶⁷⁸'[number - 1]}"
+            parts = [tokenizer.decode([token]) for token in row.tokens]
+            for number, event in enumerate(row.events, 1):
+                word = parts[event.step].replace(" ", "␣")
+                parts[event.step] = f"⟦{word}⟧{'¹²³⁴⁵⁶⁷⁸'[number - 1]}"
             assert "".join(parts) in text
             plain = re.sub(r"⟦(.*?)⟧(.)", lambda mark: mark[1] + str("¹²³⁴⁵⁶⁷⁸".index(mark[2]) + 1), "".join(parts))
             assert shown == plain
@@ -282,7 +301,7 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
         row(pool, gold=HOSTILE[0] + HOSTILE[1], verdict=HOSTILE[0] + HOSTILE[1]),
         row(pool, [(0, pool)]),
     ]
-    rows[2]["events"][0]["error"] = HOSTILE[0] + HOSTILE[1]
+    rows[2].events[0].error = HOSTILE[0] + HOSTILE[1]
     for options in ({}, {"force_terminal": True, "color_system": "truecolor"}, {"width": 30}):
         text = printed(rows, hostile, **options)
         visible = re.sub(r"\x1b\[[\d;]*m", "", text) if "force_terminal" in options else text
@@ -317,7 +336,7 @@ def test_hostile_text_adds_no_element_attribute_or_entity(text):
         (token,) = tokenizer.convert_tokens_to_ids([word])
         about = dict.fromkeys(("benchmark", "problem", "gold", "verdict"), word)
         one = row([5, token, 7, token], [(1, [token, 9]), (3, [8, token])], **about)
-        one["events"][0]["error"] = word
+        one.events[0].error = word
         return html_page([one], tokenizer)
 
     tree = Tree(made(text))
@@ -344,10 +363,34 @@ def test_half_characters_and_white_space(hostile):
 
 def test_what_is_not_known_is_a_dash(hostile):
     made = row([5], [(0, [5])])
-    made["events"][0] |= {"scores": None, "llm_logprob": [float("nan")], "error": "no answer"}
+    event = made.events[0]
+    event.scores, event.llm_logprob, event.error = None, [float("nan")], "no answer"
     assert re.search(r"S +-1.2500 +– +–", printed([made], hostile))
     assert "the LLM failed: no answer" in printed([made], hostile)
     assert body(Page(html_page([made], hostile)))[0][-3:] == ["-1.2500", "–", "–"]
+
+
+def test_any_row_of_the_experiments_can_be_shown(run, tmp_path):
+    chosen, place = settings(), linked(run, tmp_path / "run", "trajectories", "policy", "reranker", "evaluation")
+    tokenizer, problem = models_of(chosen.models).tokenizer, lines(run)[0]["problem"]
+    with pytest.raises(ValueError, match=r"variants/s2t/comparison: .*, got none; run `futurebridge experiment`"):
+        find_rows(place, problem, "s2t")
+    plan = Plan(chosen, place, 8)
+    for name in ("s2t", "majority"):
+        assert make(plan.method(name), chosen.model_dump_json(), place, False) is None
+    (one,), votes = find_rows(place, problem, "s2t"), find_rows(place, problem, "majority")
+    assert (one.method, one.seed, one.loop, one.seconds) == ("s2t", None, "batch", None)
+    assert one.events
+    assert f"{problem}: s2t, " in printed([one], tokenizer)
+    assert f"{one.calls} LLM call(s)" in printed([one], tokenizer)
+    assert [(row.seed, row.tokens) for row in votes] == [(0, []), (1, [])]
+    assert votes[0].text in printed(votes, tokenizer)
+    assert escaped(votes[0].text) in Page(html_page(votes, tokenizer)).texts[0]
+    with pytest.raises(ValueError, match=r"got none; name one of 'majority', 's2t'"):
+        find_rows(place, problem, "takeover")
+    for row in ("../s2t", "a/b", "..", ""):
+        with pytest.raises(ValueError, match="row: expected the name of a folder in"):
+            find_rows(place, problem, row)
 
 
 def test_explain_writes_both_and_refuses_another_tokenizer(run, tmp_path):

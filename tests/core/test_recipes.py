@@ -15,6 +15,7 @@ from fb_core.reranker import FEATURES, candidate_features
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.commands import run_command
+from fb_core.stages.decode import read_rows
 from fb_core.stages.deploy import chosen_reranker, frozen_policy
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
@@ -135,11 +136,11 @@ def assert_selected(chosen, run, pair, selector, policy=None, **options):
     prompts = [torch.tensor(prompt_ids(pair.world.tokenizer, problem, "{problem}")) for problem in problems]
     options = {"slm_k": 3, "llm_k": 3, "max_events": 8, "tokenizer": pair.world.tokenizer} | options
     decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy or frozen_policy(run), **options)
-    rows = Artefact(run, "selection").table("epoch-1-h8-s0")
+    rows = read_rows(Artefact(run, "selection"), "epoch-1-h8-s0")
     for row, problem, one in zip(rows, problems, decoder.generate_many(prompts, 45), strict=True):
-        assert row["problem"] == problem.id
-        assert (row["tokens"], row["events"]) == (len(one.token_ids), len(one.events))
-        assert row["correct"] == (f"\\boxed{{{problem.answer}}}" in one.text)
+        assert (row.problem, row.tokens, row.text) == (problem.id, one.token_ids.tolist(), one.text)
+        assert [event.step for event in row.events] == [event.step for event in one.events]
+        assert row.correct == (f"\\boxed{{{problem.answer}}}" in one.text)
 
 
 def test_features_are_trained_kept_and_deployed(run, pair, tmp_path):
@@ -183,10 +184,10 @@ def test_selection_uses_the_override(run, pair, tmp_path):
     chosen, place = trained(run, tmp_path / "run", evaluate={"certainty": 0.4})
     reranker = chosen_reranker(chosen, place, 0)
     assert_selected(chosen, place, pair, CertainLLM(FutureBridgeSelector(reranker), 0.4))
-    plain = Artefact(run, "selection").table("epoch-1-h8-s0")
-    assert [row["tokens"] for row in plain] != [
-        row["tokens"] for row in Artefact(place, "selection").table("epoch-1-h8-s0")
-    ]
+    plain, overridden = (
+        [row.tokens for row in read_rows(Artefact(folder, "selection"), "epoch-1-h8-s0")] for folder in (run, place)
+    )
+    assert plain != overridden
     assert "CertainLLM(FutureBridgeSelector(reranker), 0.4)" in (place / "reranker/seed-0/README.md").read_text()
 
 

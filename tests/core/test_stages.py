@@ -13,7 +13,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import pyarrow as pa
@@ -31,6 +30,7 @@ from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
+from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.examples import Examples
@@ -604,17 +604,26 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     """Two problems of one set and one of another, greedy once and two rerankers."""
     stage = EvaluateStage(settings(evaluate={"benchmarks": ["a", "b"]}), tmp_path)
     right = {("a", None): "10", ("a", 0): "11", ("a", 1): "10", ("b", None): "0", ("b", 0): "1", ("b", 1): "1"}
-
-    def rows(benchmark, seed):
-        for problem, verdict in enumerate(right[benchmark, seed]):
-            row = {"problem": problem, "verdict": "correct" if verdict == "1" else "wrong", "events": [], "seconds": 1}
-            yield json.dumps(row | {"tokens": [0] * (3 if benchmark == "a" else 9)})
-
-    trials = {f"{benchmark}.{seed}": (benchmark, seed, []) for benchmark, seed in right}
-    monkeypatch.setattr(EvaluateStage, "_trials", lambda self: trials)
+    none = {"events": [], "calls": 0, "pool": None, "appended": 0, "suffix": 0, "peak_bytes": None}
+    rows = [
+        Row(
+            benchmark=benchmark,
+            method="",
+            seed=seed,
+            loop="fast",
+            problem=str(problem),
+            text="",
+            prompt_sha256="",
+            gold="",
+            verdict="correct" if verdict == "1" else "wrong",
+            seconds=1.0,
+            **{"tokens": [0] * (3 if benchmark == "a" else 9), **none},
+        )
+        for (benchmark, seed), verdicts in right.items()
+        for problem, verdict in enumerate(verdicts)
+    ]
     monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: {"a": [], "b": []})
-    read = SimpleNamespace(read=lambda shard, _: "\n".join(rows(*trials[shard][:2])))
-    monkeypatch.setattr(stage, "folder", read)
+    monkeypatch.setattr(stage, "rows", lambda: rows)
     summary = stage.summary()
     assert [(row["benchmark"], row["method"], row["problems"], row["runs"]) for row in summary["table"]] == [
         ("a", "greedy", 2, 1),

@@ -1,0 +1,242 @@
+"""What methods make of problems: the one row that selection, evaluation, comparison and cost are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from fb_core.decoding import Generation
+from fb_core.methods import Generate
+from fb_core.pool import Event
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.deploy import generator
+from fb_core.stages.inputs import verifier_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.terminal import escaped
+from fb_core.verify import tally
+
+ASKED = (
+    "evaluate.benchmarks",
+    "evaluate.limit",
+    "evaluate.max_new_tokens",
+    "problems.prompt",
+    "problems.seed",
+    "verify",
+)  # settings that say what a benchmark asks
+WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
+LARGEST = 1 << 31
+
+Loop = Literal["fast", "plain", "batch"]  # one at a time, on buffers or not; all at once
+Id = Annotated[int, Field(ge=0, lt=LARGEST)]
+
+
+class Row(BaseModel):
+    """What a method made of one problem.
+
+    Attributes:
+        benchmark: the set that the problem is of.
+        method: by its name.
+        seed: None of a method that runs once.
+        loop: in which it decoded.
+        problem: its id.
+        prompt_sha256: of the prompt's ids.
+        tokens: new ones, the end-of-sequence token included; none of a method that keeps a text alone.
+        events: of the generation.
+        text: the answer.
+        gold: the right one.
+        verdict: of the verifier.
+        calls: of the LLM; `pool`, `appended` and `suffix` are those of `fb_core.decoding.Usage`.
+        seconds: wall time; None in a batch, whose problems have none of their own.
+        peak_bytes: of device memory at most; None in a batch and on a CPU.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    benchmark: str
+    method: str
+    seed: int | None
+    loop: Loop
+    problem: str
+    prompt_sha256: str
+    tokens: list[Id]
+    events: list[Event]
+    text: str
+    gold: str
+    verdict: str
+    calls: int
+    pool: float | None
+    appended: int
+    suffix: int
+    seconds: float | None
+    peak_bytes: int | None
+
+    @property
+    def correct(self) -> bool:
+        """Whether the verifier says so."""
+        return self.verdict == "correct"
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Row:
+        for number, event in enumerate(self.events, 1):
+            columns: list[Sequence[float]] = [event.sources, event.slm_logprob, event.llm_logprob]
+            columns += [] if event.scores is None else [event.scores]
+            if any(len(column) != len(event.pool) for column in columns):
+                raise ValueError(f"event {number} with columns of several lengths")
+            if not all(0 <= token < LARGEST for token in event.pool) or not set(event.sources) <= {1, 2, 3}:
+                raise ValueError(f"event {number} with an id or a source that there is not")
+            chosen = event.pool[event.choice : event.choice + 1] if event.choice >= 0 <= event.step else []
+            if not chosen or chosen != self.tokens[event.step : event.step + 1]:
+                raise ValueError(f"event {number} whose choice is not the token of its step")
+        steps = [event.step for event in self.events]
+        if steps != sorted(set(steps)):
+            raise ValueError("events out of order")
+        return self
+
+
+class Trial(NamedTuple):
+    """A method on some problems of a set."""
+
+    benchmark: str
+    method: str
+    seed: int | None
+    loop: Loop
+    problems: Sequence[Problem]
+
+
+class DecodeStage(Stage):
+    """A JSONL file a trial, a `Row` a problem."""
+
+    uses = ("slm", "llm", "tokenizer")
+
+    @cached_property
+    @abstractmethod
+    def trials(self) -> dict[str, Trial]:
+        """By shard."""
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(trial.problems) for shard, trial in self.trials.items()}
+
+    @property
+    def template(self) -> str:
+        """Of prompts."""
+        return self.settings.problems.prompt
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of an answer."""
+        return self.settings.evaluate.max_new_tokens
+
+    def generate(self, trial: Trial, max_length: int | None) -> Generate:
+        """What decodes a trial's prompts."""
+        return generator(trial.method, self.settings, self.run, trial.seed, max_length)
+
+    def cost(self) -> Cost:
+        batched = any(trial.loop == "batch" for trial in self.trials.values())
+        words = "decoded in batches" if batched else "decoded one prompt at a time"
+        return Cost(words, max(self._longest.values(), default=0))
+
+    @cached_property
+    def _longest(self) -> dict[str, int]:
+        """Tokens of a prompt with its answer at most, by set: the size of the buffers that all its trials share."""
+        sets: dict[str, dict[str, Problem]] = {}
+        for trial in self.trials.values():
+            sets.setdefault(trial.benchmark, {}).update({problem.id: problem for problem in trial.problems})
+        return {
+            name: self.models.longest_prompt(list(problems.values()), self.template) + self.max_new_tokens
+            for name, problems in sets.items()
+        }
+
+    def work(self, shard: str) -> Output:
+        trial, tokenizer = self.trials[shard], self.models.tokenizer
+        prompts = self.models.prompts(trial.problems, self.template)
+        generate = self._ready(trial, prompts)
+        found: list[tuple[Generation, float | None, int | None]]
+        if trial.loop == "batch":
+            found = [(one, None, None) for one in generate(prompts, self.max_new_tokens)]
+        else:
+            found = [self._alone(generate, prompt, done) for done, prompt in enumerate(prompts)]
+        texts = [
+            tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=True) if one.text is None else one.text
+            for one, _, _ in found
+        ]
+        golds = [problem.answer for problem in trial.problems]
+        verdicts = verifier_of(self.settings.verify).verify_many(texts, golds, bad_golds="unparsable")
+        rows = [
+            Row(
+                **{name: getattr(trial, name) for name in ("benchmark", "method", "seed", "loop")},
+                problem=problem.id,
+                prompt_sha256=hashlib.sha256(str(prompt.tolist()).encode()).hexdigest(),
+                tokens=one.token_ids.tolist(),
+                events=one.events,
+                text=text,
+                gold=problem.answer,
+                verdict=verdict,
+                **one.usage._asdict(),
+                seconds=seconds,
+                peak_bytes=peak,
+            )
+            for problem, prompt, (one, seconds, peak), text, verdict in zip(
+                trial.problems, prompts, found, texts, verdicts, strict=True
+            )
+        ]
+        counts = {"decoded": len(rows), "tokens": sum(len(row.tokens) for row in rows), **tally(texts, verdicts)}
+        return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
+
+    def _alone(self, generate: Generate, prompt: Tensor, done: int) -> tuple[Generation, float | None, int | None]:
+        """One prompt, its wall time and the most device memory that it took."""
+        self.on_progress(done)
+        on_gpu = prompt.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(prompt.device)
+        began = time.perf_counter()
+        (generation,) = generate([prompt], self.max_new_tokens)
+        generation.token_ids.tolist()  # waits for the device
+        seconds = round(time.perf_counter() - began, 5)
+        return generation, seconds, torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None
+
+    def _ready(self, trial: Trial, prompts: Sequence[Tensor]) -> Generate:
+        """What decodes a trial, the last one kept; where times are taken it has been through an event, if one comes."""
+        key = trial._replace(problems=())
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # its memory first
+            generate = self.generate(trial, self._longest[trial.benchmark] if trial.loop == "fast" else None)
+            for prompt in prompts[:WARM_UP] if trial.loop != "batch" else ():
+                if generate([prompt], self.max_new_tokens)[0].events:
+                    break
+            self._kept = key, generate
+        return self._kept[1]
+
+    _kept: tuple[Trial, Generate] | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """Of all finished shards, in order; raises as `read_rows`."""
+        for shard in self.trials:
+            yield from read_rows(self.folder, shard)
+
+
+def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
+    """The rows of a finished shard.
+
+    Raises:
+        ValueError: a damaged file, or a line that is no such row: its number and what is wrong there.
+    """
+    for number, line in enumerate(folder.read(shard, "jsonl").splitlines(), 1):
+        try:
+            yield Row.model_validate_json(line, strict=True)
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            got = f"{place}{': ' * bool(place)}{first['msg'].removeprefix('Value error, ')}"
+            where = f"{folder.path / shard}.jsonl, line {number}"
+            raise ValueError(
+                f"{where}: expected a row of decoded problems, got {escaped(got)}; make the shard anew"
+            ) from None
