@@ -1,4 +1,4 @@
-"""Mends of Triton's interpreter: bfloat16 as a GPU computes it, and loop bounds that numpy 2.4 no longer converts.
+"""Mends of Triton's interpreter: bfloat16 as a GPU computes it, masks, and loop bounds that numpy 2.4 cannot convert.
 
 Imported under TRITON_INTERPRET=1 alone, ahead of the kernels. Each mend looks at what this Triton does with this numpy
 and replaces only what is wrong there: where bfloat16 is kept as 16-bit integers, Triton multiplies and rounds those.
@@ -24,6 +24,9 @@ def mend() -> None:
         builder.create_dot = _dot(builder.create_dot)
     if not _reads_bounds():
         interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+    if builder.create_masked_load.__module__ != __name__ and not _takes_integer_masks():
+        builder.create_masked_load = _masked(builder.create_masked_load, 1)
+        builder.create_masked_store = _masked(builder.create_masked_store, 2)
 
 
 def _integers_for_bfloat16() -> bool:
@@ -48,6 +51,28 @@ def _reads_bounds() -> bool:
         return bool(bound(scalar) == 1)
     except TypeError:
         return False
+
+
+def _takes_integer_masks() -> bool:
+    """Whether a mask may be what a truth value becomes when it is spread over a tile: integers, which 3.9 refuses."""
+    number = np.ones(1, np.float32)
+    try:
+        interpreter._interpreter.load(
+            np.array([number.ctypes.data], np.uint64), np.ones(1, np.int32), number, number.dtype
+        )
+    except ValueError:
+        return False
+    return True
+
+
+def _masked(original: Callable, place: int) -> Callable:
+    """With the mask, the argument at that place, as truth values."""
+
+    def masked(self: Any, *given: Any) -> Any:
+        mask = TensorHandle(given[place].data.astype(bool), tl.int1)
+        return original(self, *given[:place], mask, *given[place + 1 :])
+
+    return masked
 
 
 def _wide(handle: TensorHandle) -> TensorHandle:

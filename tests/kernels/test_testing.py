@@ -161,7 +161,7 @@ READS = {
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
     "index": lambda x: x[x > 1],
-    "index_put": lambda x: x.clone().__setitem__(x > 1, 0),
+    "index_put": lambda x: x.clone().__setitem__(x > 1, x[:2]),
     "nonzero": lambda x: x.nonzero(),
     "unique": lambda x: x.unique(),
     "masked_select": lambda x: x.masked_select(x > 1),
