@@ -1,4 +1,7 @@
-"""Every kernel compiles for every architecture without a GPU: no spill, shared memory in bounds, HGMMA, no TF32."""
+"""Every kernel compiles for sm_90 without a GPU: no spill, shared memory in bounds, HGMMA, no TF32.
+
+`make aot` compiles for sm_80 and sm_100 too and fails on the same faults.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,10 @@ OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_compiles_without_a_fault(op: str, arch: str) -> None:
+def test_compiles_without_a_fault(op: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.aot", op, "--arch", arch, "--json"],
+        [sys.executable, "-m", "benchmarks.aot", op, "--arch", "sm_90", "--json"],
         env=environment,
         capture_output=True,
         text=True,
@@ -35,13 +37,12 @@ def test_compiles_without_a_fault(op: str, arch: str) -> None:
     assert done.returncode == bool(faults), done.stderr
     for kernel in {(row["kernel"], row["shape"]) for row in rows}:
         variants = {(row["arch"], row["variant"]) for row in rows if (row["kernel"], row["shape"]) == kernel}
-        ones = {(arch, "ones")} if arch == "sm_90" else set()
-        assert variants == {(arch, "aligned"), (arch, "unaligned"), *ones}
+        assert variants == {("sm_90", "aligned"), ("sm_90", "unaligned"), ("sm_90", "ones")}
     assert {row["kernel"] for row in rows} == kernels_of(op)
 
 
 def tolerated(fault: str) -> bool:
-    """A few bytes spilled by a newer Triton than that of constraints.txt, for which launch configurations were chosen."""
+    """A few bytes spilled by a Triton newer than that of constraints.txt, which launch configurations were made for."""
     spilled = re.fullmatch(r"spills: (\d+) bytes of stack, \d+ local accesses", fault)
     newer = Version(metadata.version("triton")) >= Version("3.9")
     return newer and spilled is not None and int(spilled[1]) <= 64
