@@ -36,14 +36,13 @@ def _root(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the fresh problems.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and plots.")] = Path("demo-results"),
+    out: Annotated[Path, typer.Option(help="Folder for results.json, the report and plots.")] = Path("demo-results"),
     retrain: Annotated[bool, typer.Option("--retrain", help="First train the model pairs again from nothing.")] = False,
 ) -> None:
     """Run the whole method on tiny trained SLM/LLM pairs and compare it with its rivals."""
-    from fb_core.config import DemoSettings
-    from fb_core.demo.run import run_demo
+    from fb_core.demo.run import demo_settings, run_demo
 
-    run_demo(DemoSettings(seed=seed), out, retrain=retrain)
+    run_demo(demo_settings(seed), out, retrain=retrain)
 
 
 SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())

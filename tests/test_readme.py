@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import figures
-from fb_core.demo import report
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,11 +27,6 @@ STAGES = ("collect", "futures", "score", "train", "evaluate", "rollouts")
 def test_tables_are_generated_from_the_result_files(name):
     text = (ROOT / name).read_text()
     assert figures.RENDERED[name](text, ROOT) == text
-
-
-def test_demo_report_is_the_one_of_its_results():
-    folder = ROOT / "docs" / "demo"
-    assert (folder / "report.md").read_text() == report.markdown(json.loads((folder / "results.json").read_text()))
 
 
 def test_the_readme_is_a_first_screen_and_what_follows_from_it():

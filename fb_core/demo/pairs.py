@@ -65,9 +65,14 @@ def load_pair(name: str, directory: Path | None = None) -> DemoPair:
     if name not in WORLDS:
         raise ValueError(f"load_pair: expected one of {', '.join(WORLDS)}, got {name!r}; pick one of them.")
     with resources.as_file(resources.files("fb_core.demo") / "weights") as shipped:
-        folder = shipped if directory is None else Path(directory)
-        slm, llm = (_load_model(folder / model) for model in _model_names([name]))
+        slm, llm = map(_load_model, folders(name, shipped if directory is None else Path(directory)))
     return DemoPair(WORLDS[name], slm, llm)
+
+
+def folders(name: str, directory: Path) -> tuple[Path, Path]:
+    """Where `retrain` puts the SLM and the LLM of a world."""
+    slm, llm = _model_names([name])
+    return directory / slm, directory / llm
 
 
 def retrain(
@@ -77,7 +82,7 @@ def retrain(
     progress: Progress | None = None,
     processes: int = 2,
 ) -> None:
-    """Trains every model of `worlds` from nothing into `directory`, in the layout that `load_pair` reads.
+    """Trains every model of `worlds` from nothing into `directory`, a checkpoint each, which `load_pair` reads too.
 
     Each model is trained by one thread from `seed` and its own name, so the files do not depend on `processes`;
     with one process the models are trained in the caller's.
@@ -126,6 +131,7 @@ def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress
     (directory / name).mkdir(parents=True, exist_ok=True)
     model.config.to_json_file(directory / name / CONFIG)
     (directory / name / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
+    WORLDS[recipe.worlds[0]].tokenizer.save_pretrained(directory / name)
 
 
 def _fit(name: str, recipe: Recipe, seed: int, progress: Progress) -> Qwen3ForCausalLM:

@@ -1,101 +1,172 @@
-"""`futurebridge demo`: worlds in parallel processes, progress bars, and what is written."""
+"""`futurebridge demo`: the shipped worlds through the stages, tables and report of `futurebridge experiment`."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import queue
-import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
+from dataclasses import replace
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 
-from fb_core.config import DemoSettings, WorldSettings
-from fb_core.demo import pairs, report
+from fb_core.config import RunSettings
+from fb_core.demo import pairs
+from fb_core.experiment.gather import gather
+from fb_core.experiment.run import LOG, PREPARED, begin, make, prepare, waves
+from fb_core.experiment.tables import TABLES, Changes, Plan, Variant
+from fb_core.experiment.variants import changed, plan_of
 from fb_core.progress import Board
+from fb_core.report import figures
+from fb_core.report.findings import Findings, findings_bytes
+from fb_core.report.report import FIGURES, document_files, render, write_files
+from fb_core.report.theme import png
+from fb_core.stages.commands import Command
+from fb_core.stages.inputs import DEMO
+
+QUANTILES = {"tiny": (0.9, 0.92, 0.96), "tiny-helpful": (0.9,), "tiny-control": ()}  # others tried; the longest first
+METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge")
+REPAIRS = ("features", "override", "features-override")
+SWEPT = ("direct", "futurebridge", "override")
 
 
-def run_demo(settings: DemoSettings, out: Path, *, retrain: bool = False) -> dict[str, Any]:
-    """Run every world, write results.json, report.md and plots into `out`, and print the report.
+def _methods(plan: Plan) -> list[Variant]:
+    """Rivals, ours, its shortest horizon and its repairs."""
+    keys = (*METHODS, f"horizon-{min(plan.settings.train.horizons)}", *REPAIRS)
+    rows = [row for name in ("methods", "horizons", "repairs") for row in TABLES[name].rows(plan)]
+    return [row for row in rows if row.key in keys and not row.borrowed]
+
+
+def _quantiles(plan: Plan) -> list[Variant]:
+    return [row for row in TABLES["quantiles"].rows(plan) if row.key in SWEPT]
+
+
+# The PNGs show all worlds at once.
+TABLES_SHOWN = {
+    "methods": replace(TABLES["methods"], rows=_methods, figure=None),
+    "quantiles": replace(TABLES["quantiles"], rows=_quantiles, figure=None, judged=False),
+}
+
+
+def demo_settings(seed: int) -> dict[str, RunSettings]:
+    """The shipped worlds by their configurations: fresh problems of a seed, one reranker, fewer quantiles."""
+    once: Changes = {"problems": {"seed": seed}, "train": {"seeds": (seed,)}}
+    return {
+        name: changed(RunSettings.load(name), {**once, "experiment": {"quantiles": others}})
+        for name, others in QUANTILES.items()
+    }
+
+
+def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> tuple[Findings, ...]:
+    """Run every world, write results.json, a report and its pictures into `out`, and print what they have in common.
 
     Args:
-        settings: seed and sizes.
-        out: folder for what is written; made if missing.
+        worlds: by the names of their configurations; what takes longest first.
+        out: where to; made if need be. A run's folder is there for each world, and what is finished is not made again.
         retrain: first make the model pairs again from nothing, into `out`/weights, and use them.
+
+    Raises:
+        ValueError: a run of other settings in `out`.
+        OSError: no room, or a worker that was ended; what is finished is kept.
     """
-    began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    weights = out / "weights" if retrain else None
-    if weights is not None:
-        _retrain(weights, [world.name for world in settings.worlds])
-    worlds = _run_worlds(settings, weights)
-    results = {
-        "settings": settings.model_dump(exclude={"worlds"}),
-        "worlds": worlds,
-        "seconds": round(time.perf_counter() - began, 1),
-        "machine": f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch.__version__}",
+    if retrain:
+        worlds = _retrained(worlds, out / "weights")
+    after = "-retrained" if retrain else ""
+    runs = {out / "runs" / f"{name}-seed-{one.problems.seed}{after}": one for name, one in worlds.items()}
+    found = _found(runs)
+    document, drawn = render(found), _merged(found)
+    pictures = {
+        "accuracy.png": png(figures.accuracy, drawn, "methods"),
+        "agreement.png": png(figures.agreement, drawn),
+        "sweep.png": png(figures.sweep, drawn, "quantiles"),
     }
-    _write(out / "results.json", json.dumps(results, indent=1))
-    text = report.markdown(results)
-    _write(out / "report.md", text)
-    figures = report.plots(results, out)
+    files = {"results.json": findings_bytes(found)} | document_files(document)
+    written = write_files(files | {name: data for name, data in pictures.items() if data}, out)
     console = Console()
-    console.print(Markdown(text))
-    console.print("Written: " + ", ".join(str(path) for path in (out / "results.json", out / "report.md", *figures)))
-    return results
+    console.print(Markdown(replace(document, sections=document.sections[:1]).markdown(FIGURES)))
+    console.print("Written: " + ", ".join(str(path) for path in written if path.parent == out))
+    return found
 
 
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def _merged(found: Sequence[Findings]) -> Findings:
+    """The worlds side by side, for one figure of them all: a panel each."""
+    agreement = [
+        row.model_copy(update={"kind": " ".join(one.test_sets)})
+        for one in found
+        for row in one.agreement or ()
+        if row.kind == "all"
+    ]
+    rows = tuple(row for one in found for row in one.rows)
+    return found[0].model_copy(update={"rows": rows, "agreement": tuple(agreement)})
 
 
-def _show(board: Board, line: str, stage: str, done: int, of: int) -> None:
-    """`line` (a world, a model) is at `done` of `of` in `stage`."""
-    board.show(line, done, of, stage)
-    board.say(line, stage)
-
-
-def _retrain(folder: Path, worlds: Sequence[str]) -> None:
+def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
+    """The worlds with pairs made anew, which are checkpoints like others."""
+    names = {name: one.models.slm.removeprefix(DEMO) for name, one in worlds.items()}
     with Board(TimeElapsedColumn(), transient=True) as board:
-        pairs.retrain(folder, worlds=worlds, progress=lambda model, done, of: _show(board, model, "training", done, of))
+
+        def show(model: str, done: int, of: int) -> None:
+            board.show(model, done, of)
+            board.say(model, "training")
+
+        pairs.retrain(weights, worlds=set(names.values()), progress=show)
+    found = {}
+    for name, one in worlds.items():
+        slm, llm = map(str, pairs.folders(names[name], weights))
+        found[name] = changed(one, {"models": {"slm": slm, "llm": llm, "device": "cpu", "dtype": "float32"}})
+    return found
 
 
-def _run_worlds(settings: DemoSettings, weights: Path | None) -> list[dict[str, Any]]:
-    """One single-threaded process a world: on models this small more threads cost time."""
-    context = get_context("spawn")
-    workers = min(len(settings.worlds), os.cpu_count() or 1)
+def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
+    """What the runs find; one-threaded processes, one a core, share the work of all."""
     with (
         Board(TimeElapsedColumn(), transient=True) as board,
-        context.Manager() as manager,
-        ProcessPoolExecutor(workers, context) as executor,
+        ThreadPoolExecutor(len(runs)) as threads,  # each waits for the parts of one run
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), begin) as pool,
     ):
-        messages: Any = manager.Queue()
-        jobs = [executor.submit(_run_world, settings, world, weights, messages) for world in settings.worlds]
-        while not all(job.done() for job in jobs) or not messages.empty():
-            try:
-                _show(board, *messages.get(timeout=0.2))
-            except queue.Empty:
-                continue
-        return [job.result() for job in jobs]
+        jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
+        try:
+            return tuple(job.result() for job in jobs)
+        except BrokenProcessPool:
+            raise OSError(
+                "demo: expected its worker processes to finish, got one ended from outside, perhaps for memory; run it "
+                "again, what is finished is kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _run_world(settings: DemoSettings, world: WorldSettings, weights: Path | None, messages: Any) -> dict[str, Any]:
-    from fb_core.demo.experiment import run_world
+def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Findings:
+    """One run, command by command and then the variants of a wave at once."""
+    values, of, done = settings.model_dump_json(), len(PREPARED), count(1)
 
-    torch.set_num_threads(1)
-    return run_world(
-        pairs.load_pair(world.name, weights),
-        settings,
-        world,
-        lambda stage, done, of: messages.put((f"{world.name} world", stage, done, of)),
-    )
+    def show(words: str) -> None:
+        now = next(done)
+        board.show(run.name, now, of, words)
+        board.say(run.name, f"{words}, {now}/{of}")
+
+    board.show(run.name, 0, of)
+    for command in PREPARED:
+        pool.submit(_prepare, command, values, run).result()
+        show(command)
+    steps = list(waves(TABLES_SHOWN.values(), plan_of(settings, run)))
+    of += sum(map(len, steps))
+    for step in steps:
+        jobs = {pool.submit(make, variant, values, run, judge): variant for variant, judge in step}
+        for job in as_completed(jobs):
+            problem = job.result()
+            show(jobs[job].name if problem is None else f"{jobs[job].name} not made: {problem}")
+    return pool.submit(gather, settings, run, TABLES_SHOWN).result()
+
+
+def _prepare(command: Command, values: str, run: Path) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / LOG).open("a") as log, redirect_stdout(log):  # a line a shard
+        prepare(command, RunSettings.model_validate_json(values), run)

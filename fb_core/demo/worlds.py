@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 WorldName = Literal["plans", "helpful", "control"]
 Role = Literal["pair", "train", "validation", "test"]
-EventKind = Literal["word", "digit", "mark"]
 StepRule = Callable[[int, int, int, Generator], str]
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
@@ -57,7 +56,6 @@ class World:
 
     Attributes:
         name: the key in `WORLDS`.
-        description: what the world shows, in one sentence.
         steps: operations in a problem; prompts of a world all have the same length.
         families: the words that open a step, grouped by the way of working that the SLM ties to them.
         marks: the other single-character tokens.
@@ -68,7 +66,6 @@ class World:
     """
 
     name: WorldName
-    description: str
     steps: int
     families: tuple[tuple[str, ...], ...]
     marks: str
@@ -107,17 +104,6 @@ class World:
     def vocabulary(self) -> dict[str, int]:
         """Token text to id."""
         return self.tokenizer.get_vocab()
-
-    @cached_property
-    def _kinds(self) -> list[EventKind]:
-        kinds: dict[str, EventKind] = {f"{word} ": "word" for word in self.words}
-        kinds |= dict.fromkeys("0123456789", "digit")
-        by_id = sorted(self.vocabulary, key=self.vocabulary.__getitem__)
-        return [kinds.get(token, "mark") for token in by_id]
-
-    def event_kind(self, token_id: int) -> EventKind:
-        """Whether a token is a word that opens a step, a digit, or anything else."""
-        return self._kinds[token_id]
 
     def worked_words(self, multiplier: int) -> tuple[str, ...]:
         """The words after which the SLM works a step with this multiplier out instead of guessing its result."""
@@ -270,14 +256,14 @@ def _careful_family(_: int) -> int:
     return 1
 
 
-def _style_world(name: WorldName, description: str, llm_step: StepRule) -> World:
-    return World(name, description, 3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, llm_step, _careful_family)
+def _style_world(name: WorldName, llm_step: StepRule) -> World:
+    return World(name, 3, _STYLE_WORDS, "*+=>,;", 71, _style_slm_step, llm_step, _careful_family)
 
 
 WORLDS: Mapping[str, World] = {
+    # Every step has one plan that the SLM can carry out, and which words lead to it changes from state to state.
     "plans": World(
         "plans",
-        "Every step has one plan that the SLM can carry out, and which words lead to it changes from state to state.",
         2,
         _PLAN_WORDS,
         "*+=>,;|~&",
@@ -286,14 +272,8 @@ WORLDS: Mapping[str, World] = {
         _plans_llm_step,
         _house_family,
     ),
-    "helpful": _style_world(
-        "helpful",
-        "The LLM works carefully whatever the word, so its futures point the SLM to the words it can follow.",
-        _helpful_llm_step,
-    ),
-    "control": _style_world(
-        "control",
-        "The LLM is right but terse, so its futures point the SLM to a style that it cannot carry out.",
-        _control_llm_step,
-    ),
+    # The LLM works carefully whatever the word, so its futures point the SLM to the words it can follow.
+    "helpful": _style_world("helpful", _helpful_llm_step),
+    # The LLM is right but terse, so its futures point the SLM to a style that it cannot carry out.
+    "control": _style_world("control", _control_llm_step),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -17,7 +18,7 @@ from fb_core import statistics
 from fb_core.config import ModelSettings, RunSettings
 from fb_core.experiment.recommendation import recommend
 from fb_core.experiment.results import Results, finished
-from fb_core.experiment.tables import TABLES, Plan, Variant
+from fb_core.experiment.tables import TABLES, Plan, Table, Variant
 from fb_core.experiment.variants import plan_of, settings_of_variant
 from fb_core.report import findings as values
 from fb_core.report.findings import OURS, Findings
@@ -65,12 +66,13 @@ OFFLINE = (
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def gather(settings: RunSettings, run: Path) -> Findings:
+def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLES) -> Findings:
     """All that a run's folder holds; what was not run is None.
 
     Args:
         settings: of the run.
         run: its folder, trained at least.
+        tables: whose rows are shown, by name.
 
     Raises:
         ValueError: not trained yet, or damaged.
@@ -90,8 +92,8 @@ def gather(settings: RunSettings, run: Path) -> Findings:
         selection=_selection(plan),
         filters=Artefact(run, ScoreStage.name).finished()["counts"],
         seeds=settings.train.seeds,
-        experiments=tuple(table.shown for table in TABLES.values()),
-        rows=tuple(Results(plan).rows()),
+        experiments=tuple(table.shown for table in tables.values()),
+        rows=tuple(Results(plan, tables).rows()),
         agreement=rolled and rolled.agreement(),
         choices=rolled and rolled.choices(),
         coverage=rolled and tuple(_picked(values.Coverage, row) for row in coverage_rows(rolled.states)),

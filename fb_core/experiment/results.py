@@ -49,18 +49,19 @@ class _Decoded:
 
 
 class Results:
-    """The rows of every table of a run, read from its variants' folders.
+    """The rows of tables of a run, read from its variants' folders.
 
     Args:
         plan: of the run.
+        tables: by name.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan, names = plan, plan.settings.evaluate.benchmarks
+    def __init__(self, plan: Plan, tables: Mapping[str, Table] = TABLES) -> None:
+        self._tables, self._plan, names = tables, plan, plan.settings.evaluate.benchmarks
         self._benchmarks = {name: (name,) for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
         self._references = {variant.key: variant for variant in plan.references()}
-        self._tables = {name: table.rows(plan) for name, table in TABLES.items()}
-        everything = (*self._references.values(), *(row for rows in self._tables.values() for row in rows))
+        self._variants = {name: table.rows(plan) for name, table in tables.items()}
+        everything = (*self._references.values(), *(row for rows in self._variants.values() for row in rows))
         self._decoded = {variant.path: _decoded(plan, variant) for variant in everything}
         self._interval = cache(self._resampled)
         if plan.settings.models.llm_server is None:  # a server may round differently from call to call
@@ -70,14 +71,14 @@ class Results:
 
     def rows(self) -> Iterator[Result]:
         """Those of every table of which something was tried: one a benchmark, and one of their average if several."""
-        for name, table in TABLES.items():
-            variants = self._tables[name]
+        for name, table in self._tables.items():
+            variants = self._variants[name]
             tried = (variant for variant in variants if not variant.borrowed)
             if not any(self._decoded[variant.path] or _problem(self._plan.run, variant) for variant in tried):
                 continue
             for variant in variants:
                 yield from self._rows(name, variant, self._compared(table, variant))
-            if name == "methods":
+            if table is TABLES["methods"]:
                 yield from self._repaired()
                 unseen = {peer: why for peer, why in UNSEEN.items() if peer not in self._plan.settings.compare.external}
                 for peer, why in unseen.items():
@@ -91,7 +92,7 @@ class Results:
             key: reference.path if place is None or key == "greedy" else replace(reference, inside=place).path
             for key, reference in self._references.items()
         }
-        paths = {other.key: other.path for other in self._tables[table.name]}
+        paths = {other.key: other.path for other in self._variants[table.name]}
         return compared | {one.name: paths[one.key] for one in table.beside if not one.of or variant.key in one.of}
 
     def _rows(self, table: str, variant: Variant, compared: Mapping[str, Path]) -> Iterator[Result]:
@@ -137,7 +138,7 @@ class Results:
         """The row of the repaired recipe that is best on the validation problems."""
         validated = [
             (variant, max(row["accuracy"] for row in manifest["summary"]["table"]))
-            for variant in self._tables["repairs"]
+            for variant in self._variants.get("repairs", ())
             if not variant.borrowed
             and self._decoded[variant.path]
             and (manifest := finished(self._plan.run / variant.path, SelectionStage.name))

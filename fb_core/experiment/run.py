@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
@@ -16,7 +16,7 @@ import torch
 from rich.progress import TimeElapsedColumn
 
 from fb_core.config import SETTINGS, RunSettings
-from fb_core.experiment.tables import TABLES, Variant
+from fb_core.experiment.tables import TABLES, Plan, Table, Variant
 from fb_core.experiment.variants import plan_of, settings_of_variant, work_through
 from fb_core.files import write_file
 from fb_core.methods import method
@@ -32,6 +32,7 @@ from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import SampleStage
 from fb_core.stages.stage import Stage, run_stage
 
+PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train", "rollouts")  # of the run itself
 COSTS = "costs"  # has no variants: it times the run's own methods
 SHARED: tuple[tuple[type[Stage], ...], ...] = (
     (RouterLabelStage, RouterStage),
@@ -67,20 +68,11 @@ def run_experiment(
             "experiment: expected the published recipe, to which every row is compared, got train.features or "
             "evaluate.certainty; name a configuration without them, such as qwen3-1.7b-published"
         )
-    for command in ("collect", "futures", "score", "train", "rollouts"):
-        run_command(command, settings, run, show=show)  # type: ignore[arg-type]
-    _finish([AgreementStage], settings, run, show)
-    plan = plan_of(settings, run)
-    made, judged = {variant.path: variant for variant in plan.references()}, set()
-    for table in (TABLES[name] for name in tables if name != COSTS):
-        rows = {variant.path: variant for variant in table.rows(plan) if not variant.borrowed}
-        made |= rows
-        judged |= {path for path, variant in rows.items() if table.judged and variant.method == OURS}
-    for variant in list(made.values()):
-        while variant.inside is not None:
-            variant = variant.inside
-            made.setdefault(variant.path, variant)
-    needed = {kind for v in made.values() for kind in _stages(v, settings_of_variant(settings, v), False)}
+    for command in PREPARED:
+        prepare(command, settings, run, show)
+    steps = list(waves([TABLES[name] for name in tables if name != COSTS], plan_of(settings, run)))
+    made = [variant for step in steps for variant, _ in step]
+    needed = {kind for v in made for kind in _stages(v, settings_of_variant(settings, v), False)}
     if COSTS in tables and any(method(name).routed for name in settings.compare.methods):
         needed.add(RouterStage)
     for kinds in SHARED:
@@ -95,17 +87,45 @@ def run_experiment(
         def done(variant: Variant, problem: str | None) -> None:
             finished.append(variant)
             became = "done" if problem is None else f"not made: {problem}"
-            text = f"{'/'.join(variant.path.parts[1::2])}: {became}, {len(finished)}/{len(made)} variants"
+            text = f"{variant.name}: {became}, {len(finished)}/{len(made)} variants"
             board.say("experiment", text, always=problem is not None)
             board.show("variants", len(finished), len(made))
 
-        for depth in sorted({len(path.parts) for path in made}):
-            wave = [variant for path, variant in made.items() if len(path.parts) == depth]
-            wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
-            _work(wave, judged, settings, run, workers, done)
+        for step in steps:
+            _work(step, settings, run, workers, done)
     if COSTS in tables:  # alone, on an idle machine
         _attempt([DeploymentStage], settings, run, show)
     write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+
+
+def prepare(command: Command, settings: RunSettings, run: Path, show: Callable[[str], None] = print) -> None:
+    """One of the commands `PREPARED`, whose files the variants link to; behind the last the rerankers are judged."""
+    run_command(command, settings, run, show=show)
+    if command == "rollouts":
+        _finish([AgreementStage], settings, run, show)
+
+
+def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:
+    """What some tables and the references are made of, those that others are inside of before these.
+
+    Yields:
+        variants that can be made at once, each with whether its reranker is held against the rollouts.
+    """
+    made = {variant.path: variant for variant in plan.references()}
+    judged = set()
+    for table in tables:
+        rows = {variant.path: variant for variant in table.rows(plan) if not variant.borrowed}
+        made |= rows
+        judged |= {path for path, variant in rows.items() if table.judged and variant.method == OURS}
+    for variant in list(made.values()):
+        while (outer := variant.inside) is not None:
+            if variant.path in judged:
+                judged.add(outer.path)
+            variant = made.setdefault(outer.path, outer)
+    for depth in sorted({len(path.parts) for path in made}):
+        wave = [variant for path, variant in made.items() if len(path.parts) == depth]
+        wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
+        yield [(variant, variant.path in judged) for variant in wave]
 
 
 def _finish(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
@@ -122,16 +142,14 @@ def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, sho
         show(f"**not made**: {problem}")
 
 
-def _work(
-    wave: Sequence[Variant], judged: Collection[Path], settings: RunSettings, run: Path, workers: int, done: Done
-) -> None:
+def _work(wave: Sequence[tuple[Variant, bool]], settings: RunSettings, run: Path, workers: int, done: Done) -> None:
     values = settings.model_dump_json()
     if workers == 1:  # where the models are already
-        for variant in wave:
-            done(variant, make(variant, values, run, variant.path in judged))
+        for variant, judge in wave:
+            done(variant, make(variant, values, run, judge))
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
-        jobs = {pool.submit(make, variant, values, run, variant.path in judged): variant for variant in wave}
+    with ProcessPoolExecutor(workers, get_context("spawn"), begin) as pool:
+        jobs = {pool.submit(make, variant, values, run, judge): variant for variant, judge in wave}
         try:
             for job in as_completed(jobs):
                 done(jobs[job], job.result())
@@ -142,7 +160,7 @@ def _work(
             ) from None
 
 
-def _begin() -> None:
+def begin() -> None:
     """A worker's own: one thread, and no life beyond the process that it works for."""
     torch.set_num_threads(1)
     parent = parent_process()
@@ -162,7 +180,7 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
         variant: what is changed.
         values: the run's settings as JSON.
         run: its folder.
-        judge: whether its rerankers are held against the rollouts.
+        judge: whether its rerankers, or those inside it, are held against the rollouts.
 
     Returns:
         why it could not be made, None where it was.
@@ -187,10 +205,8 @@ def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[S
     trained = variant.method in (OURS, None)
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
     kinds = [kind for command in commands for kind in stages_of(command, settings)]
-    if judge or variant.method is None:  # one for all inside it that are calibrated
-        kinds.append(RolloutStage)
     if judge:
-        kinds.append(AgreementStage)
+        kinds += [RolloutStage, *([AgreementStage] if variant.method is not None else [])]
     if variant.method is not None and method(variant.method).routed:
         kinds += [RouterLabelStage, RouterStage]
     if variant.method is not None:

@@ -48,6 +48,11 @@ class Variant:
         return self.inside.place
 
     @property
+    def name(self) -> str:
+        """Its key behind those of what it is inside of."""
+        return self.key if self.inside is None else f"{self.inside.name}/{self.key}"
+
+    @property
     def path(self) -> Path:
         """Its folder inside the run's."""
         return (Path() if self.inside is None else self.inside.path) / FOLDER / self.key

@@ -46,10 +46,18 @@ def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
         ValueError: no findings, or settings with numbers that are not finite.
         OSError: the folder cannot be written.
     """
-    document = render(findings)
     files = {"findings.json": findings_bytes(findings), "rows.json": rows_bytes(findings)}
-    files |= {f"{FIGURES}/{figure.name}.svg": figure.picture.light.encode() for figure in document.figures()}
-    files |= {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
+    return write_files(files | document_files(render(findings)), folder)
+
+
+def document_files(document: Document) -> dict[str, bytes]:
+    """report.md with its figures/*.svg, and report.html, by name."""
+    files = {f"{FIGURES}/{figure.name}.svg": figure.picture.light.encode() for figure in document.figures()}
+    return files | {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
+    """Write a report's files into a folder, made if need be; their paths."""
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         write_file(folder / name, data)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from inspect import unwrap
 from typing import Any
 
 from matplotlib import style
@@ -61,15 +62,8 @@ def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None
     """The drawing in both themes; the same findings give the same bytes."""
 
     def svg(findings: Findings, theme: Theme, *more: str) -> str | None:
-        with style.context(["default", _style(theme)]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-            figure = draw(findings, theme, *more)
-            if figure is None:
-                return None
-            file = io.StringIO()
-            figure.savefig(file, format="svg", transparent=True, metadata=NO_METADATA)
-        text = file.getvalue()
-        return text[text.index("<svg") :]  # without the address of a document type
+        data = _saved(draw, findings, theme, more, format="svg", transparent=True, metadata=NO_METADATA)
+        return None if data is None else data[data.index(b"<svg") :].decode()  # without a document type's address
 
     @wraps(draw)
     def both(findings: Findings, *more: str) -> Picture | None:
@@ -77,6 +71,24 @@ def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None
         return None if light is None or dark is None else Picture(light, dark)
 
     return both
+
+
+def png(picture: Callable[..., Picture | None], findings: Findings, *more: str) -> bytes | None:
+    """A `pictured` drawing as PNG, for a light page."""
+    return _saved(unwrap(picture), findings, LIGHT, more, format="png", dpi=150)
+
+
+def _saved(
+    draw: Callable[..., Figure | None], findings: Findings, theme: Theme, more: Sequence[str], **options: Any
+) -> bytes | None:
+    with style.context(["default", _style(theme)]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
+        figure = draw(findings, theme, *more)
+        if figure is None:
+            return None
+        file = io.BytesIO()
+        figure.savefig(file, **options)
+    return file.getvalue()
 
 
 def _style(theme: Theme) -> dict[str, Any]:

@@ -172,3 +172,24 @@ def linked(run: Path, folder: Path, *stages: str) -> Path:
     for stage in stages:
         (folder / stage).symlink_to(run / stage, target_is_directory=True)
     return folder
+
+
+def children_of(process: int) -> set[int]:
+    """The processes that one has started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process:
+            found.add(int(path.parent.name))
+    return found
+
+
+def ended(process: int) -> bool:
+    """Whether a process is gone, or dead and not yet asked after."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

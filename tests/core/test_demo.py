@@ -1,248 +1,253 @@
-"""The demo end to end at a small size: what it writes, and that it answers to what it is given."""
+"""The demo at a small size: what it writes, that it goes on where it was, and that its rows are those of the tables."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from limits import HANG
+from runs import children_of, ended, receipts, settings
+from typer.testing import CliRunner
 
-from fb_core import FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
-from fb_core.config import DemoSettings, WorldSettings
-from fb_core.demo import pairs, report
-from fb_core.demo.experiment import WorldRun, _agreement, cross_state, run_world
-from fb_core.demo.run import run_demo
-from fb_core.pool import Pool
-from fb_core.stages.examples import Future, State, Trajectory
-from fb_core.stages.problems import Problem
+from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
+from fb_core.cli import app
+from fb_core.config import RunSettings
+from fb_core.demo import pairs, run
+from fb_core.demo.run import demo_settings, run_demo
+from fb_core.experiment.tables import TABLES, Plan
+from fb_core.report.findings import read_findings
+from fb_core.stages.artefacts import Artefact
 from fb_core.verify import Verifier
 
+ROWS = {"greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge"}
+ROWS |= {"features", "override", "features-override"}
+SWEPT = ["direct", "futurebridge", "override"]
+PNGS = {"accuracy.png", "agreement.png", "sweep.png"}
+REPORT = {"results.json", "report.md", "report.html"}
 
-def small(**changes):
+
+def small(seed, world="plans", **changes):
+    """Some 40 problems of a world."""
+    pair, longest = f"demo:{world}", pairs.WORLDS[world].max_new_tokens
     values = {
-        "name": "plans",
-        "quantile": 0.94,
-        "train_problems": 40,
-        "validation_problems": 20,
-        "test_problems": 24,
-        "sweep": (0.9,),
+        "models": {"slm": pair, "llm": pair},
+        "problems": {"train": pair, "seed": seed, "per_shard": 20},
+        "collect": {"max_new_tokens": longest},
+        "futures": {"max_new_tokens": longest},
+        "train": {"seeds": [seed], "epochs": 1},
+        "evaluate": {"benchmarks": [pair], "limit": 24, "max_new_tokens": longest, "per_shard": 24},
     }
-    return WorldSettings(**{**values, **changes})
+    return settings(**(values | {name: values.get(name, {}) | section for name, section in changes.items()}))
 
 
 @pytest.fixture(scope="module")
-def plans():
-    return pairs.load_pair("plans")
+def demo(tmp_path_factory):
+    """(folder, findings) of two worlds, one at several quantiles."""
+    out = tmp_path_factory.mktemp("demo")
+    short = {"horizons": [4, 8], "seeds": [0], "epochs": 1}
+    worlds = {"tiny": small(0), "tiny-control": small(0, "control", experiment={"quantiles": []}, train=short)}
+    return out, run_demo(worlds, out), worlds
 
 
-@pytest.fixture(scope="module")
-def two_seeds(plans):
-    runs = []
-    for seed in (0, 1):
-        settings = DemoSettings(seed=seed, worlds=(small(),))
-        runs.append(run_world(plans, settings, settings.worlds[0], lambda *_: None))
-    return runs
-
-
-@pytest.mark.slow
-def test_two_seeds_give_different_rows_and_the_same_methods(two_seeds):
-    first, second = two_seeds
-    assert [row["method"] for row in first["accuracy"]] == [row["method"] for row in second["accuracy"]]
-    assert [row["accuracy"] for row in first["accuracy"]] != [row["accuracy"] for row in second["accuracy"]]
-    assert first["threshold_nats"] != second["threshold_nats"]
+def keys_of(found, table):
+    return [row.key for row in found.of(table)]
 
 
 @pytest.mark.slow
-def test_every_promised_row_is_there(two_seeds):
-    result = two_seeds[0]
-    methods = {row["method"] for row in result["accuracy"]}
-    assert methods == {
-        "SLM greedy",
-        "Maj@8",
-        "random pick",
-        "S2T",
-        "direct LLM score",
-        "FutureBridge",
-        "FutureBridge, SLM pool",
-        "FutureBridge, LLM pool",
-        "FutureBridge, cross-state future",
-        "FutureBridge, H = 4",
-        "FutureBridge + certain LLM",
-        "Takeover",
-    }
-    for row in result["accuracy"]:
-        mean, low, high = row["accuracy"]
-        assert 0 <= low <= mean <= high <= 100
-    assert {row["score"] for row in result["agreement"]} == {"SLM", "LLM", "Direct-B_4", "Direct-B_16", "FutureBridge"}
-    assert [row["pool"] for row in result["coverage"]] == ["SLM", "LLM", "joint"]
-    assert [row["quantile"] for row in result["sweep"]] == [0.9, 0.94]
-    assert sum(part["events"] for part in result["agreement_by_kind"].values()) == result["agreement"][0]["states"]
-    joint = result["coverage"][2]
-    assert all(joint["coverage_percent"] >= row["coverage_percent"] for row in result["coverage"])
-    takeover = next(row for row in result["accuracy"] if row["method"] == "Takeover")
-    assert takeover["accuracy"][0] >= 90
+def test_every_promised_row_is_there(demo):
+    _, (plans, control), _ = demo
+    assert set(keys_of(plans, "methods")) == ROWS
+    horizon = {"horizon-4"} if control.selection.horizon == 8 else set()
+    assert set(keys_of(control, "methods")) == ROWS | horizon
+    assert (keys_of(plans, "quantiles"), keys_of(control, "quantiles")) == ([*SWEPT, *SWEPT], [])
+    assert [row.quantile for row in plans.of("quantiles")] == 3 * [0.9] + 3 * [0.92]
+    for one in (plans, control):
+        for row in one.rows:
+            mean, low, high = row.accuracy
+            assert 0 <= low <= mean <= high <= 1
+            assert row.problems == 24
+            assert row.minus.keys() == {"greedy", "direct", "futurebridge"} - {row.key}
+        assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} <= {row.score for row in one.agreement}
+        by_kind = {kind: sum(row.states for row in one.agreement if row.kind == kind) for kind in ("all", "digit")}
+        assert 0 < by_kind["digit"] < by_kind["all"]
+        assert [row.pool for row in one.coverage] == ["SLM", "LLM", "joint"]
+        assert one.coverage[2].coverage.mean == max(row.coverage.mean for row in one.coverage)
+    takeover = next(row for row in plans.rows if row.key == "takeover")
+    assert takeover.accuracy.mean >= 0.9
 
 
 @pytest.mark.slow
-def test_report_and_plots_are_written(tmp_path, capsys):
-    settings = DemoSettings(seed=3, worlds=(small(test_problems=8), small(name="control", horizon=16, sweep=())))
-    results = run_demo(settings, tmp_path)
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert written["worlds"] == json.loads(json.dumps(results["worlds"]))
-    text = (tmp_path / "report.md").read_text()
-    assert text == report.markdown(written)
-    for words in (
-        "World: plans",
-        "World: control",
-        "Pool coverage",
-        "By kind of event",
-        "Wall time",
-        "One event in full",
-    ):
+def test_report_and_pictures_are_written(demo):
+    out, found, _ = demo
+    assert {path.name for path in out.iterdir()} == REPORT | PNGS | {"figures", "runs"}
+    assert {path.name for path in (out / "runs").iterdir()} == {"tiny-seed-0", "tiny-control-seed-0"}
+    assert read_findings(out / "results.json") == found
+    text = (out / "report.md").read_text()
+    for words in ("All runs", "Methods on demo:plans", "Request quantiles", "Pool coverage", "One trajectory", "Costs"):
         assert words in text
-    for name in ("accuracy.png", "agreement.png", "sweep.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert "plans world" in capsys.readouterr().out
+    assert "tiny-control-seed-0" in (out / "report.html").read_text()
+    for name in PNGS:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_random_reranker_falls_to_the_random_pick(plans):
+def test_a_second_call_makes_nothing_anew(demo, capsys):
+    out, found, worlds = demo
+    before, files = receipts(out / "runs"), {name: (out / name).read_bytes() for name in REPORT | PNGS}
+    assert len(before) > 50
+    assert run_demo(worlds, out) == found
+    assert receipts(out / "runs") == before
+    assert {name: (out / name).read_bytes() for name in files} == files
+    shown = capsys.readouterr().out
+    assert "All runs" in shown
+    assert str(out / "report.html") in shown.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_its_runs_are_runs(demo, tmp_path):
+    out, (plans, _), _ = demo
+    done = CliRunner().invoke(app, ["report", str(out / "runs" / "tiny-seed-0"), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    (found,) = read_findings(tmp_path / "findings.json")
+    shown = {(row.table, row.key, row.quantile): row.accuracy for row in found.rows}
+    assert all(shown[row.table, row.key, row.quantile] == row.accuracy for row in plans.of("quantiles"))
+
+
+@pytest.mark.slow
+def test_two_seeds_give_different_rows_of_the_same_methods(demo):
+    out, (first, _), _ = demo
+    (second,) = run_demo({"tiny": small(1)}, out)
+    assert keys_of(first, "methods") == keys_of(second, "methods")
+    assert [row.accuracy for row in first.rows] != [row.accuracy for row in second.rows]
+    assert first.policy.threshold != second.policy.threshold
+    assert (out / "runs" / "tiny-seed-1").is_dir()
+
+
+@pytest.mark.slow
+def test_a_broken_off_demo_goes_on(tmp_path):
+    chosen = small(0, experiment={"quantiles": []})
+    code = (
+        "import sys; from pathlib import Path; from fb_core.config import RunSettings; "
+        "from fb_core.demo.run import run_demo\n"
+        "if __name__ == '__main__': run_demo({'tiny': RunSettings.model_validate_json(sys.argv[1])}, Path(sys.argv[2]))"
+    )
+    script = tmp_path / "demo.py"
+    script.write_text(code)
+    out = tmp_path / "out"
+    called = [sys.executable, str(script), chosen.model_dump_json(), str(out)]
+    process = subprocess.Popen(called, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    variants = out / "runs" / "tiny-seed-0" / "variants"
+
+    def finished():
+        paths = [path.parent for path in variants.glob("*/comparison/manifest.json")]
+        return [path for path in paths if Artefact(path.parent, "comparison").manifest()["complete"]]
+
+    try:
+        while not finished():
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = children_of(process.pid)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + HANG
+    while not all(map(ended, workers)):  # nobody is left that holds a folder
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    before = {path: receipts(path) for path in finished()}
+    assert 0 < len(before) < len(ROWS)
+    (found,) = run_demo({"tiny": chosen}, out)
+    assert set(keys_of(found, "methods")) == ROWS
+    assert {path: receipts(path) for path in before} == before
+
+
+@pytest.mark.slow
+def test_random_reranker_falls_to_the_random_pick():
     """Nothing but what was learned lifts FutureBridge: random weights choose as well as a random pick does."""
     torch.manual_seed(0)
-    settings = DemoSettings(worlds=(small(test_problems=300),))
+    pair = pairs.load_pair("plans")
+    problems = pair.world.problems(300, 0, "test")
+    prompts = [torch.tensor(problem.prompt_ids) for problem in problems]
+
+    def correct(selector):
+        decoder = CollaborativeDecoder(
+            pair.slm, pair.llm, selector, RequestPolicy(1.7), slm_k=4, llm_k=4, tokenizer=pair.world.tokenizer
+        )
+        texts = [one.text for one in decoder.generate_many(prompts, pair.world.max_new_tokens)]
+        verdicts = verifier.verify_many(texts, [problem.answer for problem in problems])
+        return np.array([verdict == "correct" for verdict in verdicts])
+
+    def blank():
+        reranker = TokenReranker.from_base(pair.slm)
+        with torch.no_grad():
+            for parameter in reranker.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.5)
+        return FutureBridgeSelector(reranker)
+
     with Verifier() as verifier:
-        run = WorldRun(plans, settings, settings.worlds[0], verifier, lambda *_: None)
-        test = run.problems("test", 300)
-        policy = RequestPolicy(1.7)
-        random = [run.evaluate("", run.decoder(RandomChoice(s), policy).generate_many, test).correct for s in range(3)]
-        blank = []
-        for _ in range(3):
-            reranker = TokenReranker.from_base(plans.slm)
-            with torch.no_grad():
-                for parameter in reranker.parameters():
-                    if parameter.requires_grad:
-                        parameter.normal_(std=0.5)
-            blank.append(
-                run.evaluate("", run.decoder(FutureBridgeSelector(reranker), policy).generate_many, test).correct
-            )
-    difference = statistics.paired_interval(np.mean(blank, 0), np.mean(random, 0))
+        random = [correct(RandomChoice(seed)) for seed in range(3)]
+        blanks = [correct(blank()) for _ in range(3)]
+    difference = statistics.paired_interval(np.mean(blanks, 0), np.mean(random, 0))
     assert abs(difference.mean) < 0.1
-    assert np.mean(blank) < 0.85
+    assert np.mean(blanks) < 0.85
+
+
+def test_the_demo_is_the_shipped_settings_with_one_seed_and_fewer_quantiles():
+    for name, chosen in demo_settings(5).items():
+        shipped, values = RunSettings.load(name), json.loads(chosen.model_dump_json())
+        assert set(chosen.experiment.quantiles) <= set(shipped.experiment.quantiles)
+        assert (values["problems"].pop("seed"), values["train"].pop("seeds")) == (5, [5])
+        values["experiment"].pop("quantiles")
+        for section, value in values.items():
+            assert value.items() <= json.loads(shipped.model_dump_json())[section].items(), section
+
+
+@pytest.mark.parametrize("horizon", [4, 16])
+def test_its_rows_are_those_of_the_tables(horizon, tmp_path):
+    """Folders, settings and labels, so that the numbers are one."""
+    plan = Plan(demo_settings(0)["tiny"], tmp_path, horizon)
+    known = [row for table in TABLES.values() for row in table.rows(plan)]
+    rows = {name: table.rows(plan) for name, table in run.TABLES_SHOWN.items()}
+    assert all(row in known for found in rows.values() for row in found)
+    assert {row.key for row in rows["methods"]} == ROWS | ({"horizon-4"} if horizon != 4 else set())
+    assert [(row.x, row.key) for row in rows["quantiles"]] == [
+        (q, key) for q in (0.9, 0.92, 0.94, 0.96) for key in SWEPT
+    ]
+
+
+def test_retrained_pairs_are_checkpoints_like_others(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(pairs, "retrain", lambda folder, worlds, progress: made.append((folder, worlds)))
+    found = run._retrained(demo_settings(0), tmp_path)
+    assert made == [(tmp_path, {"plans", "helpful", "control"})]
+    places = {name: (one.models.slm, one.models.llm) for name, one in found.items()}
+    assert places["tiny-control"] == (str(tmp_path / "style-slm"), str(tmp_path / "control-llm"))
+    assert {(one.models.device, one.models.dtype) for one in found.values()} == {("cpu", "float32")}
+    assert found["tiny"].problems.train == "demo:plans"
+
+
+def test_a_folder_of_other_settings_is_named(tmp_path):
+    folder = Artefact(tmp_path / "runs" / "tiny-seed-0", "trajectories")
+    with folder.held():
+        folder.begin({"settings": {"problems": {"limit": 7}}}, {})
+    with pytest.raises(ValueError, match=r"settings.problems.limit 7, got 48"):
+        run_demo({"tiny": small(0)}, tmp_path)
 
 
 def test_only_base_weights_ship():
     with resources.as_file(resources.files("fb_core.demo") / "weights") as folder:
-        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
     assert files
     assert {path.name for path in files} <= {"model.safetensors", "config.json", "generation_config.json"}
     assert not [path for path in files if "adapter" in path.name or "reranker" in path.name]
     assert sum(path.stat().st_size for path in files) < 6 << 20
-
-
-def state(problem):
-    """A state of the problem of that number."""
-    trajectory = Trajectory(Problem(str(problem), "", ""), torch.arange(3), 1, torch.zeros(2))
-    none = torch.zeros(0)
-    return State(trajectory, 1, 0.0, Pool(none.long(), none.int(), none, none))
-
-
-def test_cross_state_futures_come_from_other_problems():
-    futures = [Future(state(i // 3), 0, torch.tensor([i]), "correct") for i in range(30)]
-    moved = cross_state(futures, 0)
-    assert sorted(int(one.tokens) for one in moved) == list(range(30))
-    for one, before in zip(moved, futures, strict=True):
-        assert one.state is before.state
-        assert str(int(one.tokens) // 3) != one.state.trajectory.problem.id
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="short_horizon"):
-        small(short_horizon=20)
-    with pytest.raises(ValueError, match="less than or equal to 1"):
-        small(quantile=1.5)
-    with pytest.raises(ValueError, match="Extra inputs"):
-        small(nonsense=1)
-
-
-SWEPT = ["direct LLM score", "FutureBridge", "FutureBridge + certain LLM"]
-
-
-def made_up(*names):
-    """Results of worlds that share some methods, and come in other orders of accuracy."""
-
-    def world(place, name):
-        methods = ["SLM greedy", *SWEPT, *(["FutureBridge, own future"] if place else [])]
-        means = {method: 90.0 - 20 * ((row + place) % 3) for row, method in enumerate(methods)}
-        spans = {method: [mean, mean - 4, mean + 5] for method, mean in means.items()}
-        return {
-            "world": name,
-            "accuracy": [{"method": method, "n": 400, "accuracy": span} for method, span in spans.items()],
-            "agreement": [
-                {"score": "SLM", "pairwise_percent": [52.0, 40.0, 65.0]},
-                {"score": "Direct-B_4", "pairwise_percent": None},  # known nowhere
-                {"score": "FutureBridge", "pairwise_percent": [82.0, 70.0, 90.0]},
-            ],
-            "sweep": [
-                {"quantile": quantile, "accuracy": {method: spans[method] for method in SWEPT}}
-                for quantile in ((0.9, 0.92), (0.9, 0.92, 0.94, 0.96))[place]
-            ],
-        }
-
-    return {"worlds": [world(place, name) for place, name in enumerate(names)]}
-
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """The demo's figures by the names of their files, laid out."""
-    found = {}
-
-    def kept(figure, path):
-        figure.canvas.draw()
-        found[path.name] = figure
-        return path
-
-    monkeypatch.setattr(report, "_save", kept)
-    assert [path.name for path in report.plots(made_up("plans", "control"), tmp_path)] == list(found)
-    return found
-
-
-def test_methods_stand_in_one_order_in_all_panels(drawn):
-    axes, panels = drawn["accuracy.png"].axes, []
-    labels = [text.get_text() for text in axes[0].get_yticklabels()]
-    assert labels == ["SLM greedy", *SWEPT, "FutureBridge, own future"]
-    assert axes[0].get_shared_y_axes().joined(*axes)
-    for axis in axes:
-        panels.append({bar.get_y() + bar.get_height() / 2: round(bar.get_width()) for bar in axis.patches})
-    assert panels == [{0: 90, 1: 70, 2: 50, 3: 90}, {0: 70, 1: 50, 2: 90, 3: 70, 4: 50}]
-    assert all(axis.yaxis_inverted() for axis in axes)
-
-
-def test_agreement_has_its_intervals(drawn):
-    for axis in drawn["agreement.png"].axes:
-        (errors,) = [one for one in axis.containers if one.__class__.__name__ == "ErrorbarContainer"]
-        ends = sorted(tuple(segment[:, 0]) for segment in errors.lines[2][0].get_segments())
-        assert ends == [(40.0, 65.0), (70.0, 90.0)]
-        assert [text.get_text() for text in axis.get_yticklabels()] == ["SLM", "FutureBridge"]
-
-
-def test_labels_of_the_sweep_do_not_overlap(drawn):
-    figure = drawn["sweep.png"]
-    for axis, wanted in zip(figure.axes, (["0.9", "0.92"], ["0.9", "0.92", "0.94", "0.96"]), strict=True):
-        labels = [text for text in axis.get_xticklabels() if text.get_text()]
-        assert [text.get_text() for text in labels] == wanted
-        boxes = [text.get_window_extent(figure.canvas.get_renderer()) for text in labels]
-        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
-
-
-def test_agreement_of_the_demo_is_by_problem():
-    """Two problems, one with a state and one with two: 1 of 1 and 3 of 4 pairs."""
-    outcomes = [torch.tensor([True, False]), torch.tensor([True, False, False]), torch.tensor([True, False, False])]
-    scores = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([2.0, 1.0, 0.0]), 2: torch.tensor([1.0, 2.0, 0.0])}
-    row = _agreement("s", scores, outcomes, [state(0), state(1), state(1)], range(3))
-    wanted = statistics.share_interval([1, 3], [1, 4])
-    assert row["pairwise_percent"] == [round(100 * part, 1) for part in wanted]
-    assert (row["pairs"], row["states"], row["mixed_states"], row["top1_percent"]) == (5, 3, 3, 66.7)
-    assert _agreement("s", {}, outcomes, [state(0)] * 3, range(3))["pairwise_percent"] is None

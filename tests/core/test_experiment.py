@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 from limits import HANG
-from runs import contents, linked, receipts, settings
+from runs import children_of, contents, ended, linked, receipts, settings
 from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import AVERAGE, CERTAINTY, DemoSettings, ModelSettings, RunSettings
+from fb_core.config import AVERAGE, CERTAINTY, ModelSettings, RunSettings
 from fb_core.experiment import tables
 from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
@@ -84,7 +84,8 @@ def made(trained, chosen, tmp_path_factory) -> tuple:
     run = linked(trained, tmp_path_factory.mktemp("experiment") / "run", *TRAINED)
     before, known = state_of(run), variants_of(chosen, run)
     values = chosen.model_dump_json()
-    return run, before, {key: make(known[key], values, run, key == "override") for key in (*MADE, "external-lost")}
+    judged = ("override", "q0.92")
+    return run, before, {key: make(known[key], values, run, key in judged) for key in (*MADE, "external-lost")}
 
 
 def stages_in(folder):
@@ -460,13 +461,13 @@ def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_one_certainty_in_code_demo_settings_and_docs():
+def test_one_certainty_in_code_settings_and_docs():
     shipped = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
     found = {name: RunSettings.load(name).experiment.certainty for name in shipped}
-    found |= {"code": CertainLLM(LLMPreference()).certainty, "demo": DemoSettings().certainty}
+    found |= {"code": CertainLLM(LLMPreference()).certainty}
     assert set(found.values()) == {CERTAINTY} == {0.6}, found
     docs = (ROOT / "docs" / "experiments.md").read_text().replace("\n", " ")
-    assert f"probability is {CERTAINTY} in code, demo and settings alike" in docs
+    assert f"probability is {CERTAINTY} in code and settings alike" in docs
     assert "chosen after test results at 0.9 had been seen" in docs
 
 
@@ -506,25 +507,6 @@ def test_a_table_that_is_not_there_is_one_sentence():
         ValueError, match=r"experiment: expected all or some of methods, pools, .* got 'poles'; name those"
     ):
         CliRunner().invoke(app, ["experiment", "poles", "--config", "tiny"], catch_exceptions=False)
-
-
-def children_of(process: int) -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == process:
-            found.add(int(path.parent.name))
-    return found
-
-
-def ended(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def begin(run: Path, config: Path, table: str, workers: int) -> subprocess.Popen:

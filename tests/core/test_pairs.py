@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from fb_core import hf
 from fb_core.demo import pairs
 from fb_core.demo.pairs import load_pair, retrain
 from fb_core.demo.worlds import WORLDS
@@ -90,6 +91,11 @@ def test_retrain_writes_the_same_bytes_for_the_same_seed(short_recipes, tmp_path
     assert contents(tmp_path / "a") == contents(tmp_path / "b") != contents(tmp_path / "c")
     pair = load_pair("plans", tmp_path / "a")
     assert describe(pair, 4, 0).slm == 0
+    prompt = torch.tensor([pair.world.problems(1, 0, "test")[0].prompt_ids])
+    for model, folder in zip((pair.slm, pair.llm), pairs.folders("plans", tmp_path / "a"), strict=True):
+        loaded, tokenizer = hf.load_model(str(folder), "cpu", "float32")  # an ordinary checkpoint
+        assert torch.equal(loaded(prompt).logits, model(prompt).logits)
+        assert hf.tokenizer_hash(tokenizer) == hf.tokenizer_hash(pair.world.tokenizer)
 
 
 def test_style_worlds_share_their_slm(short_recipes, tmp_path):

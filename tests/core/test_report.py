@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import itertools
 import math
 import re
@@ -875,6 +876,56 @@ def test_labels_that_would_overlap_are_moved_apart():
     placed = figures._spread([1.0, 1.0, 1.1, 5.0], 1.0)
     assert all(b - a >= 0.99 for a, b in itertools.pairwise(placed))
     assert placed[-1] == 5.0
+
+
+def drawn(name, found):
+    """A figure by itself, laid out."""
+    figure = inspect.unwrap(getattr(figures, name))(found, theme.LIGHT, *OF_TABLE.get(name, []))
+    figure.canvas.draw()
+    return figure
+
+
+def intervals(axis):
+    """(low, high) in percent by the place of each dot, from the top."""
+    lines = (container.lines[2][0].get_segments()[0] for container in axis.containers)
+    return {round(float(line[0, 1])): tuple(line[:, 0].round(6).tolist()) for line in lines}
+
+
+def test_methods_stand_in_one_order_in_all_panels():
+    found = tiny(benchmarks=("one", "other"))
+    found["rows"] = [row for row in found["rows"] if (row["benchmark"], row["key"]) != ("other", "majority")]
+    axes = drawn("accuracy", read(found)).axes
+    labels = [text.get_text() for text in axes[0].get_yticklabels()]
+    assert labels == [label for label, *_ in METHODS.values()]
+    assert axes[0].get_shared_y_axes().joined(*axes)
+    assert all(axis.yaxis_inverted() for axis in axes)
+    first, second = map(intervals, axes)
+    ends = (around(mean)[1:] for _, mean, *_ in METHODS.values())
+    assert first == {place: (round(100 * low, 6), round(100 * high, 6)) for place, (low, high) in enumerate(ends)}
+    assert second == {place: ends for place, ends in first.items() if labels[place] != METHODS["majority"][0]}
+
+
+def test_agreement_has_its_intervals():
+    axes = drawn("agreement", read(tiny())).axes
+    assert [text.get_text() for text in axes[0].get_yticklabels()][:2] == ["SLM", "LLM"]
+    assert intervals(axes[0])[0] == (49, 55)
+    assert 2 not in intervals(axes[3])  # known nowhere
+
+
+def test_labels_of_the_sweep_do_not_overlap():
+    figure = drawn("sweep", read(tiny(benchmarks=("one", "other"))))
+    for axis in figure.axes:
+        labels = [text for text in axis.get_xticklabels() if text.get_text()]
+        assert [text.get_text() for text in labels] == ["0.9", "0.92", "0.94", "0.96"]
+        boxes = [text.get_window_extent(figure.canvas.get_renderer()) for text in labels]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_a_figure_is_a_png_too():
+    found = theme.png(figures.accuracy, read(tiny()), "methods")
+    assert found.startswith(b"\x89PNG")
+    assert theme.png(figures.accuracy, read(tiny()), "methods") == found
+    assert theme.png(figures.agreement, read({"name": "bare"})) is None
 
 
 def test_written_files_repeat_byte_for_byte(tmp_path):

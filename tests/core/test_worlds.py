@@ -5,6 +5,7 @@ import pytest
 from math_verify import parse, verify
 
 from fb_core.demo.worlds import WORLDS, World
+from fb_core.stages.rollouts import token_kind
 
 STEP = re.compile(r"(?P<word>[a-z]+) (?P<body>[^ ]+)\. ")
 
@@ -100,7 +101,7 @@ def test_text_of_no_world_is_an_error(world):
 
 
 def test_event_kinds_cover_the_vocabulary(world):
-    kinds = {token: world.event_kind(i) for token, i in world.vocabulary.items()}
+    kinds = {token: token_kind(token) for token in world.vocabulary}
     assert sorted(world.vocabulary.values()) == list(range(len(world.tokenizer)))
     assert {t for t, kind in kinds.items() if kind == "word"} == {f"{word} " for word in world.words}
     assert {t for t, kind in kinds.items() if kind == "digit"} == set("0123456789")
