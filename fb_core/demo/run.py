@@ -30,17 +30,16 @@ from fb_core.report.theme import png
 from fb_core.stages.commands import Command
 from fb_core.stages.inputs import DEMO
 
-QUANTILES = {"tiny": (0.9, 0.92, 0.96), "tiny-helpful": (0.9,), "tiny-control": ()}  # others tried; the longest first
+QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # others tried; the longest first
 METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge")
 REPAIRS = ("features", "override", "features-override")
 SWEPT = ("direct", "futurebridge", "override")
 
 
 def _methods(plan: Plan) -> list[Variant]:
-    """Rivals, ours, its shortest horizon and its repairs."""
-    keys = (*METHODS, f"horizon-{min(plan.settings.train.horizons)}", *REPAIRS)
-    rows = [row for name in ("methods", "horizons", "repairs") for row in TABLES[name].rows(plan)]
-    return [row for row in rows if row.key in keys and not row.borrowed]
+    """Rivals, ours and its repairs."""
+    rows = [row for name in ("methods", "repairs") for row in TABLES[name].rows(plan)]
+    return [row for row in rows if row.key in (*METHODS, *REPAIRS) and not row.borrowed]
 
 
 def _quantiles(plan: Plan) -> list[Variant]:

@@ -53,8 +53,7 @@ def small(seed, world="plans", **changes):
 def demo(tmp_path_factory):
     """(folder, findings) of two worlds, one at several quantiles."""
     out = tmp_path_factory.mktemp("demo")
-    short = {"horizons": [4, 8], "seeds": [0], "epochs": 1}
-    worlds = {"tiny": small(0), "tiny-control": small(0, "control", experiment={"quantiles": []}, train=short)}
+    worlds = {"tiny": small(0), "tiny-control": small(0, "control", experiment={"quantiles": []})}
     return out, run_demo(worlds, out), worlds
 
 
@@ -66,8 +65,7 @@ def keys_of(found, table):
 def test_every_promised_row_is_there(demo):
     _, (plans, control), _ = demo
     assert set(keys_of(plans, "methods")) == ROWS
-    horizon = {"horizon-4"} if control.selection.horizon == 8 else set()
-    assert set(keys_of(control, "methods")) == ROWS | horizon
+    assert set(keys_of(control, "methods")) == ROWS
     assert (keys_of(plans, "quantiles"), keys_of(control, "quantiles")) == ([*SWEPT, *SWEPT], [])
     assert [row.quantile for row in plans.of("quantiles")] == 3 * [0.9] + 3 * [0.92]
     for one in (plans, control):
@@ -212,17 +210,14 @@ def test_the_demo_is_the_shipped_settings_with_one_seed_and_fewer_quantiles():
             assert value.items() <= json.loads(shipped.model_dump_json())[section].items(), section
 
 
-@pytest.mark.parametrize("horizon", [4, 16])
-def test_its_rows_are_those_of_the_tables(horizon, tmp_path):
+def test_its_rows_are_those_of_the_tables(tmp_path):
     """Folders, settings and labels, so that the numbers are one."""
-    plan = Plan(demo_settings(0)["tiny"], tmp_path, horizon)
+    plan = Plan(demo_settings(0)["tiny"], tmp_path, 8)
     known = [row for table in TABLES.values() for row in table.rows(plan)]
     rows = {name: table.rows(plan) for name, table in run.TABLES_SHOWN.items()}
     assert all(row in known for found in rows.values() for row in found)
-    assert {row.key for row in rows["methods"]} == ROWS | ({"horizon-4"} if horizon != 4 else set())
-    assert [(row.x, row.key) for row in rows["quantiles"]] == [
-        (q, key) for q in (0.9, 0.92, 0.94, 0.96) for key in SWEPT
-    ]
+    assert {row.key for row in rows["methods"]} == ROWS
+    assert [(row.x, row.key) for row in rows["quantiles"]] == [(q, key) for q in (0.9, 0.94) for key in SWEPT]
 
 
 def test_retrained_pairs_are_checkpoints_like_others(monkeypatch, tmp_path):

@@ -917,7 +917,7 @@ def test_labels_of_the_sweep_do_not_overlap():
     for axis in figure.axes:
         labels = [text for text in axis.get_xticklabels() if text.get_text()]
         assert [text.get_text() for text in labels] == ["0.9", "0.92", "0.94", "0.96"]
-        boxes = [text.get_window_extent(figure.canvas.get_renderer()) for text in labels]
+        boxes = [text.get_window_extent() for text in labels]
         assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
 
 
