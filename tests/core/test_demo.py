@@ -200,11 +200,12 @@ def test_random_reranker_falls_to_the_random_pick():
     assert np.mean(blanks) < 0.85
 
 
-def test_the_demo_is_the_shipped_settings_with_one_seed_and_fewer_quantiles():
+def test_the_demo_is_the_shipped_settings_with_one_reranker_and_fewer_quantiles():
     for name, chosen in demo_settings(5).items():
         shipped, values = RunSettings.load(name), json.loads(chosen.model_dump_json())
         assert set(chosen.experiment.quantiles) <= set(shipped.experiment.quantiles)
         assert (values["problems"].pop("seed"), values["train"].pop("seeds")) == (5, [5])
+        assert (values["train"].pop("horizons"), values["rollouts"].pop("train")) == ([shipped.score.horizon], 0.0)
         values["experiment"].pop("quantiles")
         for section, value in values.items():
             assert value.items() <= json.loads(shipped.model_dump_json())[section].items(), section
