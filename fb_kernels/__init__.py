@@ -1,6 +1,6 @@
 """Ops for future-compatibility reranking: branch attention over a shared prefix, log-probs without logits.
 
-Every op is registered with torch.library as `fb::<name>` and has one definition in `fb_kernels.reference`.
+Every op is registered with torch.library as `fb::<name>` and has a folder of its own.
 """
 
 from fb_kernels.branch_attention import branch_attention, branch_attention_out

@@ -1,10 +1,10 @@
 """How an op is attached to torch.library, and which implementation of it runs.
 
-Every op has one definition (`fb::<op>`), a fake for tracing and a reference that runs on any device. A Triton
-implementation is the function of the op's name in `fb_kernels/triton/<stem>.py`, a compiled one that in
-`fb_kernels/cuda.py`, for CPU tensors that in `fb_kernels/cpu.py`. Each returns NotImplemented for arguments that it was
-not made for (float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then Triton, then
-the reference; on CPU tensors compiled, then the reference.
+Every op is a folder: `__init__.py` defines `fb::<op>` with a fake for tracing, and the other files are named for what
+they run: `reference.py` plain PyTorch on any device, `triton.py` and `cuda.py` kernels for CUDA tensors, `cpu.py` a
+compiled one for CPU tensors, each with a function of the op's name. A kernel's returns NotImplemented for arguments
+that it was not made for (float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then
+Triton, then the reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
 stem.
@@ -63,13 +63,13 @@ def define(
     Args:
         name: the operator's name.
         signature: its arguments and results in the schema language.
-        reference: the plain PyTorch definition, in `fb_kernels/reference/<stem>.py`.
+        reference: in plain PyTorch, in the op's folder.
         fake: shapes and dtypes of the results.
-        triton: whether `fb_kernels/triton/<stem>.py` has a function `name`.
-        compiled: whether `fb_kernels/cuda.py` has one.
-        cpu: whether `fb_kernels/cpu.py` has one.
+        triton: whether the folder's `triton.py` has a function `name`.
+        compiled: whether its `cuda.py` has one.
+        cpu: whether its `cpu.py` has one.
     """
-    stem = reference.__module__.rpartition(".")[2]
+    stem = reference.__module__.split(".")[1]
     own = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
     for kind in own:
         _with[kind].add(stem)
@@ -210,7 +210,7 @@ def _parse(spec: str) -> dict[str, str]:
     found = {"": "auto"}
     for part in filter(None, (part.strip() for part in spec.split(","))):
         stem, _, backend = part.rpartition("=")
-        known = not stem or (stem.isidentifier() and (Path(__file__).parent / "reference" / f"{stem}.py").is_file())
+        known = not stem or (stem.isidentifier() and (Path(__file__).parent / stem / "reference.py").is_file())
         if backend not in BACKENDS or not known:
             raise ValueError(
                 f"{VARIABLE}: expected auto, reference, triton, cuda or cpu, then op=backend pairs, got {part!r}; "
@@ -228,7 +228,7 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
     """The callable that runs the chosen implementation."""
     if not own:
         return reference
-    quick = getattr(cpu, name) if "cpu" in own else None
+    quick = getattr(_module("cpu", stem), name) if "cpu" in own and device == "cpu" else None
 
     def run(*arguments: Any) -> Any:
         if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
@@ -259,7 +259,7 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
 
 @cache
 def _module(kind: str, stem: str) -> Any:
-    return {"cuda": cuda, "cpu": cpu}.get(kind) or import_module(f"fb_kernels.triton.{stem}")
+    return import_module(f"fb_kernels.{stem}.{kind}")
 
 
 def _on_device_of(arguments: tuple, device: str) -> Any:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fb_kernels", "fb_core")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PUBLIC_MODULES = {"testing", "env"}
+TRITON = re.compile(r"fb_kernels/(env|triton/\w+|\w+/triton(_\w+)?)\.py")  # who may import it
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}-])/(?:home|root|work|tmp|usr|opt|mnt|data|etc|var|srv|Users)/|[A-Z]:\\\\")
 
@@ -49,8 +50,8 @@ def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
             yield f"imports {shown}: imports point the other way"
         if root in UNPICKLERS:
             yield f"imports {shown}: nothing is unpickled"
-        if root == "triton" and not path.startswith(("fb_kernels/triton/", "fb_kernels/env.py")):
-            yield f"imports {shown}: kernels live in fb_kernels/triton"
+        if root == "triton" and not TRITON.fullmatch(path):
+            yield f"imports {shown}: kernels live in an op's triton.py"
         if root == "peft" and not path.startswith("fb_core/hf/"):
             yield f"imports {shown}: peft is met in fb_core/hf"
         if root == "transformers" and not path.startswith(("fb_core/hf/", "fb_core/demo/")):
@@ -106,8 +107,9 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_kernels/a.py", "import fb_core"),
         ("fb_kernels/a.py", "from fb_core.scorer import CompatibilityScorer"),
         ("fb_kernels/a.py", "import triton.language as tl"),
+        ("fb_kernels/a/__init__.py", "import triton"),
         ("fb_kernels/a.py", "def f():\n    from transformers import AutoModel"),
-        ("fb_core/a.py", "from fb_kernels.reference.swiglu import swiglu"),
+        ("fb_core/a.py", "from fb_kernels.swiglu.reference import swiglu"),
         ("fb_core/a.py", "from fb_kernels import backend"),
         ("fb_core/a.py", "import fb_kernels.backend"),
         ("fb_core/a.py", "import triton"),
@@ -145,6 +147,7 @@ def test_a_broken_rule_is_seen(path: str, source: str) -> None:
         ("fb_core/cli.py", "from fb_core import scorer"),
         ("fb_core/a.py", "model.eval()\nf(trust_remote_code=config.trust)\nurl = 'http://host/data/x'"),
         ("fb_kernels/triton/a.py", "import triton"),
+        ("fb_kernels/a/triton_layout.py", "import triton"),
     ],
 )
 def test_what_is_allowed(path: str, source: str) -> None:
@@ -156,15 +159,14 @@ def test_every_op_has_its_files_under_one_stem() -> None:
     stems = {function.__module__.removeprefix("fb_kernels.") for function in functions if inspect.isfunction(function)}
     assert len(stems) > 1
     for stem in sorted(stems):
-        for file in (f"fb_kernels/{stem}.py", f"fb_kernels/reference/{stem}.py", f"tests/kernels/test_{stem}.py"):
+        for file in (f"fb_kernels/{stem}/reference.py", f"tests/kernels/test_{stem}.py"):
             assert (ROOT / file).is_file(), file
 
 
 def test_every_op_module_is_public() -> None:
     public = {inspect.getmodule(getattr(fb_kernels, name)).__name__ for name in fb_kernels.__all__}
-    for path in (ROOT / "fb_kernels").glob("*.py"):
-        if (path.parent / "reference" / path.name).is_file() and path.stem != "__init__":
-            assert f"fb_kernels.{path.stem}" in public, path.stem
+    for path in (ROOT / "fb_kernels").glob("*/reference.py"):
+        assert f"fb_kernels.{path.parent.name}" in public, path
 
 
 @pytest.mark.parametrize("package", PACKAGES)

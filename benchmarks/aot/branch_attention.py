@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton import branch_attention
+from fb_kernels.branch_attention import triton as branch_attention
 
 TILE, SPLIT, COMBINE = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine"))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

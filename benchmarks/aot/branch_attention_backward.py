@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.branch_attention_backward import branch_attention_backward
+from fb_kernels.branch_attention.triton_backward import branch_attention_backward
 
 CANDIDATES = 13
 KERNEL = "_branch_attention_bwd_kernel"

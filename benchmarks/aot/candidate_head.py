@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.candidate_head import candidate_head, candidate_head_backward
+from fb_kernels.candidate_head.triton import candidate_head, candidate_head_backward
 
 
 def cases() -> Iterator[Case]:

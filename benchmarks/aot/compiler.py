@@ -67,7 +67,7 @@ class Case:
     Attributes:
         op: stem of the op.
         shape: the shape in words, such as "N=1664 V=151936 bf16".
-        call: calls functions of `fb_kernels.triton.<op>` with tensors on the meta device.
+        call: calls functions of `fb_kernels.<op>.triton` with tensors on the meta device.
         costs: kernel name -> its cost; a kernel without one gets no prediction.
         matmul: the kernels that must use the tensor cores' HGMMA on sm_90.
         exact: the kernels that must not contain TF32 products.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.aot.compiler import Case, Cost
 from fb_kernels import tuning
-from fb_kernels.triton import linear_logprob as kernels
+from fb_kernels.linear_logprob import triton as kernels
 
 VOCABULARY, WIDTH = 151_936, 2048
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.merge_attention_states import merge_attention_states
+from fb_kernels.merge_attention_states.triton import merge_attention_states
 
 
 def cases() -> Iterator[Case]:

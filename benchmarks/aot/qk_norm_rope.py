@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward, qk_norm_rope_out
+from fb_kernels.qk_norm_rope.triton import qk_norm_rope, qk_norm_rope_backward, qk_norm_rope_out
 
 
 def cases() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.rms_norm import rms_norm, rms_norm_backward
+from fb_kernels.rms_norm.triton import rms_norm, rms_norm_backward
 
 
 def cases() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton import swiglu
+from fb_kernels.swiglu import triton as swiglu
 
 
 def cases() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.aot.compiler import Case, Cost
-from fb_kernels.triton.topk_entropy import topk_entropy
+from fb_kernels.topk_entropy.triton import topk_entropy
 
 
 def cases() -> Iterator[Case]:

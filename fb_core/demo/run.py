@@ -54,15 +54,14 @@ TABLES_SHOWN = {
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by their configurations: fresh problems of a seed, one reranker of the longest horizon, fewer
-    quantiles, and no rollouts of training states, which only the calibrated target reads."""
+    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer quantiles and rollouts."""
     found = {}
     for name, others in QUANTILES.items():
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-            "rollouts": {"train": 0.0},
+            "rollouts": {"train": 0.0},  # read by the calibrated target alone
             "experiment": {"quantiles": others},
         }
         found[name] = changed(shipped, once)

@@ -1,4 +1,4 @@
-"""Triton kernels, one file an op; nothing here is imported before a kernel is wanted."""
+"""What Triton kernels share; those of an op are in its folder, and none is imported before it is wanted."""
 
 import os
 

@@ -14,6 +14,7 @@ from gpu_checks import DEVICE, PROMISES, Case, filled, large, matches_the_refere
 from torch import Tensor
 
 from fb_kernels import cuda
+from fb_kernels.branch_attention_qkv import cuda as kernels
 from fb_kernels.testing import poison_
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +79,7 @@ def tables(width: int, device: str) -> tuple[Tensor, Tensor]:
 def attend(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *weights: Tensor) -> Tensor:
     q_weight, k_weight = weights or (None, None)
     with torch.cuda.device(qkv.device) if qkv.is_cuda else nullcontext():
-        return cuda.branch_attention_qkv(
+        return kernels.branch_attention_qkv(
             *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
             *(indices.held, indices.slots, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
         )

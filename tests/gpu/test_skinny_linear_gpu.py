@@ -11,6 +11,7 @@ from gpu_checks import DEVICE, PROMISES, Case, matches_the_reference, needs_memo
 from torch import Tensor
 
 from fb_kernels import cuda
+from fb_kernels.skinny_linear import cuda as kernels
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -55,7 +56,7 @@ def make(size: tuple[int, int, str], dtype: torch.dtype, device: str = DEVICE, *
         if x.dtype == torch.float64:
             return plain(x, weight, *values)
         given = dict(zip(optional, values, strict=True))
-        out = cuda.skinny_linear(x, weight, given.get("bias"), given.get("norm"), EPS, given.get("residual"), swiglu)
+        out = kernels.skinny_linear(x, weight, given.get("bias"), given.get("norm"), EPS, given.get("residual"), swiglu)
         assert out is not NotImplemented
         return out
 
@@ -125,10 +126,10 @@ def test_another_device() -> None:
 def test_small_a_weight_that_the_kernel_before_writes() -> None:
     """Dependent launches overlap: only what is said to be frozen may be read ahead."""
     a, b, x = randn(32, 256, dtype=torch.bfloat16), randn(264, 256, dtype=torch.bfloat16), randn(3, 264).bfloat16()
-    whole = cuda.skinny_linear(a, b, None, None, EPS, None, False)
+    whole = kernels.skinny_linear(a, b, None, None, EPS, None, False)
     torch.cuda.synchronize()
-    expected = cuda.skinny_linear(x, whole, None, None, EPS, None, False)
+    expected = kernels.skinny_linear(x, whole, None, None, EPS, None, False)
     for _ in range(200):
-        made = cuda.skinny_linear(a, b, None, None, EPS, None, False)
-        assert torch.equal(cuda.skinny_linear(x, made, None, None, EPS, None, False), expected)
+        made = kernels.skinny_linear(a, b, None, None, EPS, None, False)
+        assert torch.equal(kernels.skinny_linear(x, made, None, None, EPS, None, False), expected)
         made.zero_()

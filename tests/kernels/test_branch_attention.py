@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels.branch_attention import branch_attention, branch_attention_out
-from fb_kernels.reference import branch_attention as reference
+from fb_kernels.branch_attention import branch_attention, branch_attention_out, reference
 from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor, magnitude, poison_
 
 F64 = torch.float64

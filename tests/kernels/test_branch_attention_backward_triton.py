@@ -16,11 +16,10 @@ from test_branch_attention import F64, Case, as_pages, cases, dense, make, scatt
 from torch import Tensor
 
 from fb_kernels import tuning
-from fb_kernels.branch_attention import branch_attention
-from fb_kernels.reference import branch_attention as reference
+from fb_kernels.branch_attention import branch_attention, reference
+from fb_kernels.branch_attention import triton_backward as kernels
+from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, poison_
-from fb_kernels.triton import branch_attention_backward as kernels
-from fb_kernels.triton import branch_layout
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU here")
 TINY = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}

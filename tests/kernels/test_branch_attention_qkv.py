@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels import backend
-from fb_kernels.branch_attention_qkv import branch_attention_qkv
-from fb_kernels.reference import branch_attention, qk_norm_rope
-from fb_kernels.reference import branch_attention_qkv as reference
+from fb_kernels.branch_attention import reference as branch_attention
+from fb_kernels.branch_attention_qkv import branch_attention_qkv, reference
+from fb_kernels.qk_norm_rope import reference as qk_norm_rope
 from fb_kernels.testing import assert_close_to_reference, count_syncs, magnitude
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels.branch_attention_qkv import cuda as kernels
 from fb_kernels.testing import assert_close_to_reference, poison_, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
@@ -43,7 +43,7 @@ class Case:
     def call(self) -> Tensor:
         arguments = {field.name: getattr(self, field.name) for field in fields(self)}
         with poisoned_memory():  # what is not written is NaN
-            return cuda.branch_attention_qkv(**arguments, eps=EPS)
+            return kernels.branch_attention_qkv(**arguments, eps=EPS)
 
     def alike(self, **other: object) -> Case:
         """Caches of its own, and other arguments."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.branch_attention import branch_attention, branch_attention_out
+from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, poison_
-from fb_kernels.triton import branch_layout
 
 pytestmark = pytest.mark.usefixtures("triton_kernels", "tiny_blocks")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -324,7 +324,7 @@ def test_large_float16_values_are_finite() -> None:
 
 
 def test_too_large_a_workspace_takes_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fb_kernels.triton import branch_attention as kernels
+    from fb_kernels.branch_attention import triton as kernels
 
     case = make([[1, 1, 1]], [(0, 40)], HEADS, dtype=torch.float32)
     tiles, split = run(case, max_branch_len=TILE)[0], run(case)[0]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fb_kernels import segments
 from fb_kernels.candidate_head import candidate_head
-from fb_kernels.reference import segments
 from fb_kernels.testing import assert_close_to_reference, magnitude
 
 EPS = 1e-6

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from test_candidate_head import EPS, compare, make, naive_score, offsets, scored
 from torch import Tensor
 
-from fb_kernels import backend, cuda
+from fb_kernels import backend
 from fb_kernels.candidate_head import candidate_head
+from fb_kernels.candidate_head import cuda as kernels
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
@@ -208,6 +209,6 @@ def test_what_others_do_is_not_taken() -> None:
     ):
         hidden, norm_weight, head_weight, head_bias = make(rows, width, dtype)
         arguments = hidden, norm_weight, head_weight, head_bias, offsets(sizes), EPS
-        assert cuda.candidate_head(*arguments) is NotImplemented
+        assert kernels.candidate_head(*arguments) is NotImplemented
         with backend.override("cuda,candidate_head=auto"):
             assert torch.ops.fb.candidate_head(*arguments)[2].shape == (len(sizes),)

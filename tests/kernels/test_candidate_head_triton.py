@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.candidate_head import candidate_head
+from fb_kernels.candidate_head import triton as kernels
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
-from fb_kernels.triton import candidate_head as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

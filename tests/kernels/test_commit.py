@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fb_kernels.commit import DecodeState, Halt, commit_
-from fb_kernels.reference import commit as reference
+from fb_kernels.commit import DecodeState, Halt, commit_, reference
 from fb_kernels.testing import count_syncs
 
 NAN = math.nan

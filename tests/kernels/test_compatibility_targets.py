@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fb_kernels import segments
 from fb_kernels.compatibility_targets import compatibility_targets
-from fb_kernels.reference import segments
 from fb_kernels.testing import assert_close_to_reference
 
 

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from fb_kernels import backend, cpu
 from fb_kernels.branch_attention import branch_attention
+from fb_kernels.branch_attention import cpu as branch_kernels
+from fb_kernels.branch_attention import reference as branches_reference
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
-from fb_kernels.reference import branch_attention as branches_reference
-from fb_kernels.reference import branch_attention_qkv as attention_reference
-from fb_kernels.reference import skinny_linear as linear_reference
+from fb_kernels.branch_attention_qkv import reference as attention_reference
+from fb_kernels.skinny_linear import reference as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
 from fb_kernels.topk_entropy import topk_entropy
@@ -493,7 +494,7 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
         ("branch_attention", lambda: one_row_each([(2, 0, 3)]).run(window=2)),
         ("branch_attention", lambda: one_row_each([(2, 0, 3)]).run(softcap=9.0)),
         ("branch_attention", lambda: branches.as_pages(one_row_each([(2, 0, 3)]), 2).run()),
-        ("branch_attention", lambda: one_row_each([(1, 0, cpu.BRANCH_PREFIX + 1)]).run()),
+        ("branch_attention", lambda: one_row_each([(1, 0, branch_kernels.PREFIX + 1)]).run()),
         ("topk_entropy", lambda: topk_entropy(torch.ones(2, 9, dtype=torch.float64), 3)),
         ("topk_entropy", lambda: topk_entropy(torch.ones(9, 9), 3)),
         ("topk_entropy", lambda: topk_entropy(torch.ones(2, 99), 65)),

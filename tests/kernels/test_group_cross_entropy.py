@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fb_kernels import segments
 from fb_kernels.group_cross_entropy import group_cross_entropy
-from fb_kernels.reference import segments
 from fb_kernels.testing import assert_close_to_reference
 
 

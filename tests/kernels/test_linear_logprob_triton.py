@@ -31,8 +31,7 @@ from test_linear_logprob import (
 from torch import Tensor
 
 from fb_kernels import backend, tuning
-from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials
-from fb_kernels.reference import linear_logprob as reference
+from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials, reference
 from fb_kernels.testing import (
     assert_close_to_reference,
     count_launches,

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels.qk_norm_rope import qk_norm_rope
-from fb_kernels.reference import qk_norm_rope as reference
+from fb_kernels.qk_norm_rope import qk_norm_rope, reference
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
 
 HQ, HKV, E, S = 4, 2, 8, 12

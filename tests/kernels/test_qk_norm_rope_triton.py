@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.qk_norm_rope import qk_norm_rope
+from fb_kernels.qk_norm_rope import triton as kernels
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
-from fb_kernels.triton import qk_norm_rope as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.rms_norm import rms_norm
+from fb_kernels.rms_norm import triton as kernels
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, magnitude, poison_
-from fb_kernels.triton import rms_norm as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels import cuda
+from fb_kernels.skinny_linear import cuda as kernels
 from fb_kernels.testing import assert_close_to_reference, poison_, poisoned_memory
 
 pytestmark = [
@@ -40,7 +40,7 @@ class Call:
 
     def run(self) -> Tensor:
         with poisoned_memory():  # what is not written is NaN
-            return cuda.skinny_linear(self.x, self.weight, self.bias, self.norm, EPS, self.residual, self.swiglu)
+            return kernels.skinny_linear(self.x, self.weight, self.bias, self.norm, EPS, self.residual, self.swiglu)
 
     def plain(self, dtype: torch.dtype | None = None) -> Tensor:
         """The same in plain PyTorch."""

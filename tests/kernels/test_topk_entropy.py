@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels.reference import topk_entropy as reference
 from fb_kernels.testing import assert_close_to_reference
-from fb_kernels.topk_entropy import topk_entropy
+from fb_kernels.topk_entropy import reference, topk_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HOSTILE = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, -1.0, -2.5, 60000.0, -60000.0, 1e-7)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fb_kernels import backend, cuda
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_, poisoned_memory
+from fb_kernels.topk_entropy import cuda as kernels
 from fb_kernels.topk_entropy import topk_entropy
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
@@ -208,6 +209,6 @@ def test_opcheck(shape: tuple[int, ...]) -> None:
 
 def test_what_others_do_is_not_taken() -> None:
     for logits, k in ((randn(2, 9).double(), 3), (randn(2, 200), 65), (randn(33, 9), 3)):
-        assert cuda.topk_entropy(logits, k) is NotImplemented
+        assert kernels.topk_entropy(logits, k) is NotImplemented
         with backend.override("cuda,topk_entropy=auto"):
             assert_matches(logits, k)

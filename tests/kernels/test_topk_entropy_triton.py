@@ -15,7 +15,7 @@ from torch import Tensor
 from fb_kernels import backend, tuning
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
 from fb_kernels.topk_entropy import topk_entropy
-from fb_kernels.triton import topk_entropy as kernels
+from fb_kernels.topk_entropy import triton as kernels
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

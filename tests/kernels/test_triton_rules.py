@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "fb_kernels" / "triton"
+FOLDER = Path(__file__).resolve().parents[2] / "fb_kernels"
+SOURCES = sorted([*FOLDER.glob("triton/*.py"), *FOLDER.glob("*/triton*.py")])
 FORBIDDEN = {
     "tl.atomic_*": "order of floats is not fixed",
     "tl.make_tensor_descriptor": "cannot mask a slice's end and allocates",
@@ -75,7 +76,7 @@ def _in_launcher(function: ast.FunctionDef) -> Iterator[str]:
             yield f"line {node.lineno}: a grid of more than one dimension"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_kernels_keep_the_rules(path: Path) -> None:
     assert faults(path.read_text(encoding="utf-8")) == []
 

@@ -1,0 +1,518 @@
+"""Definition of `branch_attention`: softmax over a shared prefix and the row's own branch, in blocks of rows.
+
+Everything is a sum over pieces, a block of rows against a stretch of keys with a mask; the states of the pieces merge.
+On the CPU the pieces follow the layout, which the host reads; elsewhere they are whole buffers, masked on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.merge_attention_states.reference import merge_attention_states
+from fb_kernels.precision import accumulation_dtype
+
+SCORES = 1 << 22
+"""Scores in memory at once."""
+ROW_BLOCK = 256
+
+
+class _Piece(NamedTuple):
+    """R rows against n keys; `own` says which rows of k and v these are, None for frozen ones."""
+
+    rows: slice
+    own: slice | None
+    k: Tensor  # [n, Hkv, E] in the accumulation dtype
+    v: Tensor
+    visible: Tensor | None  # [R, n], None where all is
+
+
+class _Group(NamedTuple):
+    first: int  # rows
+    last: int
+    start: int  # prefix
+    length: int
+    pages: list[int] | None
+    longest: int  # branch
+
+
+class _Plan(NamedTuple):
+    """The layout as the host knows it."""
+
+    bounds: list[int]  # of the branches
+    row_start: Tensor  # [T]: first row of the row's branch
+    groups: list[_Group]
+
+
+class _Layout(NamedTuple):
+    """The layout as the device knows it; where it is wrong, `sound` is False and indices are forced into range."""
+
+    row_start: Tensor  # [T]
+    row_group: Tensor  # [T]
+    start: Tensor  # [G]
+    length: Tensor  # [G]
+    sound: Tensor  # [T]
+
+
+def branch_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    op: str = "branch_attention",
+) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T]); `op` is named in errors."""
+    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    if not _host_reads(q):
+        masks = _layout(q.shape[0], prefix_k, *layout)
+        out, lse = _exact(q, _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), scale, softcap)
+        out, lse = out.masked_fill(~masks.sound[:, None, None], torch.nan), lse.masked_fill(~masks.sound, torch.nan)
+        return out.to(q.dtype), lse
+    plan = _plan(op, q.shape[0], prefix_k, *layout)
+    if window is None and softcap is None and q.numel():
+        single = [group for group in plan.groups if group.longest == 1 and q.dtype == accumulation_dtype(q.dtype)]
+        if sum(group.last - group.first for group in single) == q.shape[0]:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype)
+        else:
+            out, lse = _fast(q, k, v, prefix_k, prefix_v, plan, scale)
+        for group in single:  # the same bits whatever the other groups are
+            _single_rows(q, k, v, prefix_k, prefix_v, plan, group, scale, out, lse)
+        return out, lse
+    out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
+    return out.to(q.dtype), lse
+
+
+def branch_attention_out(out: Tensor, lse: Tensor, *arguments: Any) -> None:
+    """`branch_attention` into given tensors."""
+    state = branch_attention(*arguments, op="branch_attention_out")
+    out.copy_(state[0])
+    lse.copy_(state[1])
+
+
+def branch_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) with p = exp(s - lse), ds = p (dout . v - dout . out); dk and dv are empty without k and v."""
+    layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    sound = None
+    if _host_reads(q):
+        plan = _plan("branch_attention_backward", q.shape[0], prefix_k, *layout)
+        pieces = _pieces(q, k, v, prefix_k, prefix_v, plan, window)
+    else:
+        masks = _layout(q.shape[0], prefix_k, *layout)
+        pieces, sound = _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), masks.sound
+    dtype = lse.dtype
+    delta = torch.linalg.vecdot(out.to(dtype), grad_out.to(dtype)).T  # [Hq, T]
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    dk, dv = (torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device) for x in (k, v))
+    for piece in pieces:
+        rows, own = piece.rows, piece.own
+        heads = piece.k.shape[1]
+        q_rows, grad = (_fold(x[rows].to(dtype), heads) for x in (q, grad_out))  # [Hkv, rep R, E]
+        lse_rows, delta_rows = (x[:, rows].unflatten(0, (heads, -1)).flatten(1, 2)[..., None] for x in (lse, delta))
+        scores, slope = _scores(q_rows, piece.k, scale, softcap)
+        p = scores.sub_(lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)).exp_()
+        p.add_(torch.where(grad.isfinite().all(-1, keepdim=True), 0.0, torch.nan))  # what masking keeps is spoilt
+        ds = (grad @ piece.v.permute(1, 2, 0)).sub_(delta_rows).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
+        _mask(p, piece.visible, 0.0)
+        _mask(ds, piece.visible, 0.0)
+        ds.mul_(scale)
+        q_rows, grad, keys = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q_rows, grad, piece.k))
+        dq[rows] += _unfold(ds @ keys.transpose(0, 1), rows.stop - rows.start)
+        if own is not None:
+            dk[own] += (ds.mT @ q_rows).transpose(0, 1)
+            dv[own] += (p.mT @ grad).transpose(0, 1)
+    if sound is not None:
+        dq.masked_fill_(~sound[:, None, None], torch.nan)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _host_reads(q: Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[R, Hq, E] as [Hkv, rep R, E]: the query heads of one key head are so many more rows."""
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _unfold(x: Tensor, rows: int) -> Tensor:
+    """The reverse of `_fold`."""
+    return x.unflatten(1, (-1, rows)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _mask(folded: Tensor, visible: Tensor | None, value: float) -> None:
+    if visible is not None:
+        folded.unflatten(1, (-1, visible.shape[0])).masked_fill_(~visible, value)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """([Hkv, rep R, n] scores of folded q and k[n, Hkv, E], slope of the soft-cap or None)."""
+    scores = (q @ k.permute(1, 2, 0)).mul_(scale)
+    if softcap is None:
+        return scores, None
+    scores.div_(softcap).tanh_()
+    return scores * softcap, 1 - scores.square()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out[R, Hq, E], lse[Hq, R]) of q[R, Hq, E] over the visible keys k, v[n, Hkv, E]; without any 0 and -inf."""
+    scores, _ = _scores(_fold(q, k.shape[1]), k, scale, softcap)
+    _mask(scores, visible, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)  # [Hkv, rep R, 1]
+    p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+    if visible is None or (_host_reads(v) and _finite(v)):
+        out = p @ v.transpose(0, 1)
+    else:  # 0 times what is not finite would show an unseen value
+        out = p @ v.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
+        for strange in (torch.inf, -torch.inf, torch.nan):
+            found = v.isnan() if strange != strange else v == strange
+            hits = torch.einsum("rn,nhe->hre", visible.to(v.dtype), found.to(v.dtype))
+            out.unflatten(1, (-1, q.shape[0])).add_(torch.where(hits > 0, strange, 0.0)[:, None])
+    return _unfold(out, q.shape[0]), lse.unflatten(1, (-1, q.shape[0])).flatten(0, 1)[..., 0]
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether every element is."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())  # the sum alone may overflow
+
+
+def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the accumulation dtype; rows of no piece are empty."""
+    out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=out.dtype, device=q.device)
+    for rows, _, k, v, visible in pieces:
+        state = _attend(q[rows].to(out.dtype), k, v, scale, softcap, visible)
+        out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *state)
+    return out, lse
+
+
+# --- the layout on the host -------------------------------------------------------------------------------------------
+
+
+def _plan(
+    op: str,
+    rows: int,
+    prefix: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+) -> _Plan:
+    """Read and check the layout."""
+    bounds = checks.offset_values(op, "cu_branch", cu_branch, rows)
+    of_groups = checks.offset_values(op, "cu_group", cu_group, len(bounds) - 1)
+    size = prefix.shape[0] if block_table is None else prefix.shape[1]
+    capacity = size if block_table is None else size * block_table.shape[1]
+    table = None if block_table is None else block_table.tolist()
+    groups = []
+    for g, (start, length) in enumerate(zip(prefix_start.tolist(), prefix_len.tolist(), strict=True)):
+        for name, value in (("prefix_start", start), ("prefix_len", length)):
+            if value < 0:
+                raise checks.error(op, name, "0 or more", f"{value} in group {g}", "count from the slice's first key")
+        if length and start + length > capacity:
+            got = f"{start} + {length} in group {g}"
+            raise checks.error(op, "prefix_len", f"slices that end within {capacity} keys", got, "shorten the slice")
+        pages = None
+        if table is not None:
+            pages = table[g][start // size : (start + length - 1) // size + 1] if length else []
+            if any(not 0 <= page < prefix.shape[0] for page in pages):
+                expected = f"pages from 0 below {prefix.shape[0]} wherever the slice lies"
+                raise checks.error(op, "block_table", expected, f"{pages} in group {g}", "pad only behind the slice")
+            start = start % size if length else 0
+        branches = bounds[of_groups[g] : of_groups[g + 1] + 1]
+        longest = max((b - a for a, b in pairwise(branches)), default=0)
+        groups.append(_Group(branches[0], branches[-1], start, length, pages, longest))
+    starts = cu_branch.long()
+    return _Plan(bounds, starts[:-1].repeat_interleave(starts.diff()), groups)
+
+
+def _slice(prefix: Tensor, group: _Group) -> Tensor:
+    """The group's prefix, [P, Hkv, E]: a view wherever one page holds it."""
+    if group.pages is None:
+        keys = prefix
+    elif len(group.pages) == 1:
+        keys = prefix[group.pages[0]]
+    else:
+        keys = prefix[torch.tensor(group.pages, dtype=torch.long)].flatten(0, 1)
+    return keys[group.start : group.start + group.length]
+
+
+def _pieces(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    plan: _Plan,
+    window: int | None,
+) -> Iterator[_Piece]:
+    """Blocks of each group's rows: against its prefix, then against the rows from the first one's branch on."""
+    dtype = accumulation_dtype(q.dtype)
+    for group in plan.groups:
+        keys, values = (_slice(x, group).to(dtype) if group.first < group.last else x for x in (prefix_k, prefix_v))
+        step = SCORES // max(1, q.shape[1] * max(group.length, group.longest + ROW_BLOCK))
+        step = max(1, min(ROW_BLOCK, step))
+        for first in range(group.first, group.last, step):
+            rows = slice(first, min(first + step, group.last))
+            row = torch.arange(rows.start, rows.stop)[:, None]  # [R, 1]
+            start = plan.row_start[rows, None]
+            seen = 0  # first key of the prefix that the window reaches
+            if window is not None:
+                seen = max(0, group.length + int((row - start).min()) + 1 - window)
+            if seen < group.length:
+                visible = None
+                if window is not None:
+                    visible = group.length + row - start - torch.arange(seen, group.length) < window
+                yield _Piece(rows, None, keys[seen:], values[seen:], visible)
+            if k is not None and v is not None:
+                low = int(start[0])
+                if window is not None:
+                    low = max(low, first + 1 - window)
+                own = slice(low, rows.stop)
+                yield _Piece(rows, own, k[own].to(dtype), v[own].to(dtype), _own_visible(row, own, start, window))
+
+
+def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> Tensor:
+    """[R, n]: keys of the row's own branch up to itself."""
+    key = torch.arange(own.start, own.stop, device=row.device)
+    visible = (key >= start) & (key <= row)
+    return visible if window is None else visible & (row - key < window)
+
+
+def _fast(
+    q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, plan: _Plan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash attention for the CPU: one call a run of equal branches, one a prefix; (out, lse).
+
+    It turns some rows without a finite score into zeros and mixes unseen NaN into a causal block. So it gets finite
+    inputs only, and the rows that see anything else are computed exactly.
+    """
+    exact_rows = torch.zeros(q.shape[0], dtype=torch.bool)
+    given = (q, k, v)
+    if not all(x is None or _finite(x) for x in given):
+        exact_rows |= ~q.isfinite().flatten(1).all(1)
+        if k is not None and v is not None:
+            strange = ~(k.isfinite() & v.isfinite()).flatten(1).all(1)
+            count = strange.long().cumsum(0)
+            exact_rows |= count > (count - strange.long())[plan.row_start]
+        q, k, v = (None if x is None else x.nan_to_num(0.0, 0.0, 0.0) for x in given)  # type: ignore[assignment]
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype))
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    if k is not None and v is not None:
+        first = 0
+        for length, run in groupby(b - a for a, b in pairwise(plan.bounds)):
+            rows = slice(first, first + length * sum(1 for _ in run))
+            first = rows.stop
+            if length == 1:
+                _attend_self(q[rows], k[rows], v[rows], scale, out[rows], lse[:, rows])
+            elif length:
+                _flash(q[rows], k[rows], v[rows], length, scale, out[rows], lse[:, rows])
+    exact_rows |= (lse == 0).any(0)  # also what flash says where every score is -inf
+    for group in plan.groups:
+        rows = slice(group.first, group.last)
+        if group.first == group.last or not group.length:
+            continue
+        keys, values = _slice(prefix_k, group), _slice(prefix_v, group)
+        if _finite(keys) and _finite(values):
+            on_prefix = torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
+            _flash(q[rows], keys, values, None, scale, *on_prefix)
+            exact_rows[rows] |= (on_prefix[1] == 0).any(0)
+            out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *on_prefix)
+        else:
+            exact_rows[rows] = True
+    if exact_rows.any():
+        groups = [group for group in plan.groups if exact_rows[group.first : group.last].any()]
+        pieces = _pieces(given[0], given[1], given[2], prefix_k, prefix_v, plan._replace(groups=groups), None)
+        exact_out, exact_lse = _exact(given[0], pieces, scale, None)
+        out = torch.where(exact_rows[:, None, None], exact_out.to(out.dtype), out)
+        lse = torch.where(exact_rows, exact_lse, lse)
+    return out, lse
+
+
+def _single_rows(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    plan: _Plan,
+    group: _Group,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Branches of one row: a group's prefix and the row itself in one softmax; writes the group's rows."""
+    heads, dtype = prefix_k.shape[-2], lse.dtype
+    keys, values = (_slice(x, group).to(dtype) for x in (prefix_k, prefix_v))
+    step = max(1, SCORES // (q.shape[1] * (group.length + 1)))
+    for first in range(group.first, group.last, step):
+        rows = slice(first, min(first + step, group.last))
+        query = _fold(q[rows].to(dtype), heads)  # [Hkv, rep R, E]
+        scores = query @ keys.permute(1, 2, 0)
+        if k is not None and v is not None:
+            own_k, own_v = (x[rows].to(dtype).transpose(0, 1).repeat(1, q.shape[1] // heads, 1) for x in (k, v))
+            scores = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1)
+        total = scores.mul_(scale).logsumexp(-1, keepdim=True)
+        p = scores.sub_(total).exp_()
+        result = p[..., : group.length] @ values.transpose(0, 1)
+        if k is not None and v is not None:
+            result += p[..., -1:] * own_v
+        out[rows] = _unfold(result, rows.stop - first).to(q.dtype)
+        lse[:, rows] = total.view(q.shape[1], -1)
+    rows = slice(group.first, group.last)
+    if not _finite(out[rows]):  # no keys, or some that are not finite
+        pieces = _pieces(q, k, v, prefix_k, prefix_v, plan._replace(groups=[group]), None)
+        exact_out, exact_lse = _exact(q, pieces, scale, None)
+        out[rows], lse[:, rows] = exact_out[rows].to(q.dtype), exact_lse[:, rows]
+
+
+def _attend_self(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Branches of one row, which see only themselves."""
+    heads = k.shape[1]
+    out.unflatten(1, (heads, -1)).copy_(v[:, :, None])
+    scores = torch.linalg.vecdot(q.unflatten(1, (heads, -1)).to(lse.dtype), k[:, :, None].to(lse.dtype))
+    lse.copy_(scores.mul_(scale).flatten(1, 2).T)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: int | None, scale: float, out: Tensor, lse: Tensor) -> None:
+    """Attention of all rows over all keys, or causal in runs of so many rows; writes out and lse."""
+    heads = k.shape[1]
+    length = causal or q.shape[0]
+    q, target = (x.unflatten(1, (heads, -1)).unflatten(0, (-1, length)) for x in (q, out))  # [n, L, Hkv, rep, E]
+    target, target_lse = target.permute(0, 2, 3, 1, 4), lse.unflatten(1, (-1, length)).unflatten(0, (heads, -1))
+    target_lse = target_lse.permute(2, 0, 1, 3)  # [n, Hkv, rep, L]
+    q = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [n Hkv, rep, L, E]
+    k, v = (x.unflatten(0, (q.shape[0] // heads, -1)).transpose(1, 2).flatten(0, 1)[:, None] for x in (k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if causal is None:
+        q = q.flatten(1, 2)[:, None]  # every row sees the same keys
+    else:
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    result, result_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal is not None, scale=scale
+    )
+    target.copy_(result.reshape(target.shape))
+    target_lse.copy_(result_lse.reshape(target_lse.shape))
+
+
+# --- the layout on the device -----------------------------------------------------------------------------------------
+
+
+def _layout(
+    rows: int,
+    prefix: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+) -> _Layout:
+    """The layout of every row, found without a sync; what does not fit makes rows unsound."""
+    row = torch.arange(rows, device=prefix.device)
+    starts, of_groups = cu_branch.long(), cu_group.long()
+    branches, groups = starts.shape[0] - 1, of_groups.shape[0] - 1
+    if branches == 0 or groups == 0:  # such rows belong nowhere
+        nothing = starts.new_zeros(max(1, groups))
+        return _Layout(row, torch.zeros_like(row), nothing, nothing, torch.zeros_like(row, dtype=torch.bool))
+    sound = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts[-1] == rows)
+    sound = sound & (of_groups[0] == 0) & (of_groups.diff() >= 0).all() & (of_groups[-1] == branches)
+    starts, of_groups = starts.clamp(0, rows).cummax(0).values, of_groups.clamp(0, branches).cummax(0).values
+    row_branch = torch.searchsorted(starts[1:], row, right=True).clamp(max=branches - 1)
+    row_group = torch.searchsorted(of_groups[1:], row_branch, right=True).clamp(max=groups - 1)
+    start, length = prefix_start.long(), prefix_len.long()
+    size = prefix.shape[0] if block_table is None else prefix.shape[1]
+    capacity = size if block_table is None else size * block_table.shape[1]
+    fits = (start >= 0) & (length >= 0) & ((length == 0) | (start <= capacity) & (length <= capacity - start))
+    if block_table is not None:
+        bad = (block_table < 0) | (block_table >= prefix.shape[0])  # [G, n]
+        page = torch.arange(block_table.shape[1], device=row.device) * size
+        used = (page < (start + length)[:, None]) & (page + size > start[:, None]) & (length > 0)[:, None]
+        fits &= ~(bad & used).any(1)
+    return _Layout(starts[row_branch], row_group, start, length, sound & fits[row_group])
+
+
+def _masked_pieces(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    layout: _Layout,
+    block_table: Tensor | None,
+    window: int | None,
+) -> Iterator[_Piece]:
+    """Blocks of all rows against the whole prefix buffer, or each group's pages, and against all rows."""
+    dtype = accumulation_dtype(q.dtype)
+    total = q.shape[0]
+
+    def blocks(keys: int) -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, min(ROW_BLOCK, SCORES // max(1, q.shape[1] * keys)))
+        for first in range(0, total, step):
+            rows = slice(first, min(first + step, total))
+            yield rows, torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+
+    for g in range(1 if block_table is None else block_table.shape[0]):
+        keys, values = prefix_k, prefix_v
+        if block_table is not None:
+            if prefix_k.shape[0] == 0:
+                break
+            pages = block_table[g].long().clamp(0, prefix_k.shape[0] - 1)
+            keys, values = (x[pages].flatten(0, 1) for x in (prefix_k, prefix_v))
+        if keys.shape[0] == 0:
+            break
+        keys, values = keys.to(dtype), values.to(dtype)
+        for rows, row in blocks(keys.shape[0]):
+            group = layout.row_group[rows, None]
+            length = layout.length[group]
+            key = torch.arange(keys.shape[0], device=q.device) - layout.start[group]  # [R, n]
+            visible = (key >= 0) & (key < length) & layout.sound[rows, None]
+            if block_table is not None:
+                visible &= group == g
+            if window is not None:
+                visible &= length + row - layout.row_start[rows, None] - key < window
+            yield _Piece(rows, None, keys, values, visible)
+    if k is not None and v is not None:
+        k, v, own = k.to(dtype), v.to(dtype), slice(0, total)
+        for rows, row in blocks(total):
+            yield _Piece(rows, own, k, v, _own_visible(row, own, layout.row_start[rows, None], window))

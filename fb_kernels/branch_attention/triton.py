@@ -1,0 +1,691 @@
+"""Triton kernels of `branch_attention`: tiles of a group's rows, and for branches of one row a split over the prefix.
+
+Rows are packed: the query heads of one key head are so many more rows. A tile holds rows of one group. Keys are met in
+blocks that begin at the slice's first key and at the first row of the row's own branch, never at a place that depends
+on other rows, and a masked score leaves a row's state as it was. So a row's bits depend on what it sees, on the kernel
+(the split where no branch is longer than a row), on `max_prefix_len` where it is too small, and on alignment; on no
+other row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fb_kernels import tuning
+from fb_kernels.branch_attention import triton_layout as branch_layout
+from fb_kernels.branch_attention.triton_backward import branch_attention_backward as branch_attention_backward
+from fb_kernels.branch_attention.triton_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.triton.functions import tanh
+
+SPLITS = 64
+"""Pieces at most that a prefix is cut into; a longer prefix has longer pieces."""
+WORKSPACE = 1 << 28
+"""Float32 elements of partial results at most; what needs more takes the tile kernel."""
+LOG2_E = math.log2(math.e)
+LENGTHS = ["rows", "branches", "groups", "capacity", "pages", "window", "table_row", "lse_head"]
+
+
+@triton.jit
+def _capped(x, EXACT: tl.constexpr):
+    """tanh(x / (2 log2(e))), quickly to 1e-7 of 1 or EXACT to 2 ulps."""
+    if EXACT:
+        return tanh(x * 0.34657359027997264)
+    return 1 - 2 / (1 + tl.exp2(x))
+
+
+@triton.jit
+def _attend(
+    state,
+    q,
+    keys,
+    values,
+    table,
+    first,
+    last,
+    low,
+    high,
+    size,
+    multiplier,
+    inner,
+    MASKED: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
+
+    Without MASKED every row sees all of these keys; with it those below `size`, and BY_ROW those from first[M] to
+    last[M]. `top` is in units of log 2, as are scores times the multiplier.
+    """
+    acc, top, total = state
+    keys, key_row, key_page = keys
+    values, value_row, value_page = values
+    table, table_column, start, page_size = table
+    place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    stages: tl.constexpr = 1 if MASKED and BLOCK_N >= 64 else None  # masked blocks are few and short of registers
+    for n in tl.range(low, high, BLOCK_N, num_stages=stages):
+        key = n + place
+        if PAGED:
+            at = start + key
+            entry = table + tl.cast(at // page_size, tl.int64) * table_column
+            page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
+            slot = (at % page_size).to(tl.int64)
+            key_at = (keys + page * key_page + slot * key_row)[:, None] + column[None, :]
+            value_at = (values + page * value_page + slot * value_row)[:, None] + column[None, :]
+        else:
+            key_at = keys + tl.cast(n, tl.int64) * key_row + ((place * key_row)[:, None] + column[None, :])
+            value_at = values + tl.cast(n, tl.int64) * value_row + ((place * value_row)[:, None] + column[None, :])
+        if ALIGNED:  # rows begin at multiples of 16 bytes
+            key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, 16)), (1, 8))
+            value_at = tl.max_contiguous(tl.multiple_of(value_at, (1, 16)), (1, 8))
+        if MASKED:
+            inside = (key < size)[:, None] & (column < HEAD_DIM)[None, :]
+            k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
+        elif HEAD_DIM < BLOCK_E:
+            inside = (column < HEAD_DIM)[None, :]
+            k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
+        else:
+            k, v = tl.load(key_at), tl.load(value_at)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        if SOFTCAP:
+            scores = _capped(scores * inner, q.dtype == tl.float32)
+        if BY_ROW:
+            seen = (key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        elif MASKED:
+            scores = tl.where((key < size)[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores * multiplier - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None]
+        top = new_top
+        if BY_ROW:  # 0 times what is not finite would show an unseen value
+            finite = tl.abs(v.to(tl.float32)) < float("inf")
+            acc = tl.dot(p.to(v.dtype), tl.where(finite, v, tl.zeros_like(v)), acc, input_precision="ieee")
+            if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+                for i in range(n, tl.minimum(n + BLOCK_N, size)):
+                    again = values
+                    if PAGED:
+                        entry_page = tl.load(table + tl.cast((start + i) // page_size, tl.int64) * table_column)
+                        again += entry_page.to(tl.int64) * value_page
+                        again += tl.cast((start + i) % page_size, tl.int64) * value_row
+                    else:
+                        again += tl.cast(i, tl.int64) * value_row
+                    value = tl.load(again + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+                    strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]
+                    acc = tl.where(strange, acc + value[None, :], acc)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
+def _attend_whole_blocks(
+    state,
+    q,
+    keys,
+    values,
+    table,
+    first,
+    last,
+    lowest,
+    highest,
+    begin,
+    whole,
+    size,
+    multiplier,
+    inner,
+    WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state after the keys from `begin`, a block's first, up to the end of the whole blocks, and that end.
+
+    No row sees a key below `lowest`, every row those from `highest` below `whole`; only blocks of these are unmasked.
+    """
+    if WINDOW:
+        begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
+        full = tl.maximum(whole // BLOCK_N * BLOCK_N, begin)
+        middle = tl.minimum(tl.maximum(tl.cdiv(highest, BLOCK_N) * BLOCK_N, begin), full)
+        state = _attend(
+            state, q, keys, values, table, first, last, begin, tl.minimum(middle, size), size, multiplier, inner,
+            True, True, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
+    else:
+        full = tl.maximum(whole // BLOCK_N * BLOCK_N, begin)
+        middle = begin
+    state = _attend(
+        state, q, keys, values, table, first, last, middle, full, size, multiplier, inner,
+        False, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+    return state, full
+
+
+@triton.jit
+def _row_starts(cu_branch, row, first_branch, last_branch):
+    """First row[M] of each row's branch."""
+    start = row
+    for branch in range(first_branch, last_branch + 1):
+        begin = tl.load(cu_branch + branch).to(tl.int32)
+        start = tl.where(row >= begin, begin, start)
+    return start
+
+
+@triton.jit
+def _prefix_stretch(
+    state,
+    query,
+    prefix_k,
+    prefix_v,
+    table,
+    row,
+    valid,
+    row_start,
+    length,
+    begin,
+    size,
+    window,
+    multiplier,
+    inner,
+    WINDOW: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state after the keys from `begin` below `size` of a slice of `length` keys."""
+    first = length + row - row_start + 1 - window
+    lowest = tl.min(tl.where(valid, first, length), 0)
+    highest = tl.max(tl.where(valid, first, -window), 0)
+    last = tl.zeros_like(row) + (length - 1)
+    state, full = _attend_whole_blocks(
+        state, query, prefix_k, prefix_v, table, first, last, lowest, highest, begin, size, size, multiplier, inner,
+        WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+    return _attend(
+        state, query, prefix_k, prefix_v, table, first, last, full, size, size, multiplier, inner,
+        True, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _branch_attention_tile_kernel(
+    q,
+    k,
+    v,
+    prefix_k,
+    prefix_v,
+    out,
+    lse,
+    cu_branch,
+    cu_group,
+    prefix_start,
+    prefix_len,
+    block_table,
+    rows,
+    branches,
+    groups,
+    kv_heads,
+    capacity,
+    page_size,
+    pages,
+    window,
+    multiplier,
+    inner,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    prefix_k_page,
+    prefix_k_row,
+    prefix_k_head,
+    prefix_v_page,
+    prefix_v_row,
+    prefix_v_head,
+    out_row,
+    out_head,
+    out_column,
+    lse_head,
+    lse_row,
+    table_row,
+    table_column,
+    OWN: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of packed rows and one key head: the prefix, then each branch that the tile meets."""
+    tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    column = tl.arange(0, BLOCK_E)
+    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
+    if not sound:
+        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        flat_row, flat_head = (flat // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + flat % REPEAT
+        flat_at = (out + flat_row * out_row + flat_head * out_head)[:, None] + column[None, :] * out_column
+        nothing = tl.full([BLOCK_M], float("nan"), tl.float32)
+        exists = flat_row < rows
+        spread = nothing[:, None] + tl.zeros([1, BLOCK_E], tl.float32)
+        tl.store(flat_at, spread, mask=exists[:, None] & (column < HEAD_DIM)[None, :])
+        tl.store(lse + flat_row * lse_row + flat_head * lse_head, nothing, mask=exists)
+        return
+    group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK_M, OFFSETS)
+    if group < 0:
+        return
+    start, length, fits = prefix_slice(
+        prefix_start,
+        prefix_len,
+        block_table,
+        group,
+        capacity,
+        page_size,
+        pages,
+        table_row,
+        table_column,
+        PAGED,
+        OFFSETS,
+    )
+    low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
+    group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+    valid = row < group_end
+    first_row = group_row + place * BLOCK_M // REPEAT
+    last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
+    first_branch = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
+    last_branch = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
+    if ALIGNED:
+        q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
+    query = tl.load(q_at, mask=inside, other=0.0)
+
+    state = (
+        tl.zeros([BLOCK_M, BLOCK_E], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    row_start = _row_starts(cu_branch, row, first_branch, last_branch) if WINDOW else row
+    prefix_k += kv_head.to(tl.int64) * prefix_k_head
+    prefix_v += kv_head.to(tl.int64) * prefix_v_head
+    if PAGED:
+        block_table += tl.cast(group, tl.int64) * table_row
+    else:
+        prefix_k += start.to(tl.int64) * prefix_k_row
+        prefix_v += start.to(tl.int64) * prefix_v_row
+    state = _prefix_stretch(
+        state, query, (prefix_k, prefix_k_row, prefix_k_page),
+        (prefix_v, prefix_v_row, prefix_v_page), (block_table, table_column, start, page_size),
+        row, valid, row_start, length, 0, length, window, multiplier, inner,
+        WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+    if OWN:
+        k += kv_head.to(tl.int64) * k_head
+        v += kv_head.to(tl.int64) * v_head
+        begin = tl.load(cu_branch + first_branch).to(tl.int32)
+        alone = first_branch == last_branch  # only then do all rows see a key of theirs
+        size = tl.where(alone, last_row + 1 - begin, 0)
+        state, full = _attend_whole_blocks(
+            state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
+            (block_table, 0, 0, 1), row - begin + 1 - window, row - begin, first_row - begin + 1 - window,
+            size - window, 0, tl.where(alone, first_row + 1 - begin, 0), size, multiplier, inner,
+            WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
+        for branch in range(first_branch, last_branch + 1):
+            begin = tl.load(cu_branch + branch).to(tl.int32)
+            end = tl.load(cu_branch + branch + 1).to(tl.int32)
+            last = tl.where((row >= begin) & (row < end), row - begin, -1)
+            size = tl.minimum(end, last_row + 1) - begin
+            state = _attend(
+                state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
+                (block_table, 0, 0, 1), last + 1 - window, last, full, size, size, multiplier, inner,
+                True, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            )  # fmt: skip
+            full = 0
+
+    acc, top, total = state
+    total = tl.where(fits, total, float("nan"))
+    empty = total == 0
+    out_at = (out + row.to(tl.int64) * out_row + head * out_head)[:, None] + column[None, :] * out_column
+    if ALIGNED:
+        out_at = tl.max_contiguous(tl.multiple_of(out_at, (1, 16)), (1, 8))
+    tl.store(out_at, tl.where(empty[:, None], 0.0, acc / total[:, None]), mask=inside)
+    score = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + row.to(tl.int64) * lse_row + head * lse_head, score, mask=valid)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS[:-1], "splits"])
+def _branch_attention_split_kernel(
+    q,
+    prefix_k,
+    prefix_v,
+    partial_out,
+    partial_top,
+    partial_total,
+    cu_branch,
+    cu_group,
+    prefix_start,
+    prefix_len,
+    block_table,
+    rows,
+    branches,
+    groups,
+    kv_heads,
+    splits,
+    capacity,
+    page_size,
+    pages,
+    window,
+    multiplier,
+    inner,
+    q_row,
+    q_head,
+    prefix_k_page,
+    prefix_k_row,
+    prefix_k_head,
+    prefix_v_page,
+    prefix_v_row,
+    prefix_v_head,
+    table_row,
+    table_column,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One tile of packed rows, one key head and one piece of the prefix; out[splits, T, Hq, E] is not divided yet."""
+    kv_head, split = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads % splits
+    tile = tl.program_id(0) // kv_heads // splits
+    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
+    if not sound:
+        return
+    group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK_M, OFFSETS)
+    if group < 0:
+        return
+    start, length, _ = prefix_slice(
+        prefix_start,
+        prefix_len,
+        block_table,
+        group,
+        capacity,
+        page_size,
+        pages,
+        table_row,
+        table_column,
+        PAGED,
+        OFFSETS,
+    )
+    piece = tl.cdiv(tl.cdiv(length, CHUNK), splits) * CHUNK
+    if split * piece >= length:
+        return
+    low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
+    group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+    valid = row < group_end
+    row_start = row
+    if WINDOW:
+        first_row = group_row + place * BLOCK_M // REPEAT
+        last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
+        first_branch = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
+        last_branch = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
+        row_start = _row_starts(cu_branch, row, first_branch, last_branch)
+    column = tl.arange(0, BLOCK_E)
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
+    if ALIGNED:
+        q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
+    query = tl.load(q_at, mask=inside, other=0.0)
+    state = (
+        tl.zeros([BLOCK_M, BLOCK_E], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    prefix_k += kv_head.to(tl.int64) * prefix_k_head
+    prefix_v += kv_head.to(tl.int64) * prefix_v_head
+    if PAGED:
+        block_table += tl.cast(group, tl.int64) * table_row
+    else:
+        prefix_k += start.to(tl.int64) * prefix_k_row
+        prefix_v += start.to(tl.int64) * prefix_v_row
+    acc, top, total = _prefix_stretch(
+        state, query, (prefix_k, prefix_k_row, prefix_k_page),
+        (prefix_v, prefix_v_row, prefix_v_page), (block_table, table_column, start, page_size),
+        row, valid, row_start, length, split * piece, tl.minimum(split * piece + piece, length), window, multiplier,
+        inner, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+    )  # fmt: skip
+    at = (split.to(tl.int64) * rows + row) * (kv_heads * REPEAT) + head
+    tl.store(partial_out + at[:, None] * HEAD_DIM + column[None, :], acc, mask=inside)
+    tl.store(partial_top + at, top, mask=valid)
+    tl.store(partial_total + at, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "splits"])
+def _branch_attention_combine_kernel(
+    q,
+    k,
+    v,
+    partial_out,
+    partial_top,
+    partial_total,
+    out,
+    lse,
+    cu_branch,
+    cu_group,
+    prefix_start,
+    prefix_len,
+    block_table,
+    rows,
+    branches,
+    groups,
+    heads,
+    splits,
+    capacity,
+    page_size,
+    pages,
+    window,
+    multiplier,
+    inner,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    out_row,
+    out_head,
+    out_column,
+    lse_head,
+    lse_row,
+    table_row,
+    table_column,
+    OWN: tl.constexpr,
+    PAGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """One row and one query head: what the pieces of the prefix say, BLOCK_S at a time, then the row's own keys."""
+    row, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
+    column = tl.arange(0, BLOCK_E)
+    inside = column < HEAD_DIM
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], float("nan"), tl.float32)
+    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
+    if sound:
+        branch = count_up_to(cu_branch, 0, branches, row, OFFSETS)
+        group = count_up_to(cu_group, 0, groups, branch, OFFSETS)
+        _, length, fits = prefix_slice(
+            prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
+            PAGED, OFFSETS,
+        )  # fmt: skip
+        total = tl.where(fits, 0.0, float("nan"))
+        pieces = tl.cdiv(length, tl.maximum(tl.cdiv(tl.cdiv(length, CHUNK), splits), 1) * CHUNK)
+        for first in range(0, pieces, BLOCK_S):
+            split = first + tl.arange(0, BLOCK_S)
+            used = split < pieces
+            at = (split.to(tl.int64) * rows + row) * heads + head
+            tops = tl.load(partial_top + at, mask=used, other=float("-inf"))
+            totals = tl.load(partial_total + at, mask=used, other=0.0)
+            outs = partial_out + at[:, None] * HEAD_DIM + column[None, :]
+            outs = tl.load(outs, mask=used[:, None] & inside[None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(tops, 0))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights, decay = tl.exp2(tops - shift), tl.exp2(top - shift)
+            acc = acc * decay + tl.sum(outs * weights[:, None], 0)
+            total = total * decay + tl.sum(totals * weights, 0)
+            top = new_top
+        if OWN:
+            q_at = q + row.to(tl.int64) * q_row + head * q_head + column
+            query = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
+            begin = tl.load(cu_branch + branch).to(tl.int32)
+            for key in range(tl.maximum(begin, row + 1 - window), row + 1):
+                at = tl.cast(key, tl.int64)
+                k_at = k + at * k_row + head // REPEAT * k_head + column
+                v_at = v + at * v_row + head // REPEAT * v_head + column
+                score = tl.sum(query * tl.load(k_at, mask=inside, other=0.0).to(tl.float32), 0)
+                if SOFTCAP:
+                    score = _capped(score * inner, True)
+                new_top = tl.maximum(top, score * multiplier)
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                p, decay = tl.exp2(score * multiplier - shift), tl.exp2(top - shift)
+                acc = acc * decay + p * tl.load(v_at, mask=inside, other=0.0).to(tl.float32)
+                total = total * decay + p
+                top = new_top
+    empty = total == 0
+    out_at = out + row.to(tl.int64) * out_row + head * out_head + column * out_column
+    tl.store(out_at, tl.where(empty, 0.0, acc / total), mask=inside)
+    score = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+    tl.store(lse + row.to(tl.int64) * lse_row + head * lse_head, score)
+
+
+def branch_attention(q: Tensor, *arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T])."""
+    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    written = branch_attention_out(out, lse, q, *arguments)  # type: ignore[arg-type, func-returns-value]
+    return written if written is NotImplemented else (out, lse)
+
+
+def branch_attention_out(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """`branch_attention` into given tensors; branches of one row allocate the partial results of their splits."""
+    rows, heads, width = q.shape
+    kv_heads = prefix_k.shape[-2]
+    branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
+    page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
+    capacity = page_size if block_table is None else page_size * block_table.shape[1]
+    if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
+        return NotImplemented
+    if q.numel() == 0:
+        return None
+    repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
+    windowed, everything = window is not None, rows + capacity + 1  # also where all keys are in it: a row has its bits
+    window = everything if window is None else min(window, everything)
+    table = cu_branch[None] if block_table is None else block_table
+    prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
+    given = (q, q if k is None else k, q if v is None else v, prefix_k, prefix_v)
+    q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    if max(x.stride(-3) for x in (own_k, own_v, prefix_k, prefix_v)) >= 1 << 23:  # offsets in a block are 32-bit
+        return NotImplemented
+    layout = (*(x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)), table)
+    places = (capacity, max(page_size, 1), prefix_k.shape[0])
+    if softcap is None:
+        numbers = (window, scale * LOG2_E, 0.0)
+    else:
+        numbers = (window, softcap * LOG2_E, scale / softcap * 2 * LOG2_E)
+    constants = {
+        "PAGED": block_table is not None,
+        "SOFTCAP": softcap is not None,
+        "REPEAT": repeat,
+        "HEAD_DIM": width,
+        "BLOCK_E": block_e,
+        "OFFSETS": branch_layout.OFFSETS,
+    }
+    aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
+    form = "unaligned" if not aligned else "window" if windowed else "plain"
+    own, into = (*own_k.stride()[:2], *own_v.stride()[:2]), (*out.stride(), *lse.stride())
+    prefix = (*prefix_k.stride()[:3], *prefix_v.stride()[:3])
+
+    launch = tuning.branch_attention_split(q.dtype, width, repeat, form)
+    bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
+    assert launch["CHUNK"] % launch["BLOCK_N"] == 0
+    splits = min(max(1, triton.cdiv(bound, launch["CHUNK"])), SPLITS)
+    short = rows == branches if max_branch_len is None else max_branch_len <= 1
+    if short and splits * rows * heads * width <= WORKSPACE:
+        partial_out = q.new_empty((splits, rows, heads, width), dtype=torch.float32)
+        partial_top, partial_total = q.new_empty((2, splits, rows, heads), dtype=torch.float32)
+        partial = (partial_out, partial_top, partial_total)
+        tiles = triton.cdiv(rows * repeat, launch["BLOCK_M"]) + min(groups, rows)
+        if capacity:
+            _branch_attention_split_kernel[(tiles * splits * kv_heads,)](
+                q, prefix_k, prefix_v, *partial, *layout, rows, branches, groups, kv_heads, splits, *places, *numbers,
+                *q.stride()[:2], *prefix, *table.stride(), WINDOW=windowed, ALIGNED=aligned, **constants, **launch,
+            )  # fmt: skip
+        _branch_attention_combine_kernel[(rows * heads,)](
+            q, own_k, own_v, *partial, out, lse, *layout, rows, branches, groups, heads, splits, *places, *numbers,
+            *q.stride()[:2], *own, *into, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
+            BLOCK_S=8, num_warps=4, maxnreg=128,
+        )  # fmt: skip
+        return None
+    launch = tuning.branch_attention(q.dtype, width, repeat, form)
+    tiles = triton.cdiv(rows * repeat, launch["BLOCK_M"]) + min(groups, rows)
+    _branch_attention_tile_kernel[(tiles * kv_heads,)](
+        q, own_k, own_v, prefix_k, prefix_v, out, lse, *layout, rows, branches, groups, kv_heads, *places, *numbers,
+        *q.stride()[:2], *own, *prefix, *into, *table.stride(), OWN=k is not None, WINDOW=windowed,
+        ALIGNED=aligned, **constants, **launch,
+    )  # fmt: skip
+    return None

@@ -1,0 +1,529 @@
+"""Triton kernel of `branch_attention`'s backward: dq over the prefix and the own branch, dk and dv of the branches.
+
+One launch holds two kinds of programs that need nothing of each other. Query programs own a tile of packed rows (rows
+times the query heads of one key head) and read a piece of the prefix: q . k, dout . v and dq += ds . k, no more. Key
+programs own a tile of the branches' keys and read the rows that see them. Pieces of dq are added in order by a second
+launch, if there is more than one. A row's p is exp(s - lse), ds = p (dout . v - dout . out).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fb_kernels import tuning
+from fb_kernels.branch_attention import triton_layout as branch_layout
+from fb_kernels.branch_attention.triton_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.triton.functions import tanh
+
+PROGRAMS = 128
+"""Query programs to reach by cutting the prefix into pieces, about one a multiprocessor."""
+PIECE = 128
+"""Keys of a piece at least."""
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _finite(x):
+    """x[..] with zeros for what is not finite: 0 times that would show a value that is not seen."""
+    wide = x.to(tl.float32)
+    return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _weights(scores, products, lse, delta, multiplier, inner, SOFTCAP: tl.constexpr):
+    """(p, ds before the scale) from q . k, dout . v, lse in units of log 2 and delta = dout . out."""
+    slope = 1.0
+    if SOFTCAP:
+        scores = tanh(scores * inner)
+        slope = 1 - scores * scores
+    p = tl.exp2(scores * multiplier - lse)
+    return p, p * (products - delta) * slope
+
+
+@triton.jit
+def _places(base, offset, ALIGNED: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Addresses[M, E] of rows at offsets[M] from the base; each is at a multiple of 16 bytes if ALIGNED."""
+    at = base + (offset[:, None] + tl.arange(0, BLOCK_E)[None, :])
+    if ALIGNED:
+        at = tl.multiple_of(at, (1, 16))
+    return at
+
+
+@triton.jit
+def _load_rows(
+    q, grad, out, lse, row, head, valid, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """(q[M, E], dout[M, E], lse[M], delta[M]) of packed rows; lse in units of log 2, NaN where dout is not finite."""
+    q, q_row, q_head = q
+    grad, grad_row, grad_head = grad
+    out, out_row, out_head = out
+    lse, lse_head, lse_row = lse
+    row = row.to(tl.int64)
+    inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
+    q_at = _places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E)
+    grad_at = _places(grad, row * grad_row + head * grad_head, ALIGNED, BLOCK_E)
+    out_at = _places(out, row * out_row + head * out_head, ALIGNED, BLOCK_E)
+    query, upstream = tl.load(q_at, mask=inside, other=0.0), tl.load(grad_at, mask=inside, other=0.0)
+    wide = upstream.to(tl.float32)
+    delta = tl.sum(wide * tl.load(out_at, mask=inside, other=0.0).to(tl.float32), 1)
+    total = tl.load(lse + row * lse_row + head * lse_head, mask=valid, other=0.0)
+    total = tl.where(total == float("-inf"), 0.0, total * 1.4426950408889634)
+    spoilt = tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1) > 0
+    return query, upstream, tl.where(spoilt, float("nan"), total), delta
+
+
+@triton.jit
+def _add_keys(
+    acc,
+    state,
+    keys,
+    values,
+    table,
+    first,
+    last,
+    low,
+    high,
+    gap,
+    skip,
+    size,
+    multiplier,
+    inner,
+    MASKED: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """acc[M, E] + ds . k over the key blocks from `low` below `high`; those from `gap` on lie `skip` keys further.
+
+    Without MASKED every row sees all of these keys, and they are finite; with it those from first[M] to last[M], all
+    of them below `size`.
+    """
+    query, upstream, lse, delta = state
+    keys, key_page, key_row = keys
+    values, value_page, value_row = values
+    table, table_column, start, page_size = table
+    column = tl.arange(0, BLOCK_E)
+    for n in range(low, high, BLOCK_N):
+        if MASKED:
+            n += tl.where(n >= gap, skip, 0)
+        key = n + tl.arange(0, BLOCK_N)
+        if PAGED:
+            place = start + key
+            entry = table + tl.cast(place // page_size, tl.int64) * table_column
+            page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
+            slot = (place % page_size).to(tl.int64)
+            key_at = _places(keys, page * key_page + slot * key_row, ALIGNED, BLOCK_E)
+            value_at = _places(values, page * value_page + slot * value_row, ALIGNED, BLOCK_E)
+        else:
+            key_at = keys + tl.cast(n, tl.int64) * key_row
+            value_at = values + tl.cast(n, tl.int64) * value_row
+            key_at = _places(key_at, tl.arange(0, BLOCK_N) * key_row, ALIGNED, BLOCK_E)
+            value_at = _places(value_at, tl.arange(0, BLOCK_N) * value_row, ALIGNED, BLOCK_E)
+        if MASKED:
+            inside = (key < size)[:, None] & (column < HEAD_DIM)[None, :]
+            k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
+        elif HEAD_DIM < BLOCK_E:
+            inside = (column < HEAD_DIM)[None, :]
+            k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
+        else:
+            k, v = tl.load(key_at), tl.load(value_at)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")  # [M, N]
+        products = tl.dot(upstream, tl.trans(v), input_precision="ieee")
+        _p, ds = _weights(scores, products, lse[:, None], delta[:, None], multiplier, inner, SOFTCAP)
+        if MASKED:
+            ds = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None]), ds, 0.0)
+            k = _finite(k)
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _branch_bounds(cu_branch, row, low, high, first_row, last_row, OFFSETS: tl.constexpr):
+    """(first row, end)[M] of the branch of each row from first_row to last_row, of a group of branches low .. high."""
+    first = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
+    last = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
+    row = tl.minimum(row, last_row)[:, None]
+    begin = tl.zeros_like(row)
+    end = tl.zeros_like(row) + 0x7FFFFFFF
+    for branch in range(first, last + 1, 32):
+        branch = branch + tl.arange(0, 32)
+        begins = tl.load(cu_branch + branch, mask=branch <= last, other=0).to(tl.int32)[None, :]
+        ends = tl.load(cu_branch + branch + 1, mask=branch <= last, other=0).to(tl.int32)[None, :]
+        begin = tl.maximum(begin, tl.max(tl.where(begins <= row, begins, 0), 1)[:, None])
+        end = tl.minimum(end, tl.min(tl.where(ends > row, ends, 0x7FFFFFFF), 1)[:, None])
+    return tl.max(begin, 1), tl.max(end, 1)
+
+
+@triton.jit
+def _find_rows(layout, tile, REPEAT: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr):
+    """(group, its first branch and that behind it, its first row and that behind it, tile of the group).
+
+    The group is -1 behind all tiles. A layout that does not fit is as one group of all rows.
+    """
+    cu_branch, cu_group, groups, rows, sound = layout
+    group, place = 0, tile
+    low, high, first_row, end_row = 0, 0, 0, tl.cast(rows, tl.int32)
+    if sound:
+        group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK, OFFSETS)
+        if group >= 0:
+            low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
+            first_row, end_row = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
+    return group, low, high, first_row, end_row, place
+
+
+@triton.jit
+def _query_program(
+    tensors,
+    layout,
+    slices,
+    numbers,
+    tile,
+    kv_head,
+    kv_heads,
+    split,
+    splits,
+    OWN: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq[T, Hq, E] of a tile and a key head over a piece of the prefix, the last one also over the own branch."""
+    dq, q, grad, out, lse, own_k, own_v, prefix_k, prefix_v = tensors
+    cu_branch, sound = layout[0], layout[4]
+    prefix_start, prefix_len, block_table, capacity, page_size, pages, table_row, table_column = slices
+    window, scale, multiplier, inner = numbers
+    column = tl.arange(0, BLOCK_E)
+    group, low, high, group_row, end_row, place = _find_rows(layout, tile, REPEAT, BLOCK_M, OFFSETS)
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+    valid = row < end_row
+    offset = (row.to(tl.int64) * (kv_heads * REPEAT) + head) * HEAD_DIM
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    if not sound:
+        nothing = tl.full([BLOCK_M, BLOCK_E], float("nan"), tl.float32)
+        tl.store(_places(dq, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
+    elif group >= 0:
+        first_row = group_row + place * BLOCK_M // REPEAT
+        last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, end_row - 1)
+        begin, _end = _branch_bounds(cu_branch, row, low, high, first_row, last_row, OFFSETS)
+        start, length, fits = prefix_slice(
+            prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
+            PAGED, OFFSETS,
+        )  # fmt: skip
+        state = _load_rows(q, grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
+
+        # The piece is the blocks from lowest below highest; every row sees all keys of those from middle below full.
+        first, last = tl.zeros_like(row), tl.zeros_like(row) + (length - 1)
+        lowest, middle, highest = 0, 0, tl.cdiv(length, BLOCK_N)
+        if WINDOW:
+            first = tl.maximum(length + row - begin + 1 - window, 0)
+            lowest = tl.minimum(tl.min(tl.where(valid, first, length), 0) // BLOCK_N, highest)
+            middle = tl.cdiv(tl.max(tl.where(valid, first, 0), 0), BLOCK_N)
+        piece = tl.cdiv(highest - lowest, splits)
+        lowest = tl.minimum(lowest + split * piece, highest)
+        highest = tl.minimum(lowest + piece, highest)
+        full = tl.maximum(tl.minimum(length // BLOCK_N, highest), lowest)
+        middle = tl.minimum(tl.maximum(middle, lowest), full)
+        keys, key_page, key_row, key_head = prefix_k
+        values, value_page, value_row, value_head = prefix_v
+        keys += kv_head.to(tl.int64) * key_head
+        values += kv_head.to(tl.int64) * value_head
+        if PAGED:
+            block_table += tl.cast(group, tl.int64) * table_row
+        else:
+            keys += start.to(tl.int64) * key_row
+            values += start.to(tl.int64) * value_row
+        keys, values = (keys, key_page, key_row), (values, value_page, value_row)
+        table = (block_table, table_column, start, page_size)
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        acc = _add_keys(
+            acc, state, keys, values, table, first, last, middle * BLOCK_N, full * BLOCK_N, 0, 0, length,
+            multiplier, inner, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
+        strange = ~(tl.abs(acc) < float("inf")) & (valid & (state[2] == state[2]))[:, None]
+        if tl.max(strange.to(tl.int32)) > 0:  # a key that is not finite: all of them once more, masked
+            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+            full = middle
+        acc = _add_keys(
+            acc, state, keys, values, table, first, last, lowest * BLOCK_N, (highest - full + middle) * BLOCK_N,
+            middle * BLOCK_N, (full - middle) * BLOCK_N, length,
+            multiplier, inner, True, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
+        if OWN:
+            keys, key_row, key_head = own_k
+            values, value_row, value_head = own_v
+            if WINDOW:
+                begin = tl.maximum(begin, row + 1 - window)
+            own = tl.min(tl.where(valid, begin, last_row), 0)
+            size = last_row + 1 - own
+            keys += kv_head.to(tl.int64) * key_head + own.to(tl.int64) * key_row
+            values += kv_head.to(tl.int64) * value_head + own.to(tl.int64) * value_row
+            acc = _add_keys(
+                acc, state, (keys, 0, key_row), (values, 0, value_row), table,
+                begin - own, row - own, 0, tl.where(split == splits - 1, size, 0), 0, 0, size,
+                multiplier, inner, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            )  # fmt: skip
+        dq_at = _places(dq, offset, ALIGNED, BLOCK_E)
+        tl.store(dq_at, tl.where(fits, acc * scale, float("nan")), mask=inside)
+
+
+@triton.jit
+def _key_program(
+    tensors,
+    layout,
+    numbers,
+    tile,
+    kv_head,
+    kv_heads,
+    ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+):
+    """The dk and dv[T, Hkv, E] of a tile of keys and a key head, whose query heads are added in order."""
+    dk, dv, q, grad, out, lse, own_k, own_v = tensors
+    cu_branch, sound = layout[0], layout[4]
+    window, scale, multiplier, inner = numbers
+    column = tl.arange(0, BLOCK_E)
+    group, low, high, group_row, end_row, place = _find_rows(layout, tile, 1, KEYS, OFFSETS)
+    first_key = group_row + place * KEYS
+    key = first_key + tl.arange(0, KEYS)
+    offset = (key.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
+    inside = (key < end_row)[:, None] & (column < HEAD_DIM)[None, :]
+    if not sound:
+        nothing = tl.full([KEYS, BLOCK_E], float("nan"), tl.float32)
+        tl.store(_places(dk, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
+        tl.store(_places(dv, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
+    elif group >= 0:
+        last_key = tl.minimum(first_key + KEYS, end_row) - 1
+        _begin, end = _branch_bounds(cu_branch, key, low, high, first_key, last_key, OFFSETS)
+        if WINDOW:
+            end = tl.minimum(end, key + window)
+        stop = tl.max(tl.where(key < end_row, end, 0), 0)
+        k, k_row, k_head = own_k
+        v, v_row, v_head = own_v
+        k_at = _places(k + kv_head.to(tl.int64) * k_head, key.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
+        v_at = _places(v + kv_head.to(tl.int64) * v_head, key.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
+        k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
+        k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
+        for m in range(0, (stop - first_key) * REPEAT, KEY_ROWS):
+            packed = m + tl.arange(0, KEY_ROWS)
+            row, head = first_key + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+            query, upstream, total, delta = _load_rows(
+                q, grad, out, lse, row, head, row < stop, ALIGNED, HEAD_DIM, BLOCK_E
+            )
+            scores = tl.dot(k, tl.trans(query), input_precision="ieee")  # [KEYS, M]
+            products = tl.dot(v, tl.trans(upstream), input_precision="ieee")
+            p, ds = _weights(scores, products, total[None, :], delta[None, :], multiplier, inner, SOFTCAP)
+            seen = (row[None, :] >= key[:, None]) & (row[None, :] < end[:, None])
+            p, ds = tl.where(seen, p, 0.0).to(query.dtype), tl.where(seen, ds, 0.0).to(query.dtype)
+            v_acc = tl.dot(p, _finite(upstream), v_acc, input_precision="ieee")
+            k_acc = tl.dot(ds, _finite(query), k_acc, input_precision="ieee")
+        tl.store(_places(dk, offset, ALIGNED, BLOCK_E), k_acc * scale, mask=inside)
+        tl.store(_places(dv, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "branches", "groups", "tiles", "splits", "capacity", "pages", "window"),
+        *("lse_head", "table_row"),
+    ]
+)
+def _branch_attention_bwd_kernel(
+    grad,
+    q,
+    k,
+    v,
+    prefix_k,
+    prefix_v,
+    out,
+    lse,
+    dq,
+    dk,
+    dv,
+    cu_branch,
+    cu_group,
+    prefix_start,
+    prefix_len,
+    block_table,
+    rows,
+    branches,
+    groups,
+    kv_heads,
+    tiles,
+    splits,
+    capacity,
+    page_size,
+    pages,
+    window,
+    scale,
+    multiplier,
+    inner,
+    grad_row,
+    grad_head,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    prefix_k_page,
+    prefix_k_row,
+    prefix_k_head,
+    prefix_v_page,
+    prefix_v_row,
+    prefix_v_head,
+    out_row,
+    out_head,
+    lse_head,
+    lse_row,
+    table_row,
+    table_column,
+    OWN: tl.constexpr,
+    PAGED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+):
+    """dq[splits, T, Hq, E] of a tile, a key head and a piece of the prefix; behind these programs dk, dv of KEYS keys.
+
+    A tile of BLOCK_M packed rows meets BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.
+    """
+    kv_head = tl.program_id(0) % kv_heads
+    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
+    layout = (cu_branch, cu_group, groups, rows, sound)
+    numbers = (window, scale, multiplier, inner)
+    q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
+    out, lse = (out, out_row, out_head), (lse, lse_head, lse_row)
+    k, v = (k, k_row, k_head), (v, v_row, v_head)
+    prefix_k = (prefix_k, prefix_k_page, prefix_k_row, prefix_k_head)
+    prefix_v = (prefix_v, prefix_v_page, prefix_v_row, prefix_v_head)
+    slices = (prefix_start, prefix_len, block_table, capacity, page_size, pages, table_row, table_column)
+    if tl.program_id(0) < tiles * splits * kv_heads:
+        split, tile = tl.program_id(0) // kv_heads % splits, tl.program_id(0) // kv_heads // splits
+        dq += split.to(tl.int64) * rows * (kv_heads * REPEAT) * HEAD_DIM
+        _query_program(
+            (dq, q, grad, out, lse, k, v, prefix_k, prefix_v), layout, slices, numbers, tile, kv_head, kv_heads,
+            split, splits, OWN, PAGED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    elif OWN:
+        _key_program(
+            (dk, dv, q, grad, out, lse, k, v), layout, numbers, tl.program_id(0) // kv_heads - tiles * splits, kv_head,
+            kv_heads, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["size", "splits"])
+def _branch_attention_bwd_add_kernel(partial, dq, size, splits, BLOCK: tl.constexpr):
+    """dq[size], the sum of partial[splits, size] in order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        total += tl.load(partial + tl.cast(split, tl.int64) * size + i, mask=i < size, other=0.0)
+    tl.store(dq + i, total, mask=i < size)
+
+
+def branch_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); dk and dv are empty without k and v. Few rows allocate float32 pieces of dq.
+
+    The bits depend on values, shapes, alignment and max_prefix_len. A layout that does not fit gives NaN, as does an
+    lse of NaN.
+    """
+    rows, heads, width = q.shape
+    kv_heads = prefix_k.shape[-2]
+    branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
+    page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
+    capacity = page_size if block_table is None else page_size * block_table.shape[1]
+    if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
+        return NotImplemented
+    dq = q.new_empty(q.shape)
+    dk, dv = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v))
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_()
+    repeat, filled = heads // kv_heads, max(1, min(groups, rows))
+    windowed, everything = window is not None, rows + capacity + 1
+    window = everything if window is None else min(window, everything)
+    layout = [x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)]
+    table = layout[0][None] if block_table is None else block_table
+    prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
+    given = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+    if max(x.stride(-3) for x in given) >= 1 << 23:  # offsets in a block of keys are 32-bit
+        return NotImplemented
+    aligned = branch_layout.aligned(*given)
+    launch = tuning.branch_attention_backward(
+        q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
+    )
+    tiles, key_tiles = (
+        (count + filled * (block - 1)) // block
+        for count, block in ((rows * repeat, launch["BLOCK_M"]), (rows, launch["KEYS"]))
+    )
+    key_tiles = 0 if k is None else key_tiles
+    bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
+    splits = max(1, min(bound // PIECE, PROGRAMS // (tiles * kv_heads)))
+    pieces = dq if splits == 1 else q.new_empty((splits, *q.shape), dtype=torch.float32)
+    if softcap is None:
+        numbers = (window, scale, scale * LOG2_E, 0.0)
+    else:
+        numbers = (window, scale, softcap * LOG2_E, scale / softcap)
+    strides = [n for x in given for n in x.stride()[:-1]]
+    _branch_attention_bwd_kernel[((tiles * splits + key_tiles) * kv_heads,)](
+        *given, lse, pieces, dk, dv,
+        *layout, table,
+        rows, branches, groups, kv_heads, tiles, splits, capacity, max(page_size, 1), prefix_k.shape[0],
+        *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
+        ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
+        BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS, **launch,
+    )  # fmt: skip
+    if splits > 1:
+        _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](
+            pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
+        )
+    return dq, dk, dv

@@ -1,0 +1,144 @@
+"""A decode step's attention, from the fused projection to the heads' output: norm, rotation, cache write, softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.backend import define
+from fb_kernels.branch_attention_qkv import reference
+
+
+def branch_attention_qkv(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of rows that are each one more token behind one sequence: the next token, or candidates for it.
+
+    `qk_norm_rope` and, for one group of one-token branches over k_cache[:held], `branch_attention` in one: every row
+    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows. torch.autocast casts
+    nothing here, as in torch's operations in place.
+
+    Args:
+        qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
+        q_weight: [E] like qkv, or None for no norm.
+        k_weight: [E] like qkv, or None for no norm.
+        cos: [S, E] float of any dtype: the rotary table.
+        sin: [S, E], cos's dtype.
+        positions: [N] int32 or int64, rows of cos and sin.
+        k_cache: [slots, Hkv, E] like qkv; what lies from held on is never seen.
+        v_cache: likewise.
+        held: [1] int32 or int64: how many of the cache's first rows count.
+        slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
+            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
+        num_heads: Hq, a multiple of Hkv.
+        num_kv_heads: Hkv.
+        eps: of the norm, above 0.
+        window: keys that a row sees, itself included; None for all.
+        scale: of the scores; None for E ** -0.5.
+
+    Returns:
+        [N, Hq, E] in qkv's dtype. For inference: no argument may require grad. On the CPU a position outside the table,
+        or held or a slot out of range, is a ValueError; on a device the rows that it concerns are NaN and write
+        nothing.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value, or an argument that requires grad.
+    """
+    op = "branch_attention_qkv"
+    checks.floating(op, "qkv", qkv)
+    checks.floating(op, "cos", cos)
+    checks.same_device(op, "cos", cos, qkv)
+    checks.floating(op, "sin", sin, like=cos)
+    checks.integer(op, "num_kv_heads", num_kv_heads, "pass the model's number of heads", least=1)
+    checks.integer(op, "num_heads", num_heads, "pass the model's number of heads", least=1)
+    if num_heads % num_kv_heads:
+        raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
+    checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
+    length, head_dim = cos.shape
+    if head_dim % 2:
+        raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
+    checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
+    rows = qkv.shape[0]
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            checks.floating(op, name, weight, like=qkv)
+            checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
+    checks.index(op, "positions", positions, like=qkv)
+    checks.shape(op, "positions", positions, (rows,), "[N]", "give one position to each row of qkv")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.floating(op, name, cache, like=qkv)
+        checks.shape(op, name, cache, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
+    checks.shape(op, "v_cache", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
+    checks.index(op, "held", held, like=qkv)
+    checks.shape(op, "held", held, (1,), "[1]", "give the sequence's length as a tensor")
+    if slots is not None:
+        checks.index(op, "slots", slots, like=qkv)
+        checks.shape(op, "slots", slots, (rows,), "[N]", "give one slot to each row of qkv")
+        caches = (("k_cache", k_cache), ("v_cache", v_cache))
+        for name, cache in caches:
+            checks.writable(op, name, cache)
+        indices = (("positions", positions), ("held", held), ("slots", slots))
+        floats = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+        checks.apart(op, caches, (*floats, *indices))
+    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    if window is not None:
+        checks.integer(op, "window", window, "leave it out for full attention", least=1)
+    if scale is None:
+        scale = head_dim**-0.5
+    checks.number(op, "scale", scale, "leave it out for E ** -0.5")
+    checks.no_grad(op, qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache)
+    return _branch_attention_qkv(
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        k_cache,
+        v_cache,
+        held,
+        slots,
+        num_heads,
+        num_kv_heads,
+        eps,
+        window,
+        scale,
+    )
+
+
+def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest: object) -> Tensor:
+    num_heads = rest[6]
+    assert isinstance(num_heads, int | torch.SymInt)
+    return qkv.new_empty((qkv.shape[0], num_heads, cos.shape[1]))
+
+
+_branch_attention_qkv = define(
+    "branch_attention_qkv",
+    "(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor held, Tensor? slots, SymInt num_heads, SymInt num_kv_heads, float eps, "
+    "SymInt? window, float scale) -> Tensor",
+    reference=reference.branch_attention_qkv,
+    fake=_fake,
+    triton=True,
+    compiled=True,
+    cpu=True,
+)

@@ -1,0 +1,49 @@
+"""The compiled kernel of `branch_attention_qkv`, `csrc/branch_attention.cu`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cuda
+
+
+def branch_attention_qkv(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
+    found, rows, width, size = cuda.library(), qkv.shape[0], cos.shape[-1], k_cache.shape[0]
+    floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
+    indices = [x for x in (positions, held, slots) if x is not None]
+    given = [x.dtype == qkv.dtype for x in floats] + [x.dtype == torch.int32 for x in indices]
+    given += [x.dtype == torch.float32 for x in (cos, sin)]
+    given += [x.is_contiguous() for x in (q_weight, k_weight, cos, sin, *indices) if x is not None]
+    given += [x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == width) for x in (k_cache, v_cache)]
+    given += [qkv.dtype in (torch.float16, torch.bfloat16), qkv.stride(1) == 1]
+    given += [size < 2 or k_cache.stride(0) == v_cache.stride(0)]
+    assert not isinstance(found, str)
+    needed = found.fb_branch_attention_qkv_workspace(rows, num_heads, width, size)
+    if not all(given) or needed < 0:
+        return NotImplemented
+    out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)
+    partials = torch.empty(needed, dtype=torch.float32, device=qkv.device)
+    taken = cuda.launch(
+        "branch_attention_qkv", qkv, qkv, qkv.stride(0), q_weight, k_weight, cos, sin, len(cos), positions,
+        k_cache, v_cache, k_cache.stride(0), size, held, slots, out, out.stride(0), partials,
+        rows, num_heads, num_kv_heads, width, min(window or 0, 2**31 - 1), eps, scale, cuda.DTYPES[qkv.dtype],
+    )  # fmt: skip
+    return out if taken else NotImplemented

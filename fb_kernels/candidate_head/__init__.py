@@ -1,0 +1,141 @@
+"""The reranker's head on the candidates of many groups: score, probability and best candidate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks, precision
+from fb_kernels.backend import define, differentiate
+from fb_kernels.candidate_head import reference
+from fb_kernels.precision import accumulation_dtype
+
+
+def candidate_head(
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    head_weight: Tensor,
+    cu_group: Tensor,
+    *,
+    eps: float,
+    head_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm and a scalar head on every row, softmax and argmax inside each group.
+
+    score = (x * rsqrt(mean(x^2) + eps) * norm_weight) . head_weight + head_bias, in float32 (float64 for
+    float64 hidden). Under torch.autocast float tensors of several dtypes are cast to the widest of them
+    (float64 stays).
+
+    Args:
+        hidden: [N, D] float, the candidates' last hidden states, sorted by group.
+        norm_weight: [D] in hidden's dtype, or None: hidden is normed already.
+        head_weight: [D] in hidden's dtype or float32.
+        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows behind
+            the last offset belong to no group.
+        eps: 0 or more, added to the mean square.
+        head_bias: one element, in hidden's dtype or float32.
+
+    Returns:
+        (score[N], prob[N], best[G]). Score and prob are float32 (float64 for float64 hidden); rows of no group have a
+        score and prob 0. best is int64, the index within the group of the highest score, ties to the lowest index; NaN
+        scores are never chosen, and a group that is empty or all NaN gives -1. A group that holds NaN or +inf, or
+        nothing but -inf, has prob NaN. Gradients reach hidden, norm_weight, head_weight and head_bias through score.
+        On the CPU bad offsets are a ValueError, on a device prob is then NaN and best -1.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value.
+    """
+    op = "candidate_head"
+    hidden, norm_weight, head_weight, head_bias = precision.promoted(hidden, norm_weight, head_weight, head_bias)
+    checks.floating(op, "hidden", hidden)
+    checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten it to one row a candidate")
+    if norm_weight is not None:
+        checks.floating(op, "norm_weight", norm_weight, like=hidden)
+        checks.shape(op, "norm_weight", norm_weight, (hidden.shape[1],), "[D]", "pass None if hidden is normed already")
+    _check_head(op, "head_weight", head_weight, hidden)
+    checks.shape(op, "head_weight", head_weight, (hidden.shape[1],), "[D]", "flatten the head's [1, D] weight")
+    if head_bias is not None:
+        _check_head(op, "head_bias", head_bias, hidden)
+        if head_bias.numel() != 1:
+            raise checks.error(op, "head_bias", "one element", head_bias, "pass None for no bias")
+    checks.offsets(op, "cu_group", cu_group, like=hidden)
+    checks.not_negative(op, "eps", eps, "pass the norm's eps")
+    return _candidate_head(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
+
+
+def _check_head(op: str, argument: str, value: Tensor, hidden: Tensor) -> None:
+    checks.floating(op, argument, value)
+    if value.dtype not in (hidden.dtype, torch.float32):
+        raise checks.error(
+            op, argument, f"dtype {hidden.dtype} or float32", value, "convert it with .to(dtype)", TypeError
+        )
+    checks.same_device(op, argument, value, hidden)
+
+
+def _fake(
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    cu_group: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(hidden.dtype)
+    rows = hidden.shape[0]
+    best = cu_group.new_empty(cu_group.shape[0] - 1, dtype=torch.int64)
+    return hidden.new_empty(rows, dtype=dtype), hidden.new_empty(rows, dtype=dtype), best
+
+
+def _backward_fake(
+    grad_score: Tensor,
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    eps: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias_like = hidden if head_bias is None else head_bias
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else (0,)),
+        hidden.new_empty(hidden.shape[1] if needs[1] else 0),
+        head_weight.new_empty(head_weight.shape if needs[2] else (0,)),
+        bias_like.new_empty(bias_like.shape if needs[3] else (0,)),
+    )
+
+
+_candidate_head = define(
+    "candidate_head",
+    "(Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, Tensor cu_group, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=reference.candidate_head,
+    fake=_fake,
+    triton=True,
+    compiled=True,
+)
+_candidate_head_backward = define(
+    "candidate_head_backward",
+    "(Tensor grad_score, Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, float eps, "
+    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.candidate_head_backward,
+    fake=_backward_fake,
+    triton=True,
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, _, ctx.eps = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad_score: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:4])
+    grads = _candidate_head_backward(grad_score, *ctx.saved_tensors, ctx.eps, needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
+
+
+differentiate("candidate_head", setup_context=_save, backward=_backward)

@@ -1,0 +1,100 @@
+"""The device-side end of a decode step: append the token, or halt."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.backend import define
+from fb_kernels.commit import reference
+from fb_kernels.commit.reference import Halt as Halt
+
+
+class DecodeState(NamedTuple):
+    """What a captured decode step reads and writes; B rows, all tensors on one device."""
+
+    tokens: Tensor
+    """[B, S] int64: prompt and new tokens; places from `length` on are free."""
+    length: Tensor
+    """[B] int32: tokens present."""
+    halt: Tensor
+    """[B] int32: a `Halt`; anything but `Halt.NONE` keeps the row as it is."""
+    budget: Tensor
+    """[B] int32: events left; counted down by the host."""
+
+
+def commit_(
+    state: DecodeState,
+    token: Tensor,
+    entropy: Tensor,
+    *,
+    threshold: Tensor,
+    eos_ids: Tensor,
+    max_length: Tensor,
+) -> None:
+    """End a decode step in place: each running row of `state` takes its token or halts.
+
+    A row that has halted is left as it is, so a step enqueued before the host noticed changes nothing. Otherwise the
+    first of these that holds sets `halt` and changes nothing else: entropy (or threshold) is NaN (`Halt.NAN`);
+    entropy > threshold and budget > 0 (`Halt.EVENT`); token is one of eos_ids (`Halt.EOS`); length >= max_length or the
+    buffer is full (`Halt.LENGTH`). If none holds, tokens[b, length[b]] = token[b] and length[b] += 1.
+
+    Everything that may change between two replays of a captured step is a tensor.
+
+    Args:
+        state: written in place, except `budget`; what is written shares no memory with anything else that is given.
+        token: [B] int32 or int64.
+        entropy: [B] float, in nats.
+        threshold: [] or [B] float, in nats; inf for no events.
+        eos_ids: [n] int32 or int64, n may be 0.
+        max_length: [] or [B] int32 or int64: total length, prompt included.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape or device, or a written tensor that overlaps another; on the CPU also a NaN threshold
+            or a negative length.
+    """
+    op = "commit_"
+    if not isinstance(state, DecodeState):
+        raise checks.error(op, "state", "a DecodeState", type(state).__name__, "build one from its tensors", TypeError)
+    for name, value in state._asdict().items():
+        checks.is_tensor(op, f"state.{name}", value)
+        checks.same_device(op, f"state.{name}", value, state.tokens)
+        dtype = torch.int64 if name == "tokens" else torch.int32
+        if value.dtype != dtype:
+            raise checks.error(op, f"state.{name}", f"dtype {dtype}", value, "convert it", TypeError)
+    checks.shape(op, "state.tokens", state.tokens, (None, None), "[B, S]", "give each row its buffer")
+    for name in ("tokens", "length", "halt"):
+        checks.writable(op, f"state.{name}", getattr(state, name))
+    rows = state.tokens.shape[0]
+    for name, value in (("length", state.length), ("halt", state.halt), ("budget", state.budget)):
+        checks.shape(op, f"state.{name}", value, (rows,), "[B]", "give one value to each row")
+    checks.index(op, "token", token, like=state.tokens)
+    checks.shape(op, "token", token, (rows,), "[B]", "give one token to each row")
+    checks.floating(op, "entropy", entropy)
+    checks.same_device(op, "entropy", entropy, state.tokens)
+    checks.shape(op, "entropy", entropy, (rows,), "[B]", "give one entropy to each row")
+    checks.floating(op, "threshold", threshold)
+    checks.same_device(op, "threshold", threshold, state.tokens)
+    checks.index(op, "eos_ids", eos_ids, like=state.tokens, ndim=1)
+    checks.index(op, "max_length", max_length, like=state.tokens)
+    for name, value in (("threshold", threshold), ("max_length", max_length)):
+        if value.ndim:
+            checks.shape(op, name, value, (rows,), "[] or [B]", "give one value, or one to each row")
+    limits = (("threshold", threshold), ("eos_ids", eos_ids), ("max_length", max_length))
+    *written, budget = ((f"state.{name}", value) for name, value in state._asdict().items())
+    checks.apart(op, written, (budget, ("token", token), ("entropy", entropy), *limits))
+    _commit(*state, token, entropy, threshold, eos_ids, max_length)
+
+
+_commit = define(
+    "commit_",
+    "(Tensor(a!) tokens, Tensor(b!) length, Tensor(c!) halt, Tensor budget, Tensor token, Tensor entropy, "
+    "Tensor threshold, Tensor eos_ids, Tensor max_length) -> ()",
+    reference=reference.commit_,
+    fake=lambda *_: None,
+    compiled=True,
+)

@@ -1,0 +1,314 @@
+"""LM head, log-softmax and gather in one op: log-probabilities of given tokens without the logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks, precision
+from fb_kernels.backend import define, differentiate
+from fb_kernels.linear_logprob import reference
+from fb_kernels.precision import accumulation_dtype
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> tuple[Tensor, ...]: ...
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute log softmax(hidden @ weight.T)[target], with the logits never in memory as a whole.
+
+    logit = softcap * tanh((logit_scale * hidden . weight_v + bias_v) / softcap) / temperature, in this order and in
+    float32 (float64 for float64 input). Under torch.autocast hidden, weight and bias are cast to its dtype first, as
+    `torch.nn.functional.linear` casts them (float64 stays).
+
+    Args:
+        hidden: [..., D] float.
+        weight: [V, D], hidden's dtype: the LM head.
+        target: [...] int32 or int64; `ignore_index` marks rows that give 0 and no gradient.
+        bias: [V] in hidden's dtype.
+        logit_scale: multiplies the product before the bias.
+        softcap: bound of the logits (Gemma 2), None for none.
+        temperature: divides the logits last.
+        ignore_index: target value of ignored rows.
+        valid_vocab: number of leading rows of weight that count; None for all. Padding rows never count.
+        return_lse: also return the log-sum-exp.
+        return_entropy: also return the entropy of the softmax, in nats.
+
+    Returns:
+        log-prob of target's shape, then lse and entropy if asked for: float32 (float64 for float64 input). Gradients
+        reach hidden, weight and bias through log-prob and lse; the entropy carries none. A row with a NaN or +inf
+        logit is NaN. On the CPU an id outside the vocabulary is a ValueError, on a device its log-prob is NaN.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value.
+    """
+    op = "linear_logprob"
+    hidden, weight, bias = precision.lowered(hidden, weight, bias)
+    _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
+    if valid_vocab is not None:
+        checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
+    logprob, lse, entropy = _linear_logprob(
+        hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
+    )
+    asked = (logprob,) + ((lse,) if return_lse else ()) + ((entropy,) if return_entropy else ())
+    return asked if len(asked) > 1 else logprob
+
+
+def linear_logprob_partials(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One vocabulary shard's share of `linear_logprob`; shards may be uneven or empty.
+
+    Under torch.autocast hidden, weight_shard and bias are cast as in `linear_logprob`.
+
+    Args:
+        hidden: [..., D] float, the same in every shard.
+        weight_shard: [Vs, D]: rows vocab_start to vocab_start + Vs of the LM head.
+        target: [...] ids in the whole vocabulary.
+        vocab_start: first id of this shard.
+        bias: [Vs], this shard's.
+        logit_scale: as in `linear_logprob`.
+        softcap: as in `linear_logprob`.
+        temperature: as in `linear_logprob`.
+        ignore_index: as in `linear_logprob`.
+        valid_vocab: number of valid ids in the whole vocabulary.
+
+    Returns:
+        (max, sum of exp(logit - max), target's logit or -inf where it lies in another shard), each of target's shape,
+        float32 (float64 for float64 input). The sum is 1 or more wherever the shard has a logit, also where all are
+        -inf; it is 0 in an empty shard and in ignored rows, which are (-inf, 0, -inf). Gradients flow through the
+        second and third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a
+        ValueError, on a device its target logit is NaN in every shard.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value.
+    """
+    op = "linear_logprob_partials"
+    hidden, weight_shard, bias = precision.lowered(hidden, weight_shard, bias)
+    _check(op, "weight_shard", hidden, weight_shard, target, bias, logit_scale, softcap, temperature, ignore_index)
+    checks.integer(op, "vocab_start", vocab_start, "count the shard's first id from 0", least=0)
+    if valid_vocab is not None:
+        checks.integer(op, "valid_vocab", valid_vocab, "pass None for the whole vocabulary", least=0)
+    return _partials(
+        hidden, weight_shard, target, vocab_start, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
+    )
+
+
+def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the partials of S shards in their order.
+
+    Under torch.autocast float tensors of several dtypes are cast to the widest of them (float64 stays).
+
+    Args:
+        max: [S, N] float32 or float64, as from `linear_logprob_partials`.
+        sumexp: [S, N] like max.
+        target_logit: [S, N] like max.
+
+    Returns:
+        (log-prob[N], lse[N]) as `linear_logprob` has them; rows whose sumexp is 0 in every shard (ignored ones) give 0.
+        Gradients reach sumexp and target_logit.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes or devices that differ.
+    """
+    op = "combine_logprob_partials"
+    max, sumexp, target_logit = precision.promoted(max, sumexp, target_logit)
+    checks.floating(op, "max", max)
+    if max.dtype != accumulation_dtype(max.dtype):
+        remedy = "pass the partials as they come"
+        raise checks.error(op, "max", "dtype torch.float32 or torch.float64", max, remedy, TypeError)
+    if max.ndim != 2:
+        raise checks.error(op, "max", "shape [S, N]", max, "stack the shards' partials")
+    for name, value in (("sumexp", sumexp), ("target_logit", target_logit)):
+        checks.floating(op, name, value, like=max)
+        checks.shape(op, name, value, tuple(max.shape), "[S, N]", "stack the shards' partials")
+    return _combine(max, sumexp, target_logit)
+
+
+def _check(
+    op: str,
+    weight_name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    ignore_index: int,
+) -> None:
+    checks.floating(op, "hidden", hidden)
+    checks.floating(op, weight_name, weight, like=hidden)
+    checks.index(op, "target", target, like=hidden)
+    if hidden.ndim == 0:
+        raise checks.error(op, "hidden", "shape [..., D]", hidden, "add a dimension")
+    checks.shape(op, weight_name, weight, (None, hidden.shape[-1]), "[V, D]", "pass the LM head's weight as it is")
+    checks.shape(op, "target", target, tuple(hidden.shape[:-1]), "[...] of hidden[..., D]", "give one id to each row")
+    if bias is not None:
+        checks.floating(op, "bias", bias, like=hidden)
+        checks.shape(op, "bias", bias, (weight.shape[0],), "[V]", "give one value to each row of the weight")
+    checks.number(op, "logit_scale", logit_scale, "use 1.0 for none")
+    if softcap is not None:
+        checks.positive(op, "softcap", softcap, "pass None for no soft-cap")
+    checks.positive(op, "temperature", temperature, "use 1.0 for none")
+    checks.integer(op, "ignore_index", ignore_index, "use -100")
+
+
+def _statistics_fake(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(hidden.dtype)
+    first, second, third = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(3))
+    return first, second, third
+
+
+def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,)),
+        weight.new_empty((weight.shape[0] if needs[2] else 0,)),
+    )
+
+
+_HEAD = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"
+
+_linear_logprob = define(
+    "linear_logprob",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_HEAD}) -> (Tensor, Tensor, Tensor)",
+    reference=reference.linear_logprob,
+    fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    triton=True,
+)
+_linear_logprob_backward = define(
+    "linear_logprob_backward",
+    "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
+    f"{_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    reference=reference.linear_logprob_backward,
+    fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    triton=True,
+)
+_partials = define(
+    "linear_logprob_partials",
+    "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
+    f"{_HEAD}) -> (Tensor, Tensor, Tensor)",
+    reference=reference.linear_logprob_partials,
+    fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    triton=True,
+)
+_partials_backward = define(
+    "linear_logprob_partials_backward",
+    "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
+    f"Tensor max, SymInt vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    reference=reference.linear_logprob_partials_backward,
+    fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
+    triton=True,
+)
+_combine = define(
+    "combine_logprob_partials",
+    "(Tensor max, Tensor sumexp, Tensor target_logit) -> (Tensor, Tensor)",
+    reference=reference.combine_logprob_partials,
+    fake=lambda top, *_: (top.new_empty(top.shape[1:]), top.new_empty(top.shape[1:])),
+    triton=True,
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    hidden, weight, target, bias, *options = inputs
+    _, lse, entropy = output
+    ctx.mark_non_differentiable(entropy)
+    ctx.save_for_backward(hidden, weight, target, bias, lse)
+    ctx.options = options
+
+
+def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    grads = _linear_logprob_backward(grad_logprob, grad_lse, *ctx.saved_tensors, *ctx.options, needs)
+    hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    return hidden, weight, None, bias, None, None, None, None, None
+
+
+def _save_partials(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    hidden, weight, target, vocab_start, bias, *options = inputs
+    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(hidden, weight, target, bias, output[0])
+    ctx.options = (vocab_start, *options)
+
+
+def _backward_partials(ctx: Any, _: Tensor, grad_sumexp: Tensor, grad_target: Tensor) -> tuple[Tensor | None, ...]:
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
+    grads = _partials_backward(grad_sumexp, grad_target, *ctx.saved_tensors, *ctx.options, needs)
+    hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    return hidden, weight, None, None, bias, None, None, None, None, None
+
+
+def _save_combine(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    top, sumexp, target_logit = inputs
+    ctx.save_for_backward(top, sumexp, target_logit, output[1])
+
+
+def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    top, sumexp, target_logit, lse = ctx.saved_tensors
+    counted = (sumexp != 0).any(0)
+    on_lse = torch.where(counted, grad_lse - grad_logprob, 0.0)
+    share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows that nobody asks about stay out
+    shard = torch.arange(top.shape[0], device=top.device)[:, None]
+    owner = shard == (target_logit.argmax(0) if top.shape[0] else shard)  # [S, N]
+    return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
+
+
+differentiate("linear_logprob", setup_context=_save, backward=_backward)
+differentiate("linear_logprob_partials", setup_context=_save_partials, backward=_backward_partials)
+differentiate("combine_logprob_partials", setup_context=_save_combine, backward=_backward_combine)

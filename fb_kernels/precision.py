@@ -1,0 +1,48 @@
+"""In which dtype ops compute, and what `torch.autocast` does to their arguments, as to those of torch's own functions.
+
+Inside a region for the tensors' device, ops made of products (`linear_logprob`, `linear_logprob_partials`,
+`skinny_linear`, `branch_attention`) take their float tensors in the region's dtype, as `torch.nn.functional.linear` and
+`scaled_dot_product_attention` do; the others take float tensors of several dtypes in the widest of them, as
+`torch.cat` does. float64 stays what it is, and so do the arguments of an op that writes to one of them, as with `out=`.
+What an op computes inside (sums in float32) is the same as outside. Outside, mixed dtypes are an error.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOWERED = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", "cuda")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _inside(value: Any) -> bool:
+    on = isinstance(value, Tensor) and value.device.type in DEVICES
+    return on and torch.is_autocast_enabled(value.device.type)
+
+
+def lowered(*values: Any) -> tuple[Any, ...]:
+    """The arguments of a product, the first of which says which device's region counts; what is no tensor stays."""
+    if not _inside(values[0]):
+        return values
+    dtype = torch.get_autocast_dtype(values[0].device.type)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in LOWERED else x for x in values)
+
+
+def promoted(*values: Any) -> tuple[Any, ...]:
+    """The arguments of any other op, likewise."""
+    if not _inside(values[0]):
+        return values
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in LOWERED}
+    if len(dtypes) < 2:
+        return values
+    widest = reduce(torch.promote_types, dtypes)
+    return tuple(x.to(widest) if isinstance(x, Tensor) and x.dtype in LOWERED else x for x in values)

@@ -1,0 +1,164 @@
+"""From the fused q, k, v projection to attention's inputs: split, per-head norm, rotary embedding, cache write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks, precision
+from fb_kernels.backend import define, differentiate
+from fb_kernels.qk_norm_rope import reference
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    kv_out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv into heads, RMS-norm those of q and k where a weight is given (Qwen3), and rotate them.
+
+    x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1) over the two halves of a head, as in Hugging
+    Face's models; in float32 (float64 for float64 input), rounded once. Under torch.autocast qkv and weights of several
+    dtypes are cast to the widest of them (float64 stays); with kv_out nothing is cast, as in torch's
+    operations in place.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
+        q_weight: [E] like qkv, or None for no norm.
+        k_weight: [E] like qkv, or None for no norm.
+        cos: [S, E] float of any dtype: the rotary table, a row for each position.
+        sin: [S, E], cos's dtype.
+        positions: [T] int32 or int64, rows of cos and sin.
+        num_heads: Hq.
+        num_kv_heads: Hkv.
+        eps: of the norm, above 0.
+        kv_out: (k_cache[slots, Hkv, E], v_cache[slots, Hkv, E], slot[T]): k and v are also written to their slots, the
+            only writes to an argument; rows with a negative slot are not written. No two rows may share a slot, and the
+            caches no memory with each other or another argument.
+
+    Returns:
+        (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients reach
+        qkv, q_weight and k_weight; cos and sin are constants. On the CPU a position outside the table or a slot
+        outside the cache is a ValueError; on a device that row's q and k are NaN, or it is not written.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
+    """
+    op = "qk_norm_rope"
+    if kv_out is None:
+        qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
+        cos, sin = precision.promoted(cos, sin)
+    checks.floating(op, "qkv", qkv)
+    checks.floating(op, "cos", cos)
+    checks.same_device(op, "cos", cos, qkv)
+    checks.floating(op, "sin", sin, like=cos)
+    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        checks.integer(op, name, heads, "pass the model's number of heads", least=1)
+    checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
+    length, head_dim = cos.shape
+    if head_dim % 2:
+        raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
+    checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
+    checks.shape(
+        op,
+        "qkv",
+        qkv,
+        (None, (num_heads + 2 * num_kv_heads) * head_dim),
+        "[T, (Hq + 2 Hkv) E]",
+        "concatenate the heads of q, k and v in a row",
+    )
+    rows = qkv.shape[0]
+    if rows and not length:
+        raise checks.error(op, "cos", "a row for each position", cos, "build the rotary tables first")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            checks.floating(op, name, weight, like=qkv)
+            checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
+    checks.index(op, "positions", positions, like=qkv)
+    checks.shape(op, "positions", positions, (rows,), "[T]", "give one position to each row of qkv")
+    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    if kv_out is None:
+        return _qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+    if not isinstance(kv_out, tuple | list) or len(kv_out) != 3:
+        raise checks.error(op, "kv_out", "(k_cache, v_cache, slot)", type(kv_out).__name__, "give all three", TypeError)
+    k_cache, v_cache, slot = kv_out
+    for value in (k_cache, v_cache):
+        checks.floating(op, "kv_out", value, like=qkv)
+        checks.shape(op, "kv_out", value, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
+        checks.writable(op, "kv_out", value)
+    checks.shape(op, "kv_out", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
+    checks.index(op, "kv_out", slot, like=qkv)
+    checks.shape(op, "kv_out", slot, (rows,), "[T]", "give one slot to each row of qkv")
+    inputs = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
+    checks.apart(
+        op,
+        (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
+        (*inputs, ("positions", positions), ("kv_out[2]", slot)),
+    )
+    given = (qkv, q_weight, k_weight, k_cache, v_cache)
+    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in given):
+        raise checks.error(
+            op, "kv_out", "no argument that requires grad", "one", "use torch.no_grad(), or leave kv_out out"
+        )
+    return _qk_norm_rope_out(
+        qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, slot, num_heads, num_kv_heads, eps
+    )
+
+
+def _heads_fake(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (qkv.new_empty((qkv.shape[0], heads, head_dim)) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    return q, k, v
+
+
+_INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions"
+_OPTIONS = "SymInt num_heads, SymInt num_kv_heads, float eps"
+
+_qk_norm_rope = define(
+    "qk_norm_rope",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    reference=reference.qk_norm_rope,
+    fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
+    triton=True,
+)
+_qk_norm_rope_out = define(
+    "qk_norm_rope_out",
+    f"({_INPUTS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    reference=reference.qk_norm_rope_out,
+    fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
+    triton=True,
+)
+_qk_norm_rope_backward = define(
+    "qk_norm_rope_backward",
+    f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_INPUTS}, {_OPTIONS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    reference=reference.qk_norm_rope_backward,
+    fake=lambda _gq, _gk, _gv, qkv, q_weight, k_weight, *rest: tuple(
+        qkv.new_empty(0 if value is None or not need else value.shape)
+        for value, need in zip((qkv, q_weight, k_weight), rest[-1], strict=True)
+    ),
+    triton=True,
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    grads = _qk_norm_rope_backward(grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.options, needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 6
+
+
+differentiate("qk_norm_rope", setup_context=_save, backward=_backward)

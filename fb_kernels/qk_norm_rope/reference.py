@@ -1,0 +1,184 @@
+"""Definition of `qk_norm_rope` and of its form that also writes a key-value cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.precision import accumulation_dtype
+from fb_kernels.rms_norm.reference import normalize, normalize_backward
+
+OP = "qk_norm_rope"
+FORMAT = torch.contiguous_format
+
+
+def _split(rows: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
+    """q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E] of rows[T, (Hq + 2 Hkv) E]."""
+    heads = rows.reshape(rows.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    return list(heads.split((num_heads, num_kv_heads, num_kv_heads), 1))
+
+
+def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, 1, E] rows of table[S, E]; NaN where a position lies outside."""
+    if not _host_reads(positions):
+        inside = (positions >= 0) & (positions < table.shape[0])
+        rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
+        return torch.where(inside[:, None], rows, torch.nan)[:, None]
+    one = len(positions) == 1  # and they are checked
+    rows = table[int(positions)].view(1, 1, -1) if one else table.index_select(0, positions)[:, None]
+    return rows if rows.dtype == dtype else rows.to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute x cos + rotate_half(x) sin."""
+    half = x.shape[-1] // 2
+    rotated = x * cos
+    rotated[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return rotated
+
+
+def _rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = (grad * sin).chunk(2, -1)
+    return grad * cos + torch.cat((second, -first), -1)
+
+
+def _host_reads(index: Tensor) -> bool:
+    return index.device.type == "cpu"
+
+
+def check_positions(positions: Tensor, limit: int, op: str = OP) -> None:
+    """Every position a row of the tables, where the host reads them; `op` is named in errors."""
+    if not _host_reads(positions) or not len(positions):
+        return
+    low, high = (int(positions),) * 2 if len(positions) == 1 else map(int, positions.aminmax())
+    if low < 0 or high >= limit:
+        bad = low if low < 0 else high
+        raise checks.error(op, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
+
+
+def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int]:
+    """The slots, each in the cache and no two the same but for negative ones; `op` is named in errors."""
+    argument = "kv_out" if op == OP else "slots"
+    values: list[int] = slots.tolist()
+    used = [slot for slot in values if slot >= 0]
+    if used and max(used) >= size:
+        raise checks.error(
+            op, argument, f"slots below {size}, the caches' rows", max(used), "mark rows not to be written with -1"
+        )
+    if len(set(used)) < len(used):
+        repeated = next(slot for slot in used if used.count(slot) > 1)
+        raise checks.error(
+            op, argument, "a slot of its own for every row", f"slot {repeated} twice", "use -1 for padding"
+        )
+    return values
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    op: str = OP,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v), normed where a weight is given, q and k rotated; `op` is named in errors."""
+    check_positions(positions, cos.shape[0], op)
+    dtype = accumulation_dtype(qkv.dtype)
+    heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, cos.shape[1])
+    both = num_heads + num_kv_heads
+    heads, v = heads[:, :both], heads[:, both:]
+    heads = heads if heads.dtype == dtype else heads.to(dtype)
+    parts = (slice(num_heads), slice(num_heads, both))
+    if q_weight is not None and k_weight is not None:
+        heads = normalize(heads, eps)[0]
+    elif q_weight is not None or k_weight is not None:
+        normed = zip(parts, (q_weight, k_weight), strict=True)
+        heads = torch.cat([heads[:, x] if w is None else normalize(heads[:, x], eps)[0] for x, w in normed], 1)
+    for part, weight in zip(parts, (q_weight, k_weight), strict=True):
+        if weight is not None:
+            heads[:, part].mul_(weight)
+    rotated = _rotate(heads, _gather(cos, positions, dtype), _gather(sin, positions, dtype))
+    rotated = rotated if rotated.dtype == qkv.dtype else rotated.to(qkv.dtype)
+    q, k = rotated[:, :num_heads], rotated[:, num_heads:]
+    return q.clone(memory_format=FORMAT), k.clone(memory_format=FORMAT), v.clone(memory_format=FORMAT)
+
+
+def qk_norm_rope_out(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    op: str = OP,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope`, with k and v also written to their slots of the caches."""
+    size = k_cache.shape[0]
+    places = check_slots(slots, size, op) if _host_reads(slots) else None
+    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, op)
+    if places is not None:
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            if len(places) == 1 and places[0] >= 0:
+                cache[places[0]] = rows[0]
+            elif min(places, default=0) >= 0:
+                cache.index_copy_(0, slots.long(), rows)
+            else:
+                kept = slots >= 0
+                cache.index_copy_(0, slots[kept].long(), rows[kept])
+    elif size and slots.shape[0]:
+        written = (slots >= 0) & (slots < size)
+        any_written = written.any()
+        # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
+        source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), written.int().argmax())
+        target = torch.where(any_written, slots[source].long(), 0)
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.index_copy_(0, target, torch.where(any_written, rows[source], cache[:1]))
+    return q, k, v
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to qkv, q_weight and k_weight; what `needs` leaves out comes back empty."""
+    dtype = accumulation_dtype(qkv.dtype)
+    q, k, _ = _split(qkv, num_heads, num_kv_heads, cos.shape[1])
+    cosine, sine = _gather(cos, positions, dtype), _gather(sin, positions, dtype)
+    to_heads, to_weights = [], []
+    for x, weight, grad, need in ((q, q_weight, grad_q, needs[1]), (k, k_weight, grad_k, needs[2])):
+        on_heads = _rotate_backward(grad.to(dtype), cosine, sine)
+        on_weight = qkv.new_empty(0)
+        if weight is not None:
+            unit, inverse = normalize(x.to(dtype), eps)
+            if need:
+                on_weight = (on_heads * unit).sum((0, 1)).to(weight.dtype)
+            on_heads = normalize_backward(on_heads * weight.to(dtype), unit, inverse)
+        to_heads.append(on_heads)
+        to_weights.append(on_weight)
+    to_qkv = qkv.new_empty(0)
+    if needs[0]:
+        to_qkv = torch.cat((*to_heads, grad_v.to(dtype)), 1).to(qkv.dtype).reshape(qkv.shape)
+    return to_qkv, to_weights[0], to_weights[1]

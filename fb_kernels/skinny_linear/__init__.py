@@ -1,0 +1,97 @@
+"""A projection of a few rows, fused with what stands beside it in a decoder layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fb_kernels import checks, precision
+from fb_kernels.backend import define
+from fb_kernels.skinny_linear import reference
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    frozen: bool = False,
+) -> Tensor:
+    """Project rows: norm before, residual or gated activation behind, in one pass over the weight.
+
+    With norm_weight the rows are RMS-normed first, as `rms_norm` does. With a residual the result is added to it in
+    float32 and rounded once. With swiglu the weight holds the gate's rows, then up's, and the result is
+    silu(gate) * up, as `swiglu` has it. Made for the 1 to 32 rows of decoding, where reading the weight is what it
+    takes; any number is right. Under torch.autocast float tensors are cast to its dtype first, as
+    `torch.nn.functional.linear` casts them (float64 stays).
+
+    Args:
+        x: [N, K] float.
+        weight: [M, K] like x.
+        bias: [M] like x, or None.
+        norm_weight: [K] like x, or None for no norm.
+        eps: of the norm, above 0.
+        residual: [N, M] like x, or None; not together with swiglu.
+        swiglu: whether the result is gated; M is even then.
+        frozen: says that work still under way on the stream does not write the weight: then a kernel may begin to read
+            it before that work has ended.
+
+    Returns:
+        [N, M], with swiglu [N, M / 2], in x's dtype, contiguous. For inference: no argument may require grad.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or combination, or an argument that requires grad.
+    """
+    op = "skinny_linear"
+    x, weight, bias, norm_weight, residual = precision.lowered(x, weight, bias, norm_weight, residual)
+    checks.floating(op, "x", x)
+    checks.floating(op, "weight", weight, like=x)
+    checks.shape(op, "x", x, (None, None), "[N, K]", "flatten the leading dimensions")
+    rows, width = x.shape
+    checks.shape(op, "weight", weight, (None, width), "[M, K]", "give it a column for each of x's")
+    outputs = weight.shape[0]
+    shapes = (
+        ("bias", bias, (outputs,), "[M]", "give it a value for each row of weight"),
+        ("norm_weight", norm_weight, (width,), "[K]", "pass the norm's weight, or None for no norm"),
+        ("residual", residual, (rows, outputs), "[N, M]", "give it the result's shape"),
+    )
+    for name, value, expected, letters, remedy in shapes:
+        if value is not None:
+            checks.floating(op, name, value, like=x)
+            checks.shape(op, name, value, expected, letters, remedy)
+    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    if swiglu and residual is not None:
+        raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the projection behind")
+    if swiglu and outputs % 2:
+        raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
+    checks.no_grad(op, x=x, weight=weight, bias=bias, norm_weight=norm_weight, residual=residual)
+    return _skinny_linear(x, weight, bias, norm_weight, eps, residual, bool(swiglu), bool(frozen))
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+    frozen: bool,
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
+
+
+_skinny_linear = define(
+    "skinny_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
+    "bool frozen) -> Tensor",
+    reference=reference.skinny_linear,
+    fake=_fake,
+    triton=True,
+    compiled=True,
+    cpu=True,
+)

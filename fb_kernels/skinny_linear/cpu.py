@@ -1,0 +1,54 @@
+"""The compiled kernel of `skinny_linear` for CPU tensors: float32, a few rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cpu
+
+ROWS = 16  # the most: from there on oneDNN's blocks are ahead
+SHARE = 1 << 17  # products, the least of a thread
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    swiglu: bool,
+    frozen: bool,
+) -> Tensor:
+    """[N, M], or [N, M / 2] where it is gated, of a few rows."""
+    found, float32 = cpu.library(), torch.float32
+    rows, width = x.shape
+    outputs = weight.shape[0]
+    if isinstance(found, str) or rows > ROWS or not width:
+        return NotImplemented
+    threads = max(1, min(torch.get_num_threads(), rows * width * outputs // SHARE))
+    (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
+    if x.dtype is not float32 or weight.dtype is not float32 or (width > 1 and not x_step == weight_step == 1):
+        return NotImplemented
+    residual_at = residual_stride = bias_at = norm_at = 0
+    if residual is not None:
+        residual_stride, residual_step = residual.stride()
+        if residual.dtype is not float32 or swiglu or (residual_step != 1 and outputs > 1):
+            return NotImplemented
+        residual_at = residual.data_ptr()
+    if bias is not None:
+        if bias.dtype is not float32 or not bias.is_contiguous():
+            return NotImplemented
+        bias_at = bias.data_ptr()
+    if norm_weight is not None:
+        if norm_weight.dtype is not float32 or not norm_weight.is_contiguous():
+            return NotImplemented
+        norm_at = norm_weight.data_ptr()
+    columns = outputs // 2 if swiglu else outputs
+    out = x.new_empty((rows, columns))
+    code = found.fbcpu_skinny_linear(
+        x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
+        out.data_ptr(), columns, rows, width, outputs, swiglu, threads,
+    )  # fmt: skip
+    return NotImplemented if code else out

@@ -1,0 +1,35 @@
+"""The compiled kernel of `skinny_linear`, `csrc/skinny_linear.cu`: up to 32 rows of half precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cuda
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    swiglu: bool,
+    frozen: bool = False,
+) -> Tensor:
+    """[N, M], or [N, M / 2] where it is gated, of up to 32 rows."""
+    tensors = [value for value in (x, weight, bias, norm_weight, residual) if value is not None]
+    given = [x.dtype in (torch.float16, torch.bfloat16), not (swiglu and residual is not None)]
+    given += [value.dtype == x.dtype for value in tensors]
+    given += [value.shape[-1] < 2 or value.stride(-1) == 1 for value in tensors]
+    rows, width = x.shape
+    if not all(given) or rows > 32:
+        return NotImplemented
+    out = torch.empty(rows, weight.shape[0] // (2 if swiglu else 1), dtype=x.dtype, device=x.device)
+    taken = cuda.launch(
+        "skinny_linear", x, x, x.stride(0), weight, weight.stride(0), bias, norm_weight, eps,
+        residual, 0 if residual is None else residual.stride(0), out, out.stride(0),
+        rows, width, out.shape[1], swiglu, frozen, cuda.DTYPES[x.dtype],
+    )  # fmt: skip
+    return out if taken else NotImplemented

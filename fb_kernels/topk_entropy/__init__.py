@@ -1,0 +1,56 @@
+"""The k largest logits of a row, exactly ordered, and the entropy of the softmax over them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels.backend import define
+from fb_kernels.precision import accumulation_dtype
+from fb_kernels.topk_entropy import reference
+
+
+def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits of every row and the entropy of their softmax, -sum p log p in nats.
+
+    Args:
+        logits: [..., V] float, any number of rows.
+        k: 1 to V.
+
+    Returns:
+        (entropy[...], values[..., k], indices[..., k]). Entropy and values are float32 (float64 for float64 input),
+        indices int64. Values fall, ties go to the lowest index, -0.0 ties with 0.0, and NaN counts as the largest. A
+        logit of -inf adds nothing to the entropy. Rows that hold NaN or +inf, or nothing but -inf, have entropy NaN.
+        No output carries a gradient.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape or k.
+    """
+    op = "topk_entropy"
+    checks.floating(op, "logits", logits)
+    if logits.ndim == 0:
+        raise checks.error(op, "logits", "shape [..., V]", logits, "add a dimension")
+    checks.integer(op, "k", k, "clamp it to the vocabulary", least=1, most=logits.shape[-1])
+    return _topk_entropy(logits.detach(), k)
+
+
+def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = logits.shape[:-1], accumulation_dtype(logits.dtype)
+    return (
+        logits.new_empty(rows, dtype=dtype),
+        logits.new_empty((*rows, k), dtype=dtype),
+        logits.new_empty((*rows, k), dtype=torch.int64),
+    )
+
+
+_topk_entropy = define(
+    "topk_entropy",
+    "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
+    reference=reference.topk_entropy,
+    fake=_fake,
+    triton=True,
+    compiled=True,
+    cpu=True,
+)

@@ -1,0 +1,30 @@
+"""The compiled kernel of `topk_entropy`, `csrc/topk_entropy.cu`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cuda
+
+ROWS, K, GROUPS = 32, 64, 2048  # the most; rows are few, for Triton does many as well
+
+
+def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(entropy[...], values[..., k], indices[..., k])."""
+    shape, width = logits.shape[:-1], logits.shape[-1]
+    rows = shape.numel()
+    if logits.dtype not in cuda.DTYPES or rows > ROWS or k > K:  # before anything of that size is allocated
+        return NotImplemented
+    entropy = logits.new_empty(shape, dtype=torch.float32)
+    values = logits.new_empty((*shape, k), dtype=torch.float32)
+    indices = logits.new_empty((*shape, k), dtype=torch.int64)
+    if not rows:
+        return entropy, values, indices
+    x = logits.reshape(rows, width)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    workspace = logits.new_empty(rows * (min(width, GROUPS) + 1), dtype=torch.int64)
+    taken = cuda.launch(
+        "topk_entropy", x, x, x.stride(0), rows, width, k, cuda.DTYPES[x.dtype], workspace, entropy, values, indices
+    )
+    return (entropy, values, indices) if taken else NotImplemented
