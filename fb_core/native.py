@@ -22,15 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fb_kernels import qk_norm_rope, rms_norm, skinny_linear, swiglu
+from fb_kernels import branch_attention_qkv, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and how their classes begin
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 CPU_ROWS = 512  # of a block, for each thread: a megabyte at hidden 512
 INERT_HOOKS = "transformers.utils.output_capturing"  # stay in a model that was once asked for its hidden states
-
-_linear = torch.ops.fb.skinny_linear.default  # the ops without their argument checks, a third of a small step
-_attention = torch.ops.fb.branch_attention_qkv.default
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None, float], tuple[Tensor, Tensor]]
 """(layer, q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], window, scale) -> (out[T, Hq, E], lse[Hq, T])."""
@@ -122,10 +119,10 @@ class Layer:
             held: [1], how many of them count.
             slots: [N], where k and v are written, or None.
         """
-        frozen = True  # no work under way writes the weights
-        before, after, eps = self.input_norm, self.mlp_norm, self.q_norm.eps if self.q_norm else 1e-6
-        qkv = _linear(hidden, *self.qkv, before.weight, before.eps, None, False, frozen)
-        attended = _attention(
+        project = partial(skinny_linear, frozen=True)  # no work under way writes the weights
+        before, after = self.input_norm, self.mlp_norm
+        qkv = project(hidden, *self.qkv, norm_weight=before.weight, eps=before.eps)
+        attended = branch_attention_qkv(
             qkv,
             self.q_norm and self.q_norm.weight,
             self.k_norm and self.k_norm.weight,
@@ -136,15 +133,15 @@ class Layer:
             values,
             held,
             slots,
-            self.heads,
-            self.kv_heads,
-            eps,
-            self.window,
-            self.scale,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            eps=self.q_norm.eps if self.q_norm else 1e-6,
+            window=self.window,
+            scale=self.scale,
         )
-        hidden = _linear(attended.flatten(1), *self.o, None, eps, hidden, False, frozen)
-        gated = _linear(hidden, *self.gate_up, after.weight, after.eps, None, True, frozen)
-        return _linear(gated, *self.down, None, eps, hidden, False, frozen)
+        hidden = project(attended.flatten(1), *self.o, residual=hidden)
+        gated = project(hidden, *self.gate_up, norm_weight=after.weight, eps=after.eps, swiglu=True)
+        return project(gated, *self.down, residual=hidden)
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""

@@ -1,16 +1,13 @@
-"""How an op is attached to torch.library, and which implementation of it runs.
+"""Which implementation of an op runs.
 
-Every op is a folder: `__init__.py` defines `fb::<op>` with a fake for tracing, and the other files are named for what
-they run: `reference.py` plain PyTorch on any device, `triton.py` and `cuda.py` kernels for CUDA tensors, `cpu.py` a
-compiled one for CPU tensors, each with a function of the op's name. A kernel's returns NotImplemented for arguments
-that it was not made for (float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then
-Triton, then the reference; on CPU tensors compiled, then the reference.
+Every op is a folder: `__init__.py` defines `fb::<op>`, and the other files are named for what they run: `reference.py`
+plain PyTorch on any device, `triton.py` and `cuda.py` kernels for CUDA tensors, `cpu.py` a compiled one for CPU
+tensors, each with a function of the op's name. A kernel's returns NotImplemented for arguments that it was not made for
+(float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then Triton, then the
+reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
-stem.
-
-Under the transforms of torch.func the operators go by way of a `torch.autograd.Function`: grad, vjp, jacrev and vmap
-work (vmap as a loop); forward mode and ops that write to an argument are refused.
+stem. Kernels that are asked for and absent are an error.
 """
 
 from __future__ import annotations
@@ -25,11 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fb_kernels import cpu, cuda
 
-LIBRARY = torch.library.Library("fb", "DEF")
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
 
@@ -46,98 +41,6 @@ _TRIED = {  # (backend, device): kinds of kernels in the order of preference
 }
 
 _with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems
-
-
-def define(
-    name: str,
-    signature: str,
-    *,
-    reference: Callable,
-    fake: Callable,
-    triton: bool = False,
-    compiled: bool = False,
-    cpu: bool = False,
-) -> Callable:
-    """Define `fb::<name><signature>`, attach its implementations and its fake, and return what calls it.
-
-    Args:
-        name: the operator's name.
-        signature: its arguments and results in the schema language.
-        reference: in plain PyTorch, in the op's folder.
-        fake: shapes and dtypes of the results.
-        triton: whether the folder's `triton.py` has a function `name`.
-        compiled: whether its `cuda.py` has one.
-        cpu: whether its `cpu.py` has one.
-    """
-    stem = reference.__module__.split(".")[1]
-    own = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
-    for kind in own:
-        _with[kind].add(stem)
-    LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("cpu", "cuda"):
-        LIBRARY.impl(name, _without_autocast(_dispatch(name, stem, reference, own, device), device), device.upper())
-    torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
-    op = getattr(torch.ops.fb, name).default
-
-    def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or not _transformed():
-            return op(*arguments)
-        if op._schema.is_mutable:
-            raise NotImplementedError(
-                f"{name}: expected a call outside torch.func and forward-mode differentiation, since it writes to an "
-                "argument, got one inside; loop over the calls"
-            )
-        return _functions[name].apply(*arguments) if name in _functions else op(*arguments)
-
-    return call
-
-
-def differentiate(name: str, *, setup_context: Callable, backward: Callable) -> None:
-    """Attach the gradient of `fb::<name>`; where it is an op, `fb::<name>_backward`, that one has none."""
-    torch.library.register_autograd(f"fb::{name}", backward, setup_context=setup_context, lib=LIBRARY)
-    _functions[name] = _function(name, name, setup_context, backward)
-    if hasattr(torch.ops.fb, f"{name}_backward"):
-
-        def refuse(*_: Any) -> None:
-            raise NotImplementedError(f"{name}: only first derivatives exist; call it without create_graph=True")
-
-        torch.library.register_autograd(f"fb::{name}_backward", refuse, lib=LIBRARY)
-        _functions[f"{name}_backward"] = _function(name, f"{name}_backward", lambda *_: None, refuse)
-
-
-_functions: dict[str, type[torch.autograd.Function]] = {}  # by operator
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way, which the operators know not."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
-def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
-    """The operator `name` of `op` with its gradient, for the transforms of torch.func; none forward."""
-
-    class Transformed(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*arguments: Any) -> Any:
-            return getattr(torch.ops.fb, name).default(*arguments)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-            setup(ctx, inputs, output)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return gradient(ctx, *grads)
-
-        @staticmethod
-        def jvp(ctx: Any, *_: Any) -> Any:
-            raise NotImplementedError(
-                f"{op}: expected differentiation in reverse, got forward mode; use torch.func.grad, vjp or jacrev"
-            )
-
-    return Transformed
 
 
 def chosen(stem: str, device: str) -> tuple[str, str]:
@@ -224,8 +127,11 @@ AUTOMATIC = _parse("")
 _overrides = _parse(os.environ.get(VARIABLE, "")) if os.environ.get(VARIABLE) else AUTOMATIC
 
 
-def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device: str) -> Callable:
-    """The callable that runs the chosen implementation."""
+def implementation(name: str, reference: Callable, own: list[str], device: str) -> Callable:
+    """What runs the operator `name` on tensors of a device: a kernel of its own kinds, or the reference."""
+    stem = reference.__module__.split(".")[1]
+    for kind in own:
+        _with[kind].add(stem)
     if not own:
         return reference
     quick = getattr(_module("cpu", stem), name) if "cpu" in own and device == "cpu" else None
@@ -234,10 +140,15 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
         if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
             out = quick(*arguments) if quick else NotImplemented
             return reference(*arguments) if out is NotImplemented else out
-        first = chosen(stem, device)[0]
-        if first == "reference":
-            return reference(*arguments)
+        first, why = chosen(stem, device)
         wanted = _overrides.get(stem, _overrides[""])
+        if first == "reference":
+            if wanted in own and device == ("cpu" if wanted == "cpu" else "cuda"):
+                raise ValueError(
+                    f"{name}: expected {wanted} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
+                    f"or set {VARIABLE}=auto"
+                )
+            return reference(*arguments)
         tried = _TRIED[wanted, device]
         for kind in tried[tried.index(first) :]:
             if kind not in own or (kind != first and _why_not(kind, device)):
@@ -268,16 +179,3 @@ def _on_device_of(arguments: tuple, device: str) -> Any:
         return nullcontext()
     index = next(argument.device.index for argument in arguments if isinstance(argument, Tensor))
     return nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
-
-
-def _without_autocast(run: Callable, device: str) -> Callable:
-    """The implementation with its own precision: autocast would silently lower the products inside."""
-
-    def plain(*arguments: Any) -> Any:
-        if not torch.is_autocast_enabled(device):
-            return run(*arguments)
-        with torch.autocast(device, enabled=False):
-            return run(*arguments)
-
-    plain.__name__ = run.__name__
-    return plain

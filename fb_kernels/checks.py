@@ -22,6 +22,49 @@ DENSE = "convert it with .to_dense(), or .to_padded_tensor() if it is nested"
 SEARCH = 10_000  # steps of the search for two places with one address
 
 
+def alike(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors are of one floating dtype that ops take, and on one device; None stands for none."""
+    dtype, device = first.dtype, first.device
+    if dtype not in FLOATS:
+        return False
+    for x in others:  # noqa: SIM110  (a loop, for it is on the way of every call)
+        if x is not None and (x.dtype is not dtype or x.device != device):
+            return False
+    return True
+
+
+def beside(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether index tensors are of a dtype that ops take, and on the first tensor's device; None stands for none."""
+    device = first.device
+    for x in others:  # noqa: SIM110
+        if x is not None and (x.dtype not in INDICES or x.device != device):
+            return False
+    return True
+
+
+def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
+    """Whether contiguous tensors share no byte with each other or the others; False where that takes a closer look."""
+    spans: list[tuple[int, int]] = []
+    for place, x in enumerate((*written, *others)):
+        if x is None:
+            continue
+        if not x.is_contiguous():
+            return False
+        first = x.data_ptr()
+        last = first + x.nbytes
+        for start, end in spans:
+            if first < end and start < last:
+                return False
+        if place < len(written):
+            spans.append((first, last))
+    return True
+
+
+def above_zero(value: object) -> bool:
+    """Whether it is a plain float, finite and above 0."""
+    return type(value) is float and 0.0 < value <= sys.float_info.max
+
+
 def error(
     op: str, argument: str, expected: str, got: object, remedy: str, kind: type[Exception] = ValueError
 ) -> Exception:

@@ -90,9 +90,20 @@ def call_faults(tree: ast.AST) -> Iterator[str]:
                     yield "passes trust_remote_code=True"
 
 
+def operator_faults(tree: ast.AST, path: str) -> Iterator[str]:
+    """fb_core calls ops by their public names alone, not as torch.ops.fb.<name>."""
+    for node in ast.walk(tree) if path.startswith("fb_core/") else ():
+        if isinstance(node, ast.Attribute) and node.attr == "ops":
+            yield f"reads {ast.unparse(node)}: only fb_kernels' public names are for others"
+        elif isinstance(node, ast.ImportFrom) and "ops" in (node.module or "").split("."):
+            yield f"imports from {node.module}: only fb_kernels' public names are for others"
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch" and any(n.name == "ops" for n in node.names):
+            yield "imports ops from torch: only fb_kernels' public names are for others"
+
+
 def faults(source: str, path: str) -> list[str]:
     tree = ast.parse(source)
-    found = [*import_faults(tree, path), *call_faults(tree)]
+    found = [*import_faults(tree, path), *call_faults(tree), *operator_faults(tree, path)]
     return found + [f"holds the absolute path {match.group()}" for match in ABSOLUTE_PATH.finditer(source)]
 
 
@@ -113,6 +124,9 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_core/a.py", "from fb_kernels import backend"),
         ("fb_core/a.py", "import fb_kernels.backend"),
         ("fb_core/a.py", "import triton"),
+        ("fb_core/a.py", "op = torch.ops.fb.skinny_linear.default"),
+        ("fb_core/a.py", "from torch import ops"),
+        ("fb_core/a.py", "from torch.ops import fb"),
         ("fb_core/a.py", "import importlib\nimportlib.import_module('peft')"),
         ("fb_core/a.py", "import peft.tuners"),
         ("fb_core/demo/a.py", "from peft import LoraConfig"),

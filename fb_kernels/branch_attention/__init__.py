@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op
 from fb_kernels.branch_attention import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -246,7 +246,7 @@ def _backward_fake(_: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0 if x is None else x.shape) for x in tensors[:3])
 
 
-_branch_attention = define(
+_branch_attention = Op(
     "branch_attention",
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     reference=reference.branch_attention,
@@ -254,14 +254,14 @@ _branch_attention = define(
     triton=True,
     cpu=True,
 )
-_branch_attention_out = define(
+_branch_attention_out = Op(
     "branch_attention_out",
     f"(Tensor(a!) out, Tensor(b!) lse, {_INPUTS}, {_OPTIONS}) -> ()",
     reference=reference.branch_attention_out,
     fake=lambda *_: None,
     triton=True,
 )
-_branch_attention_backward = define(
+_branch_attention_backward = Op(
     "branch_attention_backward",
     f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.branch_attention_backward,
@@ -284,4 +284,4 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return dq, dk if own else None, dv if own else None, *(None,) * 12
 
 
-differentiate("branch_attention", setup_context=_save, backward=_backward)
+_branch_attention.differentiate(setup_context=_save, backward=_backward, by=_branch_attention_backward)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels.backend import define
+from fb_kernels._op import Op, eager
 from fb_kernels.branch_attention_qkv import reference
 
 
@@ -61,6 +61,41 @@ def branch_attention_qkv(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
+    if (
+        eager((qkv, cos, sin, positions, k_cache, v_cache, held), (q_weight, k_weight, slots))
+        and checks.alike(qkv, q_weight, k_weight, k_cache, v_cache)
+        and checks.alike(cos, sin)
+        and checks.beside(qkv, positions, held, slots)
+        and cos.device == qkv.device
+        and type(num_heads) is type(num_kv_heads) is int
+        and num_heads > 0 < num_kv_heads
+        and num_heads % num_kv_heads == 0
+        and cos.ndim == qkv.ndim == 2
+        and cos.shape == sin.shape
+        and (head_dim := cos.shape[1]) % 2 == 0
+        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+        and (q_weight is None or q_weight.shape == (head_dim,))
+        and (k_weight is None or k_weight.shape == (head_dim,))
+        and positions.shape == qkv.shape[:1]
+        and k_cache.ndim == 3
+        and k_cache.shape == v_cache.shape
+        and k_cache.shape[1:] == (num_kv_heads, head_dim)
+        and held.shape == (1,)
+        and (
+            slots is None
+            or (
+                slots.shape == qkv.shape[:1]
+                and checks.disjoint((k_cache, v_cache), qkv, q_weight, k_weight, cos, sin, positions, held, slots)
+            )
+        )
+        and checks.above_zero(eps)
+        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
+        and (scale is None or checks.above_zero(scale))
+    ):
+        return _branch_attention_qkv.direct(
+            qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, held, slots,
+            num_heads, num_kv_heads, eps, window, head_dim**-0.5 if scale is None else scale,
+        )  # fmt: skip
     op = "branch_attention_qkv"
     checks.floating(op, "qkv", qkv)
     checks.floating(op, "cos", cos)
@@ -131,7 +166,7 @@ def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest:
     return qkv.new_empty((qkv.shape[0], num_heads, cos.shape[1]))
 
 
-_branch_attention_qkv = define(
+_branch_attention_qkv = Op(
     "branch_attention_qkv",
     "(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor held, Tensor? slots, SymInt num_heads, SymInt num_kv_heads, float eps, "

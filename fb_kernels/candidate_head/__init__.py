@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.candidate_head import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -48,6 +48,18 @@ def candidate_head(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value.
     """
+    if eager((hidden, head_weight, cu_group), (norm_weight, head_bias)) and (
+        checks.alike(hidden, norm_weight, head_weight, head_bias)
+        and checks.beside(hidden, cu_group)
+        and hidden.ndim == 2
+        and head_weight.shape == hidden.shape[1:]
+        and (norm_weight is None or norm_weight.shape == hidden.shape[1:])
+        and (head_bias is None or head_bias.numel() == 1)
+        and cu_group.ndim == 1
+        and cu_group.shape[0]
+        and (eps == 0.0 or checks.above_zero(eps))
+    ):
+        return _candidate_head.direct(hidden, norm_weight, head_weight, head_bias, cu_group, eps)
     op = "candidate_head"
     hidden, norm_weight, head_weight, head_bias = precision.promoted(hidden, norm_weight, head_weight, head_bias)
     checks.floating(op, "hidden", hidden)
@@ -107,7 +119,7 @@ def _backward_fake(
     )
 
 
-_candidate_head = define(
+_candidate_head = Op(
     "candidate_head",
     "(Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, Tensor cu_group, float eps) "
     "-> (Tensor, Tensor, Tensor)",
@@ -116,7 +128,7 @@ _candidate_head = define(
     triton=True,
     compiled=True,
 )
-_candidate_head_backward = define(
+_candidate_head_backward = Op(
     "candidate_head_backward",
     "(Tensor grad_score, Tensor hidden, Tensor? norm_weight, Tensor head_weight, Tensor? head_bias, float eps, "
     "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -138,4 +150,4 @@ def _backward(ctx: Any, grad_score: Tensor, *_: Tensor) -> tuple[Tensor | None, 
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
 
 
-differentiate("candidate_head", setup_context=_save, backward=_backward)
+_candidate_head.differentiate(setup_context=_save, backward=_backward, by=_candidate_head_backward)

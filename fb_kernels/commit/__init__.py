@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels.backend import define
+from fb_kernels._op import Op
 from fb_kernels.commit import reference
 from fb_kernels.commit.reference import Halt as Halt
 
@@ -90,7 +90,7 @@ def commit_(
     _commit(*state, token, entropy, threshold, eos_ids, max_length)
 
 
-_commit = define(
+_commit = Op(
     "commit_",
     "(Tensor(a!) tokens, Tensor(b!) length, Tensor(c!) halt, Tensor budget, Tensor token, Tensor entropy, "
     "Tensor threshold, Tensor eos_ids, Tensor max_length) -> ()",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define
+from fb_kernels._op import Op
 from fb_kernels.compatibility_targets import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -102,7 +102,7 @@ def _fake(
     return logprob.new_empty(shape, dtype=dtype), logprob.new_empty(shape, dtype=dtype)
 
 
-_compatibility_targets = define(
+_compatibility_targets = Op(
     "compatibility_targets",
     "(Tensor logprob, Tensor cu_group, Tensor? local, SymInt[] horizons, float temperature, float eps, float alpha) "
     "-> (Tensor, Tensor)",

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op
 from fb_kernels.group_cross_entropy import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -55,13 +55,13 @@ def group_cross_entropy(
     return loss.sum() / (cu_group[1:] > cu_group[:-1]).sum().clamp(min=1)
 
 
-_group_cross_entropy = define(
+_group_cross_entropy = Op(
     "group_cross_entropy",
     "(Tensor score, Tensor target, Tensor cu_group) -> Tensor",
     reference=reference.group_cross_entropy,
     fake=lambda score, _, cu: score.new_empty(cu.shape[0] - 1, dtype=accumulation_dtype(score.dtype)),
 )
-_group_cross_entropy_backward = define(
+_group_cross_entropy_backward = Op(
     "group_cross_entropy_backward",
     "(Tensor grad, Tensor score, Tensor target, Tensor cu_group) -> Tensor",
     reference=reference.group_cross_entropy_backward,
@@ -78,4 +78,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _group_cross_entropy_backward(grad, *ctx.saved_tensors) if needed else None, None, None
 
 
-differentiate("group_cross_entropy", setup_context=_save, backward=_backward)
+_group_cross_entropy.differentiate(setup_context=_save, backward=_backward, by=_group_cross_entropy_backward)

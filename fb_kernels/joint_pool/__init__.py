@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels.backend import define
+from fb_kernels._op import Op
 from fb_kernels.joint_pool import reference
 
 
@@ -50,7 +50,7 @@ def _fake(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-_joint_pool = define(
+_joint_pool = Op(
     "joint_pool",
     "(Tensor slm_ids, Tensor llm_ids) -> (Tensor, Tensor, Tensor)",
     reference=reference.joint_pool,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.linear_logprob import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -85,14 +86,31 @@ def linear_logprob(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value.
     """
-    op = "linear_logprob"
-    hidden, weight, bias = precision.lowered(hidden, weight, bias)
-    _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
-    if valid_vocab is not None:
-        checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
-    logprob, lse, entropy = _linear_logprob(
-        hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
-    )
+    options = (logit_scale, softcap, temperature, ignore_index, valid_vocab)
+    if eager((hidden, weight, target), (bias,)) and (
+        checks.alike(hidden, weight, bias)
+        and checks.beside(hidden, target)
+        and hidden.ndim
+        and weight.ndim == 2
+        and weight.shape[1] == hidden.shape[-1]
+        and target.shape == hidden.shape[:-1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and type(logit_scale) is float
+        and math.isfinite(logit_scale)
+        and (softcap is None or checks.above_zero(softcap))
+        and checks.above_zero(temperature)
+        and type(ignore_index) is int
+        and -checks.LARGEST <= ignore_index <= checks.LARGEST
+        and (valid_vocab is None or (type(valid_vocab) is int and 0 <= valid_vocab <= weight.shape[0]))
+    ):
+        logprob, lse, entropy = _linear_logprob.direct(hidden, weight, target, bias, *options)
+    else:
+        op = "linear_logprob"
+        hidden, weight, bias = precision.lowered(hidden, weight, bias)
+        _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
+        if valid_vocab is not None:
+            checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
+        logprob, lse, entropy = _linear_logprob(hidden, weight, target, bias, *options)
     asked = (logprob,) + ((lse,) if return_lse else ()) + ((entropy,) if return_entropy else ())
     return asked if len(asked) > 1 else logprob
 
@@ -225,14 +243,14 @@ def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[T
 
 _HEAD = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"
 
-_linear_logprob = define(
+_linear_logprob = Op(
     "linear_logprob",
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_HEAD}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
     triton=True,
 )
-_linear_logprob_backward = define(
+_linear_logprob_backward = Op(
     "linear_logprob_backward",
     "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
     f"{_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
@@ -240,7 +258,7 @@ _linear_logprob_backward = define(
     fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,
 )
-_partials = define(
+_partials = Op(
     "linear_logprob_partials",
     "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
     f"{_HEAD}) -> (Tensor, Tensor, Tensor)",
@@ -248,7 +266,7 @@ _partials = define(
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
     triton=True,
 )
-_partials_backward = define(
+_partials_backward = Op(
     "linear_logprob_partials_backward",
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
     f"Tensor max, SymInt vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
@@ -256,7 +274,7 @@ _partials_backward = define(
     fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,
 )
-_combine = define(
+_combine = Op(
     "combine_logprob_partials",
     "(Tensor max, Tensor sumexp, Tensor target_logit) -> (Tensor, Tensor)",
     reference=reference.combine_logprob_partials,
@@ -309,6 +327,6 @@ def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple
     return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
 
 
-differentiate("linear_logprob", setup_context=_save, backward=_backward)
-differentiate("linear_logprob_partials", setup_context=_save_partials, backward=_backward_partials)
-differentiate("combine_logprob_partials", setup_context=_save_combine, backward=_backward_combine)
+_linear_logprob.differentiate(setup_context=_save, backward=_backward, by=_linear_logprob_backward)
+_partials.differentiate(setup_context=_save_partials, backward=_backward_partials, by=_partials_backward)
+_combine.differentiate(setup_context=_save_combine, backward=_backward_combine)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.merge_attention_states import reference
 from fb_kernels.precision import accumulation_dtype
 
@@ -34,6 +34,16 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape or device.
     """
+    if eager((out_a, lse_a, out_b, lse_b)) and (
+        checks.alike(out_a, out_b)
+        and checks.alike(lse_a, lse_b)
+        and lse_a.dtype is accumulation_dtype(out_a.dtype)
+        and lse_a.device == out_a.device
+        and out_a.ndim == 3
+        and out_a.shape == out_b.shape
+        and lse_a.shape == lse_b.shape == (out_a.shape[1], out_a.shape[0])
+    ):
+        return _merge.direct(out_a, lse_a, out_b, lse_b)
     op = "merge_attention_states"
     out_a, out_b = precision.promoted(out_a, out_b)
     checks.floating(op, "out_a", out_a)
@@ -51,7 +61,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     return _merge(out_a, lse_a, out_b, lse_b)
 
 
-_merge = define(
+_merge = Op(
     "merge_attention_states",
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     reference=reference.merge_attention_states,
@@ -77,4 +87,4 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...
     return on_a, weight_a * grad_lse + spread, on_b, weight_b * grad_lse - spread
 
 
-differentiate("merge_attention_states", setup_context=_save, backward=_backward)
+_merge.differentiate(setup_context=_save, backward=_backward)

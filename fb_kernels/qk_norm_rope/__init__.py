@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.qk_norm_rope import reference
 
 
@@ -55,6 +55,26 @@ def qk_norm_rope(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
     """
+    if (
+        kv_out is None
+        and eager((qkv, cos, sin, positions), (q_weight, k_weight))
+        and checks.alike(qkv, q_weight, k_weight)
+        and checks.alike(cos, sin)
+        and checks.beside(cos, positions)
+        and cos.device == qkv.device
+        and type(num_heads) is type(num_kv_heads) is int
+        and num_heads > 0 < num_kv_heads
+        and cos.ndim == qkv.ndim == 2
+        and cos.shape == sin.shape
+        and cos.shape[0]
+        and (head_dim := cos.shape[1]) % 2 == 0
+        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+        and (q_weight is None or q_weight.shape == (head_dim,))
+        and (k_weight is None or k_weight.shape == (head_dim,))
+        and positions.shape == qkv.shape[:1]
+        and checks.above_zero(eps)
+    ):
+        return _qk_norm_rope.direct(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
     op = "qk_norm_rope"
     if kv_out is None:
         qkv, q_weight, k_weight = precision.promoted(qkv, q_weight, k_weight)
@@ -124,21 +144,21 @@ def _heads_fake(qkv: Tensor, head_dim: int, num_heads: int, num_kv_heads: int) -
 _INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions"
 _OPTIONS = "SymInt num_heads, SymInt num_kv_heads, float eps"
 
-_qk_norm_rope = define(
+_qk_norm_rope = Op(
     "qk_norm_rope",
     f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.qk_norm_rope,
     fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
 )
-_qk_norm_rope_out = define(
+_qk_norm_rope_out = Op(
     "qk_norm_rope_out",
     f"({_INPUTS}, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     reference=reference.qk_norm_rope_out,
     fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
 )
-_qk_norm_rope_backward = define(
+_qk_norm_rope_backward = Op(
     "qk_norm_rope_backward",
     f"(Tensor grad_q, Tensor grad_k, Tensor grad_v, {_INPUTS}, {_OPTIONS}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.qk_norm_rope_backward,
@@ -161,4 +181,4 @@ def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 6
 
 
-differentiate("qk_norm_rope", setup_context=_save, backward=_backward)
+_qk_norm_rope.differentiate(setup_context=_save, backward=_backward, by=_qk_norm_rope_backward)

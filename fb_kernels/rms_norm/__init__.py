@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.rms_norm import reference
 
 
@@ -32,6 +32,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value.
     """
+    if eager((x, weight), (residual,)) and (
+        checks.alike(x, weight, residual)
+        and x.ndim
+        and weight.shape == x.shape[-1:]
+        and checks.above_zero(eps)
+        and (residual is None or residual.shape == x.shape)
+    ):
+        normed, summed = _rms_norm.direct(x, weight, eps, residual)
+    else:
+        x, weight, residual = _checked(x, weight, eps, residual)
+        normed, summed = _rms_norm(x, weight, eps, residual)
+    return normed, x if residual is None else summed
+
+
+def _checked(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as autocast has them, after checks."""
     op = "rms_norm"
     x, weight, residual = precision.promoted(x, weight, residual)
     checks.floating(op, "x", x)
@@ -43,18 +59,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if residual is not None:
         checks.floating(op, "residual", residual, like=x)
         checks.shape(op, "residual", residual, tuple(x.shape), "[..., D]", "expand it to x's shape")
-    normed, summed = _rms_norm(x, weight, eps, residual)
-    return normed, x if residual is None else summed
+    return x, weight, residual
 
 
-_rms_norm = define(
+_rms_norm = Op(
     "rms_norm",
     "(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor)",
     reference=reference.rms_norm,
     fake=lambda x, weight, eps, residual: (x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)),
     triton=True,
 )
-_rms_norm_backward = define(
+_rms_norm_backward = Op(
     "rms_norm_backward",
     "(Tensor grad_normed, Tensor grad_sum, Tensor summed, Tensor weight, float eps, bool[] needs) -> (Tensor, Tensor)",
     reference=reference.rms_norm_backward,
@@ -82,4 +97,4 @@ def _backward(ctx: Any, grad_normed: Tensor, grad_sum: Tensor) -> tuple[Tensor |
     return summed if to_x else None, weight if to_weight else None, None, summed if to_residual else None
 
 
-differentiate("rms_norm", setup_context=_save, backward=_backward)
+_rms_norm.differentiate(setup_context=_save, backward=_backward, by=_rms_norm_backward)

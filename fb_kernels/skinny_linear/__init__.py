@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels.backend import define
+from fb_kernels._op import Op, eager
 from fb_kernels.skinny_linear import reference
 
 
@@ -46,6 +46,17 @@ def skinny_linear(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or combination, or an argument that requires grad.
     """
+    if eager((x, weight), (bias, norm_weight, residual)) and (
+        checks.alike(x, weight, bias, norm_weight, residual)
+        and x.ndim == weight.ndim == 2
+        and x.shape[1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and (norm_weight is None or norm_weight.shape == x.shape[1:])
+        and (residual is None or (not swiglu and residual.shape == (x.shape[0], weight.shape[0])))
+        and (swiglu is False or (swiglu is True and weight.shape[0] % 2 == 0))
+        and checks.above_zero(eps)
+    ):
+        return _skinny_linear.direct(x, weight, bias, norm_weight, eps, residual, swiglu, bool(frozen))
     op = "skinny_linear"
     x, weight, bias, norm_weight, residual = precision.lowered(x, weight, bias, norm_weight, residual)
     checks.floating(op, "x", x)
@@ -85,7 +96,7 @@ def _fake(
     return x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
 
 
-_skinny_linear = define(
+_skinny_linear = Op(
     "skinny_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? residual, bool swiglu, "
     "bool frozen) -> Tensor",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels.backend import define, differentiate
+from fb_kernels._op import Op, eager
 from fb_kernels.swiglu import reference
 
 
@@ -24,6 +24,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
         TypeError: gate_up is not a floating tensor.
         ValueError: its last dimension is odd or missing.
     """
+    if eager((gate_up,)) and checks.alike(gate_up) and gate_up.ndim and gate_up.shape[-1] % 2 == 0:
+        return _swiglu.direct(gate_up)
     op = "swiglu"
     checks.floating(op, "gate_up", gate_up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
@@ -33,14 +35,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _swiglu(gate_up)
 
 
-_swiglu = define(
+_swiglu = Op(
     "swiglu",
     "(Tensor gate_up) -> Tensor",
     reference=reference.swiglu,
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     triton=True,
 )
-_swiglu_backward = define(
+_swiglu_backward = Op(
     "swiglu_backward",
     "(Tensor grad, Tensor gate_up) -> Tensor",
     reference=reference.swiglu_backward,
@@ -57,4 +59,4 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
     return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
-differentiate("swiglu", setup_context=_save, backward=_backward)
+_swiglu.differentiate(setup_context=_save, backward=_backward, by=_swiglu_backward)

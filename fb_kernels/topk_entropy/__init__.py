@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks
-from fb_kernels.backend import define
+from fb_kernels._op import Op, eager
 from fb_kernels.precision import accumulation_dtype
 from fb_kernels.topk_entropy import reference
 
@@ -28,6 +28,8 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape or k.
     """
+    if eager((logits,)) and checks.alike(logits) and logits.ndim and type(k) is int and 0 < k <= logits.shape[-1]:
+        return _topk_entropy.direct(logits, k)
     op = "topk_entropy"
     checks.floating(op, "logits", logits)
     if logits.ndim == 0:
@@ -45,7 +47,7 @@ def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-_topk_entropy = define(
+_topk_entropy = Op(
     "topk_entropy",
     "(Tensor logits, SymInt k) -> (Tensor, Tensor, Tensor)",
     reference=reference.topk_entropy,

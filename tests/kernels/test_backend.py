@@ -85,14 +85,25 @@ def test_what_is_chosen_where_there_are_all_kinds(
         assert backend.chosen("skinny_linear", device) == expected
 
 
-@pytest.mark.parametrize("spec", ["auto", "cpu"])
-def test_without_a_library_for_the_cpu_the_reference_runs(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+def test_without_a_library_for_the_cpu_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "library", lambda: "there is no library")
     with backend.override("reference"):
         expected = skinny_linear(X, X)
-    with backend.override(spec):
+    with backend.override("auto"):
         assert backend.chosen("skinny_linear", "cpu") == ("reference", "there is no library")
         assert torch.equal(skinny_linear(X, X), expected)
+
+
+def test_kernels_that_are_asked_for_and_absent_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: "there is no library")
+    sentence = (
+        r"^skinny_linear: expected cpu kernels, as FB_KERNELS_BACKEND asks, got none \(there is no library\); install "
+        r"what is missing or set FB_KERNELS_BACKEND=auto$"
+    )
+    with backend.override("cpu"), pytest.raises(ValueError, match=sentence):
+        skinny_linear(X, X)
+    with backend.override("reference,skinny_linear=cpu"), pytest.raises(ValueError, match=sentence):
+        skinny_linear(X, X)
 
 
 def test_the_override_ends_with_its_context() -> None:

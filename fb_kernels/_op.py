@@ -1,0 +1,174 @@
+"""How an op is attached to torch.library, and how a call of it gets past the dispatcher.
+
+A call that wants nothing but the result, on plain tensors in eager mode, goes straight to the implementation: then the
+public function's checks are one boolean. All else (gradients, compilation, modes, subclasses, autocast, transforms,
+profiling) goes through the checks in words and through torch's dispatcher, and gives the same result.
+
+Under the transforms of torch.func the operators go by way of a `torch.autograd.Function`: grad, vjp, jacrev and vmap
+work (vmap as a loop); forward mode and ops that write to an argument are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from fb_kernels import backend
+
+LIBRARY = torch.library.Library("fb", "DEF")
+
+_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.maybe_current_level
+_autocast = torch._C._is_any_autocast_enabled
+_tracing = torch._C._get_tracing_state
+_profiling = torch._C._autograd._profiler_enabled
+
+
+def eager(needed: tuple[object, ...], optional: tuple[object, ...] = ()) -> bool:
+    """Whether these are plain tensors (or, the optional ones, None) and a call asks for its result alone."""
+    if (
+        torch.compiler.is_compiling()
+        or _modes()
+        or _transform() is not None
+        or forward_ad._current_level >= 0
+        or _autocast()
+        or _profiling()
+        or _tracing() is not None
+    ):
+        return False
+    graph = torch.is_grad_enabled()
+    for x in needed:
+        if not _is_plain(x, graph):
+            return False
+    for x in optional:  # noqa: SIM110  (a loop, for it is on the way of every call)
+        if x is not None and not _is_plain(x, graph):
+            return False
+    return True
+
+
+def _is_plain(x: Any, graph: bool) -> bool:
+    """Whether it is a dense tensor of no subclass that needs no gradient."""
+    kind = type(x)
+    if (kind is not Tensor and kind is not Parameter) or (graph and x.requires_grad):
+        return False
+    return x.layout is torch.strided and not x.is_nested and not x.is_neg()
+
+
+class Op:
+    """`fb::<name>`, called through torch's dispatcher; `direct` goes past it."""
+
+    def __init__(
+        self,
+        name: str,
+        signature: str,
+        *,
+        reference: Callable,
+        fake: Callable,
+        triton: bool = False,
+        compiled: bool = False,
+        cpu: bool = False,
+    ) -> None:
+        """Define the operator and attach its implementations and its fake.
+
+        Args:
+            name: the operator's name.
+            signature: its arguments and results in the schema language.
+            reference: in plain PyTorch, in the op's folder.
+            fake: shapes and dtypes of the results.
+            triton: whether the folder's `triton.py` has a function `name`.
+            compiled: whether its `cuda.py` has one.
+            cpu: whether its `cpu.py` has one.
+        """
+        self.name = name
+        kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
+        LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+        self._run = {device: backend.implementation(name, reference, kinds, device) for device in ("cpu", "cuda")}
+        for device, run in self._run.items():
+            LIBRARY.impl(name, _without_autocast(run, device), device.upper())
+        torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
+        self._op = getattr(torch.ops.fb, name).default
+        self._function: type[torch.autograd.Function] | None = None
+        self._on_cpu = self._run["cpu"]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Through the dispatcher."""
+        if torch.compiler.is_compiling() or not _transformed():
+            return self._op(*arguments)
+        if self._op._schema.is_mutable:
+            raise NotImplementedError(
+                f"{self.name}: expected a call outside torch.func and forward-mode differentiation, since it writes to "
+                "an argument, got one inside; loop over the calls"
+            )
+        return self._function.apply(*arguments) if self._function else self._op(*arguments)
+
+    def direct(self, first: Tensor, *rest: Any) -> Any:
+        """Past the dispatcher, where `eager` said that it may."""
+        if first.is_cpu:
+            return self._on_cpu(first, *rest)
+        if first.is_cuda:
+            return self._run["cuda"](first, *rest)
+        return self._op(first, *rest)
+
+    def differentiate(self, *, setup_context: Callable, backward: Callable, by: Op | None = None) -> None:
+        """Attach the gradient; the operator that it is made of, if one is, has no gradient of its own."""
+        torch.library.register_autograd(f"fb::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
+        self._function = _function(self.name, self.name, setup_context, backward)
+        if by is not None:
+
+            def refuse(*_: Any) -> None:
+                raise NotImplementedError(
+                    f"{self.name}: only first derivatives exist; call it without create_graph=True"
+                )
+
+            torch.library.register_autograd(f"fb::{by.name}", refuse, lib=LIBRARY)
+            by._function = _function(self.name, by.name, lambda *_: None, refuse)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is under way, which the operators know not."""
+    return _transform() is not None or forward_ad._current_level >= 0
+
+
+def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
+    """The operator `name` of `op` with its gradient, for the transforms of torch.func; none forward."""
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return getattr(torch.ops.fb, name).default(*arguments)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+            setup(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradient(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *_: Any) -> Any:
+            raise NotImplementedError(
+                f"{op}: expected differentiation in reverse, got forward mode; use torch.func.grad, vjp or jacrev"
+            )
+
+    return Transformed
+
+
+def _without_autocast(run: Callable, device: str) -> Callable:
+    """The implementation with its own precision: autocast would silently lower the products inside."""
+
+    def plain(*arguments: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return run(*arguments)
+        with torch.autocast(device, enabled=False):
+            return run(*arguments)
+
+    plain.__name__ = run.__name__
+    return plain
