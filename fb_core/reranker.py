@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fb_core import hf
-from fb_kernels import candidate_head
 
 Scope = Literal["candidate", "sequence"]
 HEAD_KEY = "base_model.model.score.weight"  # where PEFT keeps the head of a sequence classifier
@@ -212,9 +211,9 @@ class TokenReranker(nn.Module):
         Raises:
             ValueError: features missing or of another shape.
         """
-        rows = torch.tensor([0, len(hidden)], dtype=torch.int32, device=hidden.device)
-        scores = candidate_head(hidden, None, self.head, rows, eps=0.0)[0].float()
-        return scores + self._feature_scores(len(hidden), features)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scores = (hidden.to(wide) * self.head).sum(-1)  # not a product of matrices, which autocast would lower
+        return scores.float() + self._feature_scores(len(hidden), features)
 
     def _feature_scores(self, count: int, features: Sequence[Tensor] | None) -> Tensor:
         """[count] of w . f; zeros for a reranker without features."""

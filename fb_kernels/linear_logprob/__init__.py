@@ -11,6 +11,7 @@ from torch import Tensor
 from fb_kernels import checks, precision
 from fb_kernels._op import Op, eager
 from fb_kernels.linear_logprob import reference
+from fb_kernels.linear_logprob.options import SCHEMA, Options
 from fb_kernels.precision import accumulation_dtype
 
 
@@ -41,9 +42,54 @@ def linear_logprob(
     temperature: float = 1.0,
     ignore_index: int = -100,
     valid_vocab: int | None = None,
+    return_lse: Literal[True],
+    return_entropy: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    valid_vocab: int | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
-) -> tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...]: ...
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -86,7 +132,7 @@ def linear_logprob(
         TypeError: an argument of the wrong kind or dtype.
         ValueError: a wrong shape, device or value.
     """
-    options = (logit_scale, softcap, temperature, ignore_index, valid_vocab)
+    options = Options(logit_scale, softcap, temperature, ignore_index, valid_vocab)
     if eager((hidden, weight, target), (bias,)) and (
         checks.alike(hidden, weight, bias)
         and checks.beside(hidden, target)
@@ -107,7 +153,7 @@ def linear_logprob(
     else:
         op = "linear_logprob"
         hidden, weight, bias = precision.lowered(hidden, weight, bias)
-        _check(op, "weight", hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index)
+        _check(op, "weight", hidden, weight, target, bias, options)
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
         logprob, lse, entropy = _linear_logprob(hidden, weight, target, bias, *options)
@@ -157,13 +203,12 @@ def linear_logprob_partials(
     """
     op = "linear_logprob_partials"
     hidden, weight_shard, bias = precision.lowered(hidden, weight_shard, bias)
-    _check(op, "weight_shard", hidden, weight_shard, target, bias, logit_scale, softcap, temperature, ignore_index)
+    options = Options(logit_scale, softcap, temperature, ignore_index, valid_vocab)
+    _check(op, "weight_shard", hidden, weight_shard, target, bias, options)
     checks.integer(op, "vocab_start", vocab_start, "count the shard's first id from 0", least=0)
     if valid_vocab is not None:
         checks.integer(op, "valid_vocab", valid_vocab, "pass None for the whole vocabulary", least=0)
-    return _partials(
-        hidden, weight_shard, target, vocab_start, bias, logit_scale, softcap, temperature, ignore_index, valid_vocab
-    )
+    return _partials(hidden, weight_shard, target, vocab_start, bias, *options)
 
 
 def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,10 +250,7 @@ def _check(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
+    options: Options,
 ) -> None:
     checks.floating(op, "hidden", hidden)
     checks.floating(op, weight_name, weight, like=hidden)
@@ -220,11 +262,11 @@ def _check(
     if bias is not None:
         checks.floating(op, "bias", bias, like=hidden)
         checks.shape(op, "bias", bias, (weight.shape[0],), "[V]", "give one value to each row of the weight")
-    checks.number(op, "logit_scale", logit_scale, "use 1.0 for none")
-    if softcap is not None:
-        checks.positive(op, "softcap", softcap, "pass None for no soft-cap")
-    checks.positive(op, "temperature", temperature, "use 1.0 for none")
-    checks.integer(op, "ignore_index", ignore_index, "use -100")
+    checks.number(op, "logit_scale", options.logit_scale, "use 1.0 for none")
+    if options.softcap is not None:
+        checks.positive(op, "softcap", options.softcap, "pass None for no soft-cap")
+    checks.positive(op, "temperature", options.temperature, "use 1.0 for none")
+    checks.integer(op, "ignore_index", options.ignore_index, "use -100")
 
 
 def _statistics_fake(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,11 +283,9 @@ def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[T
     )
 
 
-_HEAD = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"
-
 _linear_logprob = Op(
     "linear_logprob",
-    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {_HEAD}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
     triton=True,
@@ -253,7 +293,7 @@ _linear_logprob = Op(
 _linear_logprob_backward = Op(
     "linear_logprob_backward",
     "(Tensor grad_logprob, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor lse, "
-    f"{_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"{SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_backward,
     fake=lambda _g, _l, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,
@@ -261,7 +301,7 @@ _linear_logprob_backward = Op(
 _partials = Op(
     "linear_logprob_partials",
     "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
-    f"{_HEAD}) -> (Tensor, Tensor, Tensor)",
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
     triton=True,
@@ -269,7 +309,7 @@ _partials = Op(
 _partials_backward = Op(
     "linear_logprob_partials_backward",
     "(Tensor grad_sumexp, Tensor grad_target_logit, Tensor hidden, Tensor weight_shard, Tensor target, Tensor? bias, "
-    f"Tensor max, SymInt vocab_start, {_HEAD}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"Tensor max, SymInt vocab_start, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials_backward,
     fake=lambda _s, _t, hidden, weight, *rest: _gradient_fake(hidden, weight, rest[-1]),
     triton=True,

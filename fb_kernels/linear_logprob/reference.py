@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fb_kernels import checks
+from fb_kernels.linear_logprob.options import Options
 from fb_kernels.precision import accumulation_dtype
 
 ROW_BLOCK = 1024
@@ -21,9 +23,7 @@ def _logit_blocks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
+    options: Options,
     valid: int,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """(rows, columns, logits, slope of the soft-cap or None) of hidden[N, D] @ weight[:valid].T, block by block."""
@@ -37,17 +37,17 @@ def _logit_blocks(
             head = weight[columns].to(dtype)
             few = x.shape[0] <= FEW_ROWS  # a product of few rows is quicker the other way round
             logits = (head @ x.T).T.contiguous() if few else x @ head.T  # [rows, columns]
-            if logit_scale != 1.0:
-                logits *= logit_scale
+            if options.logit_scale != 1.0:
+                logits *= options.logit_scale
             if bias is not None:
                 logits += bias[columns].to(dtype)
             slope = None
-            if softcap is not None:
-                logits.div_(softcap).tanh_()
+            if options.softcap is not None:
+                logits.div_(options.softcap).tanh_()
                 slope = 1 - logits.square()
-                logits *= softcap
-            if temperature != 1.0:
-                logits /= temperature
+                logits *= options.softcap
+            if options.temperature != 1.0:
+                logits /= options.temperature
             yield rows, columns, logits, slope
 
 
@@ -56,7 +56,8 @@ def _outside(target: Tensor, limit: int | None) -> Tensor:
     return target < 0 if limit is None else (target < 0) | (target >= limit)
 
 
-def _check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None) -> None:
+def check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None) -> None:
+    """ValueError for an id outside the vocabulary; read on the CPU only."""
     if target.device.type != "cpu":
         return
     bad = (target != ignore_index) & _outside(target, limit)
@@ -71,27 +72,19 @@ def _check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None
         )
 
 
-def _valid_rows(weight: Tensor, valid_vocab: int | None, vocab_start: int = 0) -> int:
-    if valid_vocab is None:
-        return weight.shape[0]
-    return max(0, min(valid_vocab - vocab_start, weight.shape[0]))
-
-
 def _statistics(
     x: Tensor,
     weight: Tensor,
     ids: Tensor,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
+    options: Options,
     valid: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Running (max, sum exp(l - max), sum (l - max) exp(l - max), logit of ids, -inf outside [0, valid)), each [N]."""
     dtype = accumulation_dtype(x.dtype)
     top = torch.full((x.shape[0],), -torch.inf, dtype=dtype, device=x.device)
     total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), top.clone()
-    for rows, columns, logits, _ in _logit_blocks(x, weight, bias, logit_scale, softcap, temperature, valid):
+    for rows, columns, logits, _ in _logit_blocks(x, weight, bias, options, valid):
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
         found = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -112,21 +105,18 @@ def linear_logprob(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy), each of target's shape."""
-    valid = _valid_rows(weight, valid_vocab)
-    _check_targets("linear_logprob", target, ignore_index, valid)
+    options = Options(*rest)
+    valid = options.rows(weight)
+    check_targets("linear_logprob", target, options.ignore_index, valid)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
-    top, total, weighted, picked = _statistics(x, weight, ids, bias, logit_scale, softcap, temperature, valid)
+    top, total, weighted, picked = _statistics(x, weight, ids, bias, options, valid)
     lse = top + total.log()
     entropy = total.log() - weighted / total
-    ignored = ids == ignore_index
+    ignored = ids == options.ignore_index
     logprob = torch.where(_outside(ids, valid), torch.nan, picked - lse)
     return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in (logprob, lse, entropy))  # type: ignore[return-value]
 
@@ -139,9 +129,7 @@ def _project_back(
     on_target: Tensor,
     on_exponential: Tensor,
     shift: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
+    options: Options,
     valid: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,20 +141,20 @@ def _project_back(
     d_weight = torch.zeros(weight.shape if need_weight else (0,), dtype=dtype, device=x.device)
     d_bias = torch.zeros(weight.shape[0] if need_bias else 0, dtype=dtype, device=x.device)
     unused = ((on_target == 0) & (on_exponential == 0))[:, None]  # their logits may be inf or NaN
-    for rows, columns, logits, slope in _logit_blocks(x, weight, bias, logit_scale, softcap, temperature, valid):
+    for rows, columns, logits, slope in _logit_blocks(x, weight, bias, options, valid):
         grad = logits.sub_(shift[rows, None]).exp_().mul_(on_exponential[rows, None])
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
         grad.scatter_add_(
             1, local.clamp(0, logits.shape[1] - 1)[:, None], torch.where(inside, on_target[rows], 0.0)[:, None]
         )
-        grad /= temperature
+        grad /= options.temperature
         if slope is not None:
             grad *= slope
         grad.masked_fill_(unused[rows], 0.0)
         if need_bias:
             d_bias[columns] += grad.sum(0)
-        grad *= logit_scale
+        grad *= options.logit_scale
         if need_hidden:
             d_hidden[rows] += grad @ weight[columns].to(dtype)
         if need_weight:
@@ -183,16 +171,13 @@ def linear_logprob_backward(
     target: Tensor,
     bias: Tensor | None,
     lse: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of a logit is grad_logprob (onehot - p) + grad_lse p; what `needs` leaves out comes back empty."""
+    *given, needs = rest
+    options = Options(*given)
     ids = target.reshape(-1).long()
-    counted = ids != ignore_index
+    counted = ids != options.ignore_index
     on_logprob = torch.where(counted, grad_logprob.reshape(-1), 0.0)
     on_lse = torch.where(counted, grad_lse.reshape(-1), 0.0)
     return _project_back(
@@ -203,10 +188,8 @@ def linear_logprob_backward(
         on_logprob,
         on_lse - on_logprob,
         lse.reshape(-1),
-        logit_scale,
-        softcap,
-        temperature,
-        _valid_rows(weight, valid_vocab),
+        options,
+        options.rows(weight),
         needs,
     )
 
@@ -217,23 +200,18 @@ def linear_logprob_partials(
     target: Tensor,
     vocab_start: int,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(max, sumexp, target logit) of one shard; ignored rows are empty in every shard, and no other row is."""
-    _check_targets("linear_logprob_partials", target, ignore_index, valid_vocab)
+    options = Options(*rest)
+    check_targets("linear_logprob_partials", target, options.ignore_index, options.valid_vocab)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
-    valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
-    top, total, _, picked = _statistics(
-        x, weight_shard, ids - vocab_start, bias, logit_scale, softcap, temperature, valid
-    )
+    valid = options.rows(weight_shard, vocab_start)
+    top, total, _, picked = _statistics(x, weight_shard, ids - vocab_start, bias, options, valid)
     total = total.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum itself, also of -inf alone
-    picked = picked.masked_fill(_outside(ids, valid_vocab), torch.nan)
-    ignored = ids == ignore_index
+    picked = picked.masked_fill(_outside(ids, options.valid_vocab), torch.nan)
+    ignored = ids == options.ignore_index
     empty = ((top, -torch.inf), (total, 0.0), (picked, -torch.inf))
     return tuple(values.masked_fill(ignored, fill).view(target.shape) for values, fill in empty)  # type: ignore[return-value]
 
@@ -247,16 +225,13 @@ def linear_logprob_partials_backward(
     bias: Tensor | None,
     top: Tensor,
     vocab_start: int,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shift by the maximum is a constant: whatever it is, lse = max + log(sumexp) has the same gradient."""
+    *given, needs = rest
+    options = Options(*given)
     ids = target.reshape(-1).long()
-    counted = ids != ignore_index
+    counted = ids != options.ignore_index
     shift = top.reshape(-1)
     return _project_back(
         hidden,
@@ -266,10 +241,8 @@ def linear_logprob_partials_backward(
         torch.where(counted, grad_target_logit.reshape(-1), 0.0),
         torch.where(counted, grad_sumexp.reshape(-1), 0.0),
         torch.where(shift == -torch.inf, torch.zeros_like(shift), shift),
-        logit_scale,
-        softcap,
-        temperature,
-        _valid_rows(weight_shard, valid_vocab, vocab_start),
+        options,
+        options.rows(weight_shard, vocab_start),
         needs,
     )
 

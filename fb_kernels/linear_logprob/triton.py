@@ -6,12 +6,15 @@ cuBLAS write one chunk of them that stays in the L2 cache and reads it once. `tu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fb_kernels import tuning
+from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton.functions import tanh
 
 FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
@@ -281,46 +284,17 @@ def _combine_logprob_partials_kernel(
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy), each of target's shape."""
-    if hidden.dtype == torch.float64:
-        return NotImplemented
-    valid = _valid_rows(weight, valid_vocab, 0)
-    return _forward(
-        hidden, weight, target, 0, bias, logit_scale, softcap, temperature, ignore_index, valid, valid - 1, whole=True
-    )
+    return _forward(hidden, weight, target, 0, bias, Options(*options), whole=True)
 
 
 def linear_logprob_partials(
-    hidden: Tensor,
-    weight_shard: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
+    hidden: Tensor, weight_shard: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(max, sumexp, target logit) of one shard."""
-    if hidden.dtype == torch.float64:
-        return NotImplemented
-    valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
-    last = LARGEST_ID if valid_vocab is None else valid_vocab - 1
-    return _forward(
-        hidden, weight_shard, target, vocab_start, bias, logit_scale, softcap, temperature, ignore_index, valid, last,
-        whole=False,
-    )  # fmt: skip
+    return _forward(hidden, weight_shard, target, vocab_start, bias, Options(*options), whole=False)
 
 
 def combine_logprob_partials(top: Tensor, sumexp: Tensor, target_logit: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,24 +320,17 @@ def linear_logprob_backward(
     target: Tensor,
     bias: Tensor | None,
     lse: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to hidden, weight and bias; what `needs` leaves out comes back empty."""
     if hidden.dtype == torch.float64:
         return NotImplemented
-    counted = target != ignore_index
+    *given, needs = rest
+    options = Options(*given)
+    counted = target != options.ignore_index
     on_logprob = torch.where(counted, grad_logprob, 0.0)
     on_exponential = torch.where(counted, grad_lse, 0.0) - on_logprob
-    valid = _valid_rows(weight, valid_vocab, 0)
-    return _project_back(
-        hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, logit_scale, softcap, temperature, valid,
-        needs,
-    )  # fmt: skip
+    return _project_back(hidden, weight, target, 0, bias, on_logprob, on_exponential, lse, options, needs)
 
 
 def linear_logprob_partials_backward(
@@ -375,30 +342,19 @@ def linear_logprob_partials_backward(
     bias: Tensor | None,
     top: Tensor,
     vocab_start: int,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid_vocab: int | None,
-    needs: list[bool],
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to hidden, weight_shard and bias; the maximum is a constant shift."""
     if hidden.dtype == torch.float64:
         return NotImplemented
-    counted = target != ignore_index
+    *given, needs = rest
+    options = Options(*given)
+    counted = target != options.ignore_index
     on_target, on_exponential = (torch.where(counted, grad, 0.0) for grad in (grad_target_logit, grad_sumexp))
     shift = top.masked_fill(top == -torch.inf, 0.0)
-    valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
     return _project_back(
-        hidden, weight_shard, target, vocab_start, bias, on_target, on_exponential, shift,
-        logit_scale, softcap, temperature, valid, needs,
-    )  # fmt: skip
-
-
-def _valid_rows(weight: Tensor, valid_vocab: int | None, vocab_start: int) -> int:
-    if valid_vocab is None:
-        return weight.shape[0]
-    return max(0, min(valid_vocab - vocab_start, weight.shape[0]))
+        hidden, weight_shard, target, vocab_start, bias, on_target, on_exponential, shift, options, needs
+    )
 
 
 def _rows(hidden: Tensor, rows: int) -> Tensor:
@@ -433,23 +389,22 @@ def _forward(
     target: Tensor,
     vocab_start: int,
     bias: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    ignore_index: int,
-    valid: int,
-    last: int,
+    options: Options,
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of every tile, then their merge; ids above `last` are bad."""
-    rows, (_, width) = target.numel(), weight.shape
+    """Statistics of every tile of a shard, then their merge: the whole head's results, or the shard's share of them."""
+    if hidden.dtype == torch.float64:
+        return NotImplemented
+    rows, (_, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
+    last = valid - 1 if whole else LARGEST_ID if options.valid_vocab is None else options.valid_vocab - 1  # a good id
     x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
     one, two, three = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
     if not rows:
         return one, two, three
-    options = (logit_scale, 1.0 if softcap is None else softcap, temperature)
+    softcap = options.softcap
+    numbers = (options.logit_scale, 1.0 if softcap is None else softcap, options.temperature)
     picked = x.new_empty(rows, dtype=torch.float32)
     if _vectors(x, weight) and tuning.linear_logprob_form(x.dtype, rows, valid, width) == "fused":
         launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
@@ -460,7 +415,7 @@ def _forward(
         if tiles:
             _linear_logprob_fwd_kernel[(blocks * triton.cdiv(rows, launch["BLOCK_M"]),)](
                 x, weight, bias, ids, statistics, picked, rows, valid, vocab_start, tiles,
-                width // vector, x.stride(0) // vector, weight.stride(0) // vector, *options,
+                width // vector, x.stride(0) // vector, weight.stride(0) // vector, *numbers,
                 SOFTCAP=softcap is not None, EVEN=width % launch["BLOCK_K"] == 0, VECTOR=vector, TILE=tile, **launch,
             )  # fmt: skip
     else:
@@ -474,11 +429,11 @@ def _forward(
             _product(x, weight[first : first + count].T, products[:, :count])
             _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(rows, launch["BLOCK_M"]),)](
                 products, bias, ids, statistics, picked, rows, valid, vocab_start, tiles, first, products.stride(0),
-                *options, SOFTCAP=softcap is not None, **launch,
+                *numbers, SOFTCAP=softcap is not None, **launch,
             )  # fmt: skip
     launch = tuning.linear_logprob_merge()
     _merge_statistics_kernel[(triton.cdiv(rows, launch["BLOCK_M"]),)](
-        statistics, picked, ids, one, two, three, rows, valid, vocab_start, tiles, last, ignore_index,
+        statistics, picked, ids, one, two, three, rows, valid, vocab_start, tiles, last, options.ignore_index,
         WHOLE=whole, **launch,
     )  # fmt: skip
     return one, two, three
@@ -493,14 +448,11 @@ def _project_back(
     on_target: Tensor,
     on_exponential: Tensor,
     shift: Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    valid: int,
+    options: Options,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum_n on_target * l[target] + on_exponential * exp(l - shift), one chunk of logits after another."""
-    rows, (vocab, width) = target.numel(), weight.shape
+    rows, (vocab, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
     x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
     on_target, on_exponential, shift = (part.reshape(-1).contiguous() for part in (on_target, on_exponential, shift))
@@ -525,7 +477,8 @@ def _project_back(
         _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * row_blocks,)](
             products, d_products, sums, bias, ids, on_target, on_exponential, shift,
             rows, valid, vocab_start, first, products.stride(0),
-            logit_scale, 1.0 if softcap is None else softcap, temperature, SOFTCAP=softcap is not None, **launch,
+            options.logit_scale, 1.0 if options.softcap is None else options.softcap, options.temperature,
+            SOFTCAP=options.softcap is not None, **launch,
         )  # fmt: skip
         if need_hidden:
             _product(d_products[:, :count], weight[chunk], d_hidden, add=True)
