@@ -1,4 +1,4 @@
-"""`branch_attention_qkv` in plain PyTorch, on any device: norm, rotation, cache write and attention in few operations."""
+"""`branch_attention_qkv` in plain PyTorch, on any device: all of a decode step in few operations."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ def linear_logprob(
     """(log softmax(logits)[target], log-sum-exp, entropy -sum p log p without gradient), each [...]; ignored rows 0."""
     counted = target != ignore_index
     logits = _logits(hidden[counted], weight, bias, logit_scale, softcap, temperature)[:, :valid_vocab]  # [N, V]
-    lse = logits.logsumexp(-1)
+    logprob, lse = logits.log_softmax(-1), logits.logsumexp(-1)
     lse = lse.masked_fill(lse == torch.inf, torch.nan)
-    logprob = logits - lse[:, None]
     picked = logprob.gather(1, target[counted].long()[:, None])[:, 0]
     entropy = torch.special.entr(logprob.detach().exp()).sum(-1)
     return _filled(counted, picked, 0.0), _filled(counted, lse, 0.0), _filled(counted, entropy, 0.0)
