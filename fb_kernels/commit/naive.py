@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-NONE, NAN, EVENT, EOS, LENGTH = range(5)  # of `Halt`
+NONE, NAN, EVENT, EOS, LENGTH = range(5)  # the values of `Halt`
 
 
 def commit_(

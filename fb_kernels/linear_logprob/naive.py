@@ -18,7 +18,7 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log softmax(logits)[target], log-sum-exp, entropy -sum p log p without gradient), each [...]; ignored rows 0."""
     counted = target != ignore_index
-    logits = _logits(hidden[counted], weight, bias, logit_scale, softcap, temperature)[:, :valid_vocab]  # [N, V]
+    logits = _logits(hidden[counted], weight[:valid_vocab], bias, logit_scale, softcap, temperature)  # [N, V]
     logprob, lse = logits.log_softmax(-1), logits.logsumexp(-1)
     lse = lse.masked_fill(lse == torch.inf, torch.nan)
     picked = logprob.gather(1, target[counted].long()[:, None])[:, 0]
@@ -42,7 +42,7 @@ def linear_logprob_partials(
     """(max, sum of exp(logit - max), target's logit or -inf where it is another shard's) of the shard, each [...]."""
     counted = target != ignore_index
     valid = len(weight_shard) if valid_vocab is None else min(len(weight_shard), max(0, valid_vocab - vocab_start))
-    logits = _logits(hidden[counted], weight_shard, bias, logit_scale, softcap, temperature)[:, :valid]
+    logits = _logits(hidden[counted], weight_shard[:valid], bias, logit_scale, softcap, temperature)
     logits = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1)  # [N, valid + 1]: no id's
     top = logits.detach().amax(-1)
     sumexp = (logits - top.masked_fill(top == -torch.inf, 0.0)[:, None]).exp().sum(-1)
@@ -66,7 +66,7 @@ def _logits(
 ) -> Tensor:
     logits = logit_scale * (hidden @ weight.T)
     if bias is not None:
-        logits = logits + bias
+        logits = logits + bias[: len(weight)]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits / temperature

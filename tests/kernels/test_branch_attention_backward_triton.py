@@ -1,4 +1,4 @@
-"""The Triton backward of `branch_attention` against the float64 reference, interpreted."""
+"""The Triton backward of `branch_attention` against the float64 definition, interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of `branch_attention` against the reference, interpreted: both kernels, all options."""
+"""The Triton kernels of `branch_attention` against the definition, interpreted: both kernels, all options."""
 
 from __future__ import annotations
 

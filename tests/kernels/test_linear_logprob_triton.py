@@ -1,4 +1,4 @@
-"""The Triton kernels of `linear_logprob` against the float64 reference, interpreted, in both forms."""
+"""The Triton kernels of `linear_logprob` against the float64 definition, interpreted, in both forms."""
 
 from __future__ import annotations
 

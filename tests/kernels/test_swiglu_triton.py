@@ -1,4 +1,4 @@
-"""The Triton kernels of `swiglu` against the float64 reference, interpreted."""
+"""The Triton kernels of `swiglu` against the float64 definition, interpreted."""
 
 from __future__ import annotations
 
