@@ -48,7 +48,7 @@ SMALL = [name for name in branch_attention.LAYOUTS if name.startswith("small")]
 
 @pytest.fixture(autouse=True, params=["reference", "triton"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On CPU tensors: the definitions, then the kernels, interpreted."""
+    """On CPU tensors: plain PyTorch, then the kernels, interpreted."""
     if request.param == "triton" and os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
     sorts_little = {"BLOCK": 32, "GROUP": 2, "STEPS": 1, "num_warps": 4}

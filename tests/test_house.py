@@ -20,6 +20,7 @@ PACKAGES = ("fb_kernels", "fb_core")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PUBLIC_MODULES = {"testing", "env"}
 TRITON = re.compile(r"fb_kernels/(env|triton/\w+|\w+/triton(_\w+)?)\.py")  # who may import it
+DEFINITION = re.compile(r"fb_kernels/\w+/naive\.py")
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}-])/(?:home|root|work|tmp|usr|opt|mnt|data|etc|var|srv|Users)/|[A-Z]:\\\\")
 
@@ -50,6 +51,12 @@ def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
             yield f"imports {shown}: imports point the other way"
         if root in UNPICKLERS:
             yield f"imports {shown}: nothing is unpickled"
+        naive = root == "fb_kernels" and "naive" in (*rest, name)
+        if DEFINITION.fullmatch(path):
+            if root not in ("__future__", "torch") and not naive:
+                yield f"imports {shown}: a definition stands on torch and other definitions"
+        elif naive and package == "fb_kernels":
+            yield f"imports {shown}: what a definition is the truth of must not use it"
         if root == "triton" and not TRITON.fullmatch(path):
             yield f"imports {shown}: kernels live in an op's triton.py"
         if root == "peft" and not path.startswith("fb_core/hf/"):
@@ -120,6 +127,13 @@ def test_sources_keep_the_rules(path: Path) -> None:
         ("fb_kernels/a.py", "import triton.language as tl"),
         ("fb_kernels/a/__init__.py", "import triton"),
         ("fb_kernels/a.py", "def f():\n    from transformers import AutoModel"),
+        ("fb_kernels/a/naive.py", "import math"),
+        ("fb_kernels/a/naive.py", "from fb_kernels.swiglu.reference import swiglu"),
+        ("fb_kernels/a/naive.py", "from fb_kernels import swiglu"),
+        ("fb_kernels/a/reference.py", "from fb_kernels.swiglu.naive import swiglu"),
+        ("fb_kernels/a/triton.py", "from fb_kernels.a import naive"),
+        ("fb_kernels/a/__init__.py", "from . import naive"),
+        ("fb_core/a.py", "from fb_kernels.swiglu.naive import swiglu"),
         ("fb_core/a.py", "from fb_kernels.swiglu.reference import swiglu"),
         ("fb_core/a.py", "from fb_kernels import backend"),
         ("fb_core/a.py", "import fb_kernels.backend"),
@@ -160,6 +174,7 @@ def test_a_broken_rule_is_seen(path: str, source: str) -> None:
         ("fb_core/demo/a.py", "from transformers import AutoModel"),
         ("fb_core/cli.py", "from fb_core import scorer"),
         ("fb_core/a.py", "model.eval()\nf(trust_remote_code=config.trust)\nurl = 'http://host/data/x'"),
+        ("fb_kernels/a/naive.py", "import torch\nfrom fb_kernels.swiglu.naive import swiglu"),
         ("fb_kernels/triton/a.py", "import triton"),
         ("fb_kernels/a/triton_layout.py", "import triton"),
     ],
@@ -173,8 +188,9 @@ def test_every_op_has_its_files_under_one_stem() -> None:
     stems = {function.__module__.removeprefix("fb_kernels.") for function in functions if inspect.isfunction(function)}
     assert len(stems) > 1
     for stem in sorted(stems):
-        for file in (f"fb_kernels/{stem}/reference.py", f"tests/kernels/test_{stem}.py"):
+        for file in (f"fb_kernels/{stem}/{name}.py" for name in ("naive", "reference")):
             assert (ROOT / file).is_file(), file
+        assert (ROOT / f"tests/kernels/test_{stem}.py").is_file(), stem
 
 
 def test_every_op_module_is_public() -> None:

@@ -1,4 +1,4 @@
-"""Definition of `branch_attention`: softmax over a shared prefix and the row's own branch, in blocks of rows.
+"""`branch_attention` in plain PyTorch, on any device: flash attention in blocks of rows, whose states merge.
 
 Everything is a sum over pieces, a block of rows against a stretch of keys with a mask; the states of the pieces merge.
 On the CPU the pieces follow the layout, which the host reads; elsewhere they are whole buffers, masked on the device.

@@ -1,4 +1,4 @@
-"""Definition of `branch_attention_qkv`: norm, rotation, cache write and attention of one-token branches."""
+"""`branch_attention_qkv` in plain PyTorch, on any device: all of a decode step in few operations."""
 
 from __future__ import annotations
 

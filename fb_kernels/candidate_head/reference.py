@@ -1,4 +1,4 @@
-"""Definition of `candidate_head`: RMSNorm and a dot product a row, then softmax and argmax a group."""
+"""`candidate_head` in plain PyTorch, on any device: all groups at once, and its gradient."""
 
 from __future__ import annotations
 

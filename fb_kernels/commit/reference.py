@@ -1,4 +1,4 @@
-"""Definition of `commit_`: sync-free tensor operations, so that it is captured in the graph of a decode step."""
+"""`commit_` in plain PyTorch, on any device: without a sync, so that it is captured in the graph of a decode step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `compatibility_targets`, on every device; float64 inside, so that equal futures stay equal."""
+"""`compatibility_targets` in plain PyTorch, on any device; float64 inside, so that equal futures stay equal."""
 
 from __future__ import annotations
 

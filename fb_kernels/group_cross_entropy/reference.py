@@ -1,4 +1,4 @@
-"""Definition of `group_cross_entropy`, on every device; float64 inside, since the tensors are small."""
+"""`group_cross_entropy` in plain PyTorch, on any device; float64 inside, since the tensors are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `joint_pool`, on every device: all pairs are compared, so no shape depends on the contents."""
+"""`joint_pool` in plain PyTorch, on any device: all pairs are compared, so no shape depends on the contents."""
 
 from __future__ import annotations
 

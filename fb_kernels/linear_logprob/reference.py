@@ -1,4 +1,4 @@
-"""Definition of `linear_logprob`: rows and vocabulary in blocks, so that the logits never exist as a whole."""
+"""`linear_logprob` in plain PyTorch, on any device: in blocks, so that the logits never exist as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `merge_attention_states`: two softmaxes over separate keys become one over their union."""
+"""`merge_attention_states` in plain PyTorch, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `qk_norm_rope` and of its form that also writes a key-value cache."""
+"""`qk_norm_rope` in plain PyTorch, on any device: its gradient, and its form that also writes a key-value cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of `rms_norm`, and the normalisation that `qk_norm_rope` shares with it."""
+"""`rms_norm` in plain PyTorch, on any device, and the normalisation that `qk_norm_rope` shares with it."""
 
 from __future__ import annotations
 

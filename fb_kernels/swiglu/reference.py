@@ -1,4 +1,4 @@
-"""Definition of `swiglu`."""
+"""`swiglu` in plain PyTorch, on any device, and its gradient."""
 
 from __future__ import annotations
 

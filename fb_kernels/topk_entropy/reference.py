@@ -1,4 +1,4 @@
-"""Definition of `topk_entropy`: unique integer keys, since torch.topk promises no order among equal values."""
+"""`topk_entropy` in plain PyTorch, on any device: by unique integers, since torch.topk does not order equal values."""
 
 from __future__ import annotations
 

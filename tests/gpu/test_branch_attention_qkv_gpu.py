@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fb_kernels import cuda
 from fb_kernels.branch_attention_qkv import cuda as kernels
+from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as naive
 from fb_kernels.testing import poison_
 
 pytestmark = pytest.mark.gpu
@@ -85,6 +86,19 @@ def attend(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: 
         )
 
 
+def defined(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *weights: Tensor) -> Tensor:
+    """The definition."""
+    q_weight, k_weight = weights or (None, None)
+    return naive(
+        *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
+        *(indices.held, indices.slots),
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        eps=EPS,
+        window=size.window,
+    )
+
+
 def make(size: Size, dtype: torch.dtype, device: str = DEVICE) -> Case:
     """Outputs are the attention, and what the caches then hold in the rows' slots."""
     rows, held, heads, kv_heads, width, window, norm = size
@@ -109,9 +123,7 @@ def make(size: Size, dtype: torch.dtype, device: str = DEVICE) -> Case:
         return out.flatten(1, 2), k, v
 
     def op(*floats: Tensor) -> tuple[Tensor, ...]:
-        if floats[0].dtype == torch.float64:
-            return plain(*floats)
-        out = attend(size, indices, *floats)
+        out = (defined if floats[0].dtype == torch.float64 else attend)(size, indices, *floats)
         return out, *(cache.index_select(0, indices.slots) for cache in floats[1:3])
 
     caches = [poison_(torch.empty(held + 2 * rows + 100, kv_heads, width, dtype=dtype, device=device)) for _ in "kv"]

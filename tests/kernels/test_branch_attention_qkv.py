@@ -12,7 +12,9 @@ from torch import Tensor
 from fb_kernels import backend
 from fb_kernels.branch_attention import reference as branch_attention
 from fb_kernels.branch_attention_qkv import branch_attention_qkv, reference
+from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as definition
 from fb_kernels.qk_norm_rope import reference as qk_norm_rope
+from fb_kernels.qk_norm_rope.naive import qk_norm_rope as naive_qk_norm_rope
 from fb_kernels.testing import assert_close_to_reference, count_syncs, magnitude
 
 
@@ -67,26 +69,13 @@ def changed(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> di
 
 def turned(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """(q[N, Hq, E], k[N, Hkv, E], v) after norm and rotation."""
-    heads, kv_heads = arguments["num_heads"], arguments["num_kv_heads"]
-    width = arguments["cos"].shape[1]
-    *both, v = arguments["qkv"].unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], 1)
-    for index, weight in enumerate((arguments["q_weight"], arguments["k_weight"])):
-        x = both[index]
-        if weight is not None:
-            x = x / (x.pow(2).mean(-1, keepdim=True) + arguments.get("eps", 1e-6)).sqrt() * weight
-        cos, sin = (arguments[name][arguments["positions"].long()][:, None] for name in ("cos", "sin"))
-        half = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
-        both[index] = x * cos + half * sin
-    return *both, v
+    names = ("qkv", "q_weight", "k_weight", "cos", "sin", "positions", "num_heads", "num_kv_heads")
+    return naive_qk_norm_rope(**{name: arguments[name] for name in names}, eps=arguments.get("eps", 1e-6))
 
 
 def naive(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """(out[N, Hq, E], k[N, Hkv, E], v) one head at a time."""
-    q, k, v = turned(arguments)
-    out = torch.empty_like(q)
-    for row, head, keys, values in seen(arguments, k, v):
-        out[row, head] = (scale_of(arguments) * keys @ q[row, head]).softmax(0) @ values
-    return out, k, v
+    """(out[N, Hq, E], k[N, Hkv, E], v) of the definition, which leaves the caches alone."""
+    return definition(**(arguments | {"slots": None})), *turned(arguments)[1:]
 
 
 def scale_of(arguments: dict[str, Any]) -> float:
@@ -148,18 +137,14 @@ def test_matches_naive_float64(
     built = case(
         rows, kv_heads, repeat, 2 * half, held, 13, normed=normed, slots=slots, seed=seed, window=window, scale=0.3
     )
-    expected, k, v = naive(built)
-    caches = [built[name].clone() for name in ("k_cache", "v_cache")]
+    caches = {name: built[name].clone() for name in ("k_cache", "v_cache")}
+    expected = definition(**(built | caches))
     qkv = built["qkv"].clone()
     out = branch_attention_qkv(**built)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert out.is_contiguous()
     assert torch.equal(built["qkv"], qkv)
-    for cache, new in zip(caches, (k, v), strict=True):
-        for row, slot in enumerate(slots or []):
-            if slot >= 0:
-                cache[slot] = new[row]
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+    for name, cache in caches.items():
         torch.testing.assert_close(built[name], cache, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 

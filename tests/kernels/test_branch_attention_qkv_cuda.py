@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_branch_attention_qkv import changed, naive
 from torch import Tensor
 
 from fb_kernels.branch_attention_qkv import cuda as kernels
@@ -94,15 +95,15 @@ def make(
     )
 
 
-def plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(out[N, Hq, E], k[N, Hkv, E], v) with torch's operations on tensors of a dtype."""
-    kv_heads, width = case.num_kv_heads, case.cos.shape[1]
+def plain(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """(out[N, Hq, E], k[N, Hkv, E], v) with torch's operations in qkv's dtype."""
+    kv_heads, width, dtype = case.num_kv_heads, case.cos.shape[1], case.qkv.dtype
     cos, sin = (table[case.positions.long()].to(dtype)[:, None] for table in (case.cos, case.sin))
-    *both, v = case.qkv.to(dtype).unflatten(1, (-1, width)).split([case.num_heads, kv_heads, kv_heads], 1)
+    *both, v = case.qkv.unflatten(1, (-1, width)).split([case.num_heads, kv_heads, kv_heads], 1)
     for index, weight in enumerate((case.q_weight, case.k_weight)):
         x = both[index]
         if weight is not None:
-            x = torch.nn.functional.rms_norm(x, (width,), weight.to(dtype), EPS)
+            x = torch.nn.functional.rms_norm(x, (width,), weight, EPS)
         first, second = x.chunk(2, -1)
         both[index] = x * cos + torch.cat([-second, first], -1) * sin
     q, k = both
@@ -111,7 +112,7 @@ def plain(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     outs = []
     for row in range(len(q)):
         keys, values = (
-            torch.cat([cache[begin:held].to(dtype), own[row][None]])
+            torch.cat([cache[begin:held], own[row][None]])
             .repeat_interleave(case.num_heads // kv_heads, 1)
             .transpose(0, 1)
             for cache, own in ((case.k_cache, k), (case.v_cache, v))
@@ -125,7 +126,7 @@ def check(case: Case, bad: tuple[int, ...] = ()) -> None:
     """Output and caches against float64; bad rows are NaN and not kept."""
     before = [cache.clone() for cache in (case.k_cache, case.v_cache)]
     right = replace(case, positions=case.positions.clamp(0, POSITIONS - 1))
-    truth, native = plain(right, torch.float64), plain(right, case.qkv.dtype)
+    truth, native = naive(changed(vars(right) | {"eps": EPS}, Tensor.double)), plain(right)
     out = case.call()
     sound = torch.tensor([row for row in range(len(out)) if row not in bad], dtype=torch.long)
     assert out[list(bad)].isnan().all()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fb_kernels import segments
 from fb_kernels.candidate_head import candidate_head
+from fb_kernels.candidate_head.naive import candidate_head as naive
 from fb_kernels.testing import assert_close_to_reference, magnitude
 
 EPS = 1e-6
@@ -23,23 +24,11 @@ def naive_score(
     head_bias: Tensor | None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    x = hidden.to(dtype)
-    if norm_weight is not None:
-        x = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm_weight.to(dtype)
-    score = torch.einsum("nd,d->n", x, head_weight.to(dtype))
-    return score if head_bias is None else score + head_bias.to(dtype).squeeze()
-
-
-def naive_groups(score: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
-    """(prob, best) of scores, group by group."""
-    prob, best, start = torch.zeros_like(score), [], 0
-    for size in sizes:
-        part = score[start : start + size]
-        prob[start : start + size] = torch.softmax(part, 0)
-        ranked = [(-value, i) for i, value in enumerate(part.tolist()) if not math.isnan(value)]
-        best.append(min(ranked)[1] if ranked else -1)
-        start += size
-    return prob, best
+    """Scores alone, computed in a dtype."""
+    hidden, norm_weight, head_weight, head_bias = (
+        None if x is None else x.to(dtype) for x in (hidden, norm_weight, head_weight, head_bias)
+    )
+    return naive(hidden, norm_weight, head_weight, offsets([]), eps=EPS, head_bias=head_bias)[0]
 
 
 def compare(
@@ -52,9 +41,11 @@ def compare(
     truth, plain = naive_score(*arguments), naive_score(*arguments, dtype=score.dtype)
     terms = naive_score(*(None if x is None else magnitude(x) for x in arguments))
     assert_close_to_reference(score, truth, plain, scale=terms)
-    want, want_best = naive_groups(score.double(), sizes)
-    assert_close_to_reference(prob, want, naive_groups(score, sizes)[0], scale=1.0)  # what a group's sum to
-    assert best.tolist() == want_best
+    (_, want, want_best), (_, plain, _) = (
+        naive(x[:, None], None, x.new_ones(1), offsets(sizes), eps=EPS) for x in (score.double(), score)
+    )
+    assert_close_to_reference(prob, want, plain, scale=1.0)  # what a group's sum to
+    assert torch.equal(best, want_best)
 
 
 def offsets(sizes: list[int], dtype: torch.dtype = torch.int32) -> Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fb_kernels.commit import DecodeState, Halt, commit_, reference
+from fb_kernels.commit.naive import commit_ as naive
 from fb_kernels.testing import count_syncs
 
 NAN = math.nan
@@ -30,24 +31,8 @@ def limits(threshold: object = 1.0, eos_ids: tuple = (7,), max_length: object = 
     }
 
 
-def naive(before: DecodeState, token: list, entropy: list, threshold: list, eos: list, max_length: list) -> DecodeState:
-    tokens, length, halt, budget = (value.tolist() for value in before)
-    for row in range(len(length)):
-        if halt[row]:
-            continue
-        if math.isnan(entropy[row]):
-            halt[row] = Halt.NAN
-        elif entropy[row] > threshold[row] and budget[row] > 0:
-            halt[row] = Halt.EVENT
-        elif token[row] in eos:
-            halt[row] = Halt.EOS
-        elif length[row] >= max_length[row] or length[row] >= before.tokens.shape[1]:
-            halt[row] = Halt.LENGTH
-        else:
-            tokens[row][length[row]] = token[row]
-            length[row] += 1
-    shaped = torch.tensor(tokens, dtype=torch.int64).view(before.tokens.shape)
-    return DecodeState(shaped, *(torch.tensor(values, dtype=torch.int32) for values in (length, halt, budget)))
+def clone(state: DecodeState) -> DecodeState:
+    return DecodeState(*(value.clone() for value in state))
 
 
 def assert_same(one: DecodeState, other: DecodeState) -> None:
@@ -68,11 +53,12 @@ def test_matches_naive(data: st.DataObject, rows: int, width: int, whole: bool, 
     eos = data.draw(st.lists(st.integers(0, 5), max_size=3))
     threshold = [data.draw(levels)] * rows if whole else draw(levels)
     limit = [data.draw(st.integers(0, width + 2))] * rows if whole else draw(st.integers(0, width + 2))
-    expected = naive(mine, token, entropy, threshold, eos, limit)
     if whole:
         threshold, limit = (threshold or [1.0])[0], (limit or [1])[0]
     token_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    commit_(mine, torch.tensor(token, dtype=token_dtype), torch.tensor(entropy), **limits(threshold, tuple(eos), limit))
+    expected, given = clone(mine), limits(threshold, tuple(eos), limit)
+    for function, state_ in ((commit_, mine), (naive, expected)):
+        function(state_, torch.tensor(token, dtype=token_dtype), torch.tensor(entropy), **given)
     assert_same(mine, expected)
 
 
@@ -158,7 +144,7 @@ def test_the_device_form_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     token, entropy = draw(5, 9, torch.int64), draw(0, 4).float() / 2
     entropy[::7] = NAN
     arguments = limits([1.0] * 400, (7,), draw(1, 8).tolist())
-    states = [DecodeState(*(value.clone() for value in start)) for _ in range(2)]
+    states = [clone(start) for _ in range(2)]
     commit_(states[0], token, entropy, **arguments)
     monkeypatch.setattr(reference, "_host_reads", lambda _: False)
     commit_(states[1], token, entropy, **arguments)

@@ -1,4 +1,4 @@
-"""The compiled `commit_`, emulated: exactly the reference, row by row."""
+"""The compiled `commit_`, emulated: exactly the definition, row by row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fb_kernels import backend
 from fb_kernels.commit import DecodeState, Halt, commit_
+from fb_kernels.commit.naive import commit_ as naive
 
 pytestmark = pytest.mark.usefixtures("cuda_kernels")
 
@@ -17,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data(), rows=st.integers(0, 70), slots=st.integers(1, 9), ends=st.integers(0, 3), each=st.booleans())
-def test_as_the_reference(data: st.DataObject, rows: int, slots: int, ends: int, each: bool) -> None:
+def test_as_the_definition(data: st.DataObject, rows: int, slots: int, ends: int, each: bool) -> None:
     def draw(low: int, high: int, dtype: torch.dtype, count: int = rows) -> torch.Tensor:
         return torch.tensor(data.draw(st.lists(st.integers(low, high), min_size=count, max_size=count)), dtype=dtype)
 
@@ -40,8 +40,7 @@ def test_as_the_reference(data: st.DataObject, rows: int, slots: int, ends: int,
         "max_length": draw(1, slots + 1, torch.int32) if each else torch.tensor(slots, dtype=torch.int32),
     }
     expected = DecodeState(*(value.clone() for value in state))
-    with backend.override("reference"):
-        commit_(expected, **arguments)
+    naive(expected, **arguments)
     beyond = whole[:, slots:].clone()
     commit_(state, **arguments)
     for name, mine, right in zip(state._fields, state, expected, strict=True):

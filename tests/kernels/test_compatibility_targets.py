@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fb_kernels import segments
 from fb_kernels.compatibility_targets import compatibility_targets
+from fb_kernels.compatibility_targets.naive import compatibility_targets as definition
 from fb_kernels.testing import assert_close_to_reference
 
 
@@ -19,32 +20,9 @@ def offsets(sizes: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(dtype)
 
 
-def naive(
-    logprob: Tensor,
-    sizes: list[int],
-    horizons: list[int],
-    temperature: float = 0.5,
-    eps: float = 1e-6,
-    local: Tensor | None = None,
-    alpha: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Group by group and horizon by horizon in float64."""
-    mean = torch.stack([logprob[:, :h].double().mean(1) for h in horizons], 1)
-    q = torch.zeros_like(mean)
-
-    def standardise(x: Tensor) -> Tensor:
-        return (x - x.mean()) / (x.std(correction=0) + eps)
-
-    for column in range(len(horizons)):
-        start = 0
-        for size in filter(None, sizes):
-            rows = slice(start, start + size)
-            start += size
-            z = standardise(mean[rows, column])
-            if local is not None:
-                z = alpha * z + (1 - alpha) * standardise(local[rows].double())
-            q[rows, column] = torch.softmax(z / temperature, 0)
-    return mean, q
+def naive(logprob: Tensor, cu: Tensor, local: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """In float64."""
+    return definition(logprob.double(), cu, local=None if local is None else local.double(), **options)
 
 
 def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -100,7 +78,7 @@ def test_matches_naive(
     assert mean.dtype == q.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert mean.is_contiguous()
     assert q.is_contiguous()
-    compare((mean, q), naive(logprob, sizes, horizons, **options))
+    compare((mean, q), naive(logprob, cu, horizons=horizons, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -108,7 +86,7 @@ def test_error_within_twice_plain_pytorch(dtype: torch.dtype) -> None:
     logprob, _ = make(20 * 13, 128, dtype)
     horizons = [1, 32, 128]
     mean, q = compatibility_targets(logprob, offsets([13] * 20), horizons=horizons)
-    want_mean, want_q = naive(logprob, [13] * 20, horizons)
+    want_mean, want_q = naive(logprob, offsets([13] * 20), horizons=horizons)
     plain_mean = torch.stack([logprob[:, :h].mean(1) for h in horizons], 1)
     grouped = plain_mean.view(20, 13, 3)
     z = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, correction=0, keepdim=True) + 1e-6)
@@ -138,7 +116,7 @@ def test_the_same_tokens_in_another_order_have_no_spread(dtype: torch.dtype) -> 
 def test_a_small_real_spread_counts() -> None:
     logprob = torch.tensor([[-1.0], [-1.0001], [-1.0]])
     got = compatibility_targets(logprob, offsets([3]), horizons=[1])
-    compare(got, naive(logprob, [3], [1]))
+    compare(got, naive(logprob, offsets([3]), horizons=[1]))
     assert got[1][1] < 0.1
 
 
@@ -297,7 +275,7 @@ def test_bad_arguments(run: Callable[[], object], kind: type[Exception], argumen
     with pytest.raises(kind, match=rf"^compatibility_targets: {argument}: expected .*, got .*; .+") as caught:
         run()
     assert type(caught.value) is kind
-    compare(compatibility_targets(L, CU, horizons=[3]), naive(L, [2, 2], [3]))
+    compare(compatibility_targets(L, CU, horizons=[3]), naive(L, CU, horizons=[3]))
 
 
 def test_horizons_that_follow_the_future_compile_once() -> None:

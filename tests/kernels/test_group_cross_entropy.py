@@ -11,26 +11,12 @@ from torch import Tensor
 
 from fb_kernels import segments
 from fb_kernels.group_cross_entropy import group_cross_entropy
+from fb_kernels.group_cross_entropy.naive import group_cross_entropy as naive
 from fb_kernels.testing import assert_close_to_reference
 
 
 def offsets(sizes: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(dtype)
-
-
-def naive(
-    score: Tensor, target: Tensor, sizes: list[int], reduction: str, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Group by group; differentiable."""
-    losses, start = [], 0
-    for size in sizes:
-        part, q = score[start : start + size].to(dtype), target[start : start + size].to(dtype)
-        losses.append(-(q * torch.log_softmax(part, 0)).sum())
-        start += size
-    if reduction == "none":
-        return torch.stack(losses) if losses else torch.zeros(0, dtype=dtype)
-    total = sum(losses, start=0.0 * score.to(dtype).sum())
-    return total / max(1, sum(size > 0 for size in sizes)) if reduction == "mean" else total
 
 
 @settings(max_examples=40)
@@ -64,7 +50,8 @@ def test_matches_naive_forward_and_backward(
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     upstream = torch.randn(loss.shape, generator=generator).to(loss.dtype)
     exact, plain = score.detach().double().requires_grad_(), score.detach().requires_grad_()
-    want, native = naive(exact, target, sizes, reduction), naive(plain, target, sizes, reduction, loss.dtype)
+    want = naive(exact, target.double(), cu, reduction=reduction)
+    native = naive(plain.to(loss.dtype), target.to(loss.dtype), cu, reduction=reduction)
     # No term is negative; the log of a sum of exponentials from 1 on is rounded at 1.
     assert_close_to_reference(loss, want, native, scale=1 + want.detach().abs())
     (grad,) = torch.autograd.grad(loss, score, upstream)
@@ -87,7 +74,7 @@ def test_error_within_twice_plain_pytorch(dtype: torch.dtype) -> None:
     score = (torch.randn(20, 13, generator=generator) * 3).to(dtype).requires_grad_()
     target = torch.rand(20, 13, generator=generator).softmax(1).to(dtype)
     exact = score.detach().double().requires_grad_()
-    want = naive(exact.flatten(), target.flatten(), [13] * 20, "none")
+    want = naive(exact.flatten(), target.flatten().double(), offsets([13] * 20), reduction="none")
     plain = -(target * torch.log_softmax(score, 1)).sum(1)
     ours = group_cross_entropy(score.flatten(), target.flatten(), offsets([13] * 20), reduction="none")
     pairs = [(ours, plain, want, torch.float32)]
@@ -236,5 +223,5 @@ def test_bad_arguments(call: Callable[[], object], kind: type[Exception], argume
     with pytest.raises(kind, match=rf"^group_cross_entropy: {argument}: expected .*, got .*; .+") as caught:
         call()
     assert type(caught.value) is kind
-    want = naive(S, Q, [2, 2], "mean")
+    want = naive(S.double(), Q.double(), CU)
     assert_close_to_reference(group_cross_entropy(S, Q, CU), want, want.float())

@@ -1,4 +1,4 @@
-"""The Triton kernels of `linear_logprob` against the float64 reference, interpreted, in both forms."""
+"""The Triton kernels of `linear_logprob` against the float64 definition, interpreted, in both forms."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from test_linear_logprob import (
     double,
     inputs,
     leaves,
-    naive,
-    naive_logits,
     options,
     relaid,
     rows_without_a_finite_logit,
@@ -31,7 +29,10 @@ from test_linear_logprob import (
 from torch import Tensor
 
 from fb_kernels import backend, tuning
-from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials, reference
+from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials
+from fb_kernels.linear_logprob.naive import combine_logprob_partials as naive_combination
+from fb_kernels.linear_logprob.naive import linear_logprob as naive
+from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
 from fb_kernels.testing import (
     assert_close_to_reference,
     count_launches,
@@ -73,13 +74,13 @@ def form(request: pytest.FixtureRequest) -> Iterator[str]:
 def compare(values: Inputs, given: dict) -> None:
     """Outputs and gradients, each row with its own, against float64 and plain PyTorch in the same dtype."""
     ours, wide, plain = (leaves(each) for each in (values, double(values), values))
-    results = linear_logprob(*ours, **given, **ALL), naive(wide, **given), naive(plain, **given)
+    results = linear_logprob(*ours, **given, **ALL), naive(*wide, **given), naive(*plain, **given)
     generator = torch.Generator().manual_seed(5)
     grads = torch.randn(2, *values.target.shape, generator=generator, dtype=torch.float64)
     for logprob, lse, _ in results:
         if logprob.numel():
             torch.autograd.backward((logprob, lse), tuple(grads.to(logprob.dtype)))
-    single = naive(Inputs(*(x.float() if x is not None and x.is_floating_point() else x for x in values)), **given)
+    single = naive(*(x.float() if x is not None and x.is_floating_point() else x for x in values), **given)
     scales = magnitudes(values, results[1][2], **given)
     for mine, truth, native, scale in zip(results[0], results[1], single, scales, strict=True):
         assert mine.dtype == torch.float32  # whatever the input's dtype
@@ -109,8 +110,15 @@ def magnitudes(
     by itself times a relative error of the probabilities.
     """
     sizes = Inputs(*(x if x is None or not x.is_floating_point() else magnitude(x) for x in values))
-    logits = naive_logits(sizes, abs(logit_scale), None, temperature)[..., :valid_vocab]  # a soft cap only shrinks
-    size = 1 + logits.amax(-1) + math.log(logits.shape[-1])
+    given = {
+        "bias": sizes.bias,
+        "logit_scale": abs(logit_scale),
+        "temperature": temperature,
+        "valid_vocab": valid_vocab,
+    }
+    every = torch.zeros_like(sizes.target)
+    largest = naive_partials(*sizes[:2], every, vocab_start=0, **given)[0]  # a soft cap only shrinks
+    size = 1 + largest + math.log(len(sizes.weight[:valid_vocab]))
     return size, size, size * (1 + magnitude(entropy))
 
 
@@ -180,11 +188,10 @@ def test_defaults(form: str) -> None:
 def test_two_forms_agree_on_a_soft_cap_near_zero() -> None:
     """1 - exp(-2x) alone would lose the small logits."""
     values = inputs((9,), 16, 70, bias=False)._replace(weight=inputs(width=16, vocab=70).weight * 1e-3)
-    expected = naive_logits(double(values), 1.0, 30.0)
+    truth = naive_partials(*double(values)[:3], vocab_start=0, softcap=30.0)[2]
     for form in FORMS:
         with launched(form):
             picked = linear_logprob_partials(*values[:3], vocab_start=0, softcap=30.0)[2]
-        truth = expected.gather(1, values.target[:, None])[:, 0]
         torch.testing.assert_close(picked.double(), truth, rtol=1e-5, atol=1e-9)
 
 
@@ -303,11 +310,9 @@ def test_uneven_and_empty_shards_equal_the_whole(
 
 def test_partials_of_one_shard(form: str) -> None:
     values = inputs((4,), 16, 70)._replace(target=torch.tensor([2, 7, IGNORE, 90]))
-    top, sumexp, picked = linear_logprob_partials(*values[:3], vocab_start=2, bias=values.bias)
-    logits = naive_logits(values)
-    torch.testing.assert_close(top[:2], logits.amax(-1)[:2])
-    torch.testing.assert_close(sumexp[:2], (logits - logits.amax(-1, keepdim=True)).exp().sum(-1)[:2])
-    torch.testing.assert_close(picked[:2], torch.stack((logits[0, 0], logits[1, 5])))
+    partials = linear_logprob_partials(*values[:3], vocab_start=2, bias=values.bias)
+    torch.testing.assert_close(partials, naive_partials(*values[:3], vocab_start=2, bias=values.bias))
+    top, sumexp, picked = partials
     assert (top[2], sumexp[2], picked[2], picked[3]) == (-math.inf, 0, -math.inf, -math.inf)
 
 
@@ -326,7 +331,7 @@ def test_shards_have_the_ops_rows_without_a_finite_logit(cuts: list[int]) -> Non
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_combine_is_the_references() -> None:
+def test_combine_is_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     top, picked = torch.randn(2, 5, 11, generator=generator)
     sumexp = torch.rand(5, 11, generator=generator) + 1
@@ -339,7 +344,7 @@ def test_combine_is_the_references() -> None:
     for parts in ((top, sumexp, picked), tuple(each.T.contiguous().T for each in (top, sumexp, picked))):
         with launched("fused"):
             mine = combine_logprob_partials(*parts)
-        for one, expected in zip(mine, reference.combine_logprob_partials(*parts), strict=True):
+        for one, expected in zip(mine, naive_combination(*parts), strict=True):
             torch.testing.assert_close(one, expected, equal_nan=True)
     for shape in ((0, 3), (2, 0), (0, 0)):
         for output in combine_logprob_partials(*(torch.zeros(shape) for _ in range(3))):
@@ -385,7 +390,7 @@ def test_gradients_of_one_argument_alone() -> None:
         for each, outputs in ((values, linear_logprob), (double(values), naive), (values, naive)):
             inner = Inputs(*(x.clone() for x in each))
             leaf = getattr(inner, name).requires_grad_()
-            logprob = outputs(*inner) if outputs is linear_logprob else outputs(inner)[0]
+            logprob = outputs(*inner) if outputs is linear_logprob else outputs(*inner)[0]
             logprob.square().sum().backward()
             grads.append(leaf.grad)
         size = magnitudes(values, torch.zeros(()), **DEFAULTS)[0]
@@ -457,7 +462,7 @@ def test_float64_is_the_references() -> None:
     with pytest.raises(ValueError, match="linear_logprob: expected arguments that the triton kernel takes"):
         linear_logprob(*values)
     with backend.override("triton,linear_logprob=auto"):
-        torch.testing.assert_close(linear_logprob(*values), naive(values)[0])
+        torch.testing.assert_close(linear_logprob(*values), naive(*values)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 13, 128, 129, 1664, 8192, 200_000])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fb_kernels.branch_attention import branch_attention
 from fb_kernels.merge_attention_states import merge_attention_states
+from fb_kernels.merge_attention_states.naive import merge_attention_states as naive
 from fb_kernels.testing import assert_close_to_reference
 
 F64 = torch.float64
@@ -27,13 +28,6 @@ def make(rows: int, heads: int, width: int, dtype: torch.dtype = F64, seed: int 
 
     a, b = ((randn(rows, heads, width).to(dtype), (3 * randn(heads, rows)).to(lse_dtype)) for _ in range(2))
     return *a, *b
-
-
-def naive(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The two states as two keys under one softmax."""
-    scores = torch.stack([lse_a, lse_b]).to(out_a.dtype)  # [2, Hq, T]
-    weights = scores.softmax(0).mT[..., None]
-    return weights[0] * out_a + weights[1] * out_b, scores.logsumexp(0)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:

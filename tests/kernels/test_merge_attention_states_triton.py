@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import count_kernels
-from test_merge_attention_states import make, naive
+from test_merge_attention_states import make
 from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.merge_attention_states import triton as kernels
+from fb_kernels.merge_attention_states.naive import merge_attention_states as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, magnitude, poison_
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")

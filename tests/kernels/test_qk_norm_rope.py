@@ -7,38 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels.qk_norm_rope import qk_norm_rope, reference
+from fb_kernels.qk_norm_rope.naive import qk_norm_rope as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
 
 HQ, HKV, E, S = 4, 2, 8, 12
 HEADS = {"num_heads": HQ, "num_kv_heads": HKV}
-
-
-def naive(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Hugging Face's Qwen3Attention before the attention, head by head."""
-    dim = cos.shape[1]
-    half = dim // 2
-    heads = [qkv[:, i * dim : (i + 1) * dim] for i in range(num_heads + 2 * num_kv_heads)]
-
-    def prepare(x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is not None:
-            x = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
-        rotated = torch.cat((-x[:, half:], x[:, :half]), -1)
-        return x * cos[positions.long()] + rotated * sin[positions.long()]
-
-    q = [prepare(x, q_weight) for x in heads[:num_heads]]
-    k = [prepare(x, k_weight) for x in heads[num_heads : num_heads + num_kv_heads]]
-    return torch.stack(q, 1), torch.stack(k, 1), torch.stack(heads[num_heads + num_kv_heads :], 1)
 
 
 def tables(length: int, dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

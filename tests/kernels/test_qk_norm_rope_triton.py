@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import count_kernels
-from test_qk_norm_rope import HEADS, HKV, HQ, E, S, caches, inputs, naive, relaid
+from test_qk_norm_rope import HEADS, HKV, HQ, E, S, caches, inputs, relaid
 from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.qk_norm_rope import qk_norm_rope
 from fb_kernels.qk_norm_rope import triton as kernels
+from fb_kernels.qk_norm_rope.naive import qk_norm_rope as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")

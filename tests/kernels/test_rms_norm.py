@@ -7,15 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels.rms_norm import rms_norm
+from fb_kernels.rms_norm.naive import rms_norm as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs
 
 EPS = 1e-6
-
-
-def naive(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    rms = (total.pow(2).sum(-1, keepdim=True) / total.shape[-1] + eps).sqrt()
-    return total / rms * weight, total
 
 
 def inputs(rows: tuple[int, ...] = (3, 4), width: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> list:

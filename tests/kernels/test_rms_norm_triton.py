@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import count_kernels
-from test_rms_norm import EPS, inputs, naive, relaid
+from test_rms_norm import EPS, inputs, relaid
 from torch import Tensor
 
 from fb_kernels import backend, tuning
 from fb_kernels.rms_norm import rms_norm
 from fb_kernels.rms_norm import triton as kernels
+from fb_kernels.rms_norm.naive import rms_norm as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, magnitude, poison_
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")

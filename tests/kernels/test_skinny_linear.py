@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fb_kernels import backend
 from fb_kernels.skinny_linear import skinny_linear
+from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, count_syncs
 
 OPTIONS = ("bias", "norm_weight", "residual", "swiglu")
@@ -26,26 +27,6 @@ def arguments(
     built: dict[str, Any] = {"x": randn(rows, width), "weight": randn(outputs, width)}
     options = {"bias": randn(outputs), "norm_weight": randn(width), "residual": randn(rows, outputs), "swiglu": True}
     return built | {name: options[name] for name in given}
-
-
-def naive(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    eps: float = 1e-6,
-) -> Tensor:
-    if norm_weight is not None:
-        x = x / (x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * norm_weight
-    y = torch.einsum("nk,mk->nm", x, weight)
-    if bias is not None:
-        y = y + bias
-    if swiglu:
-        half = y.shape[-1] // 2
-        y = y[:, :half] / (1 + torch.exp(-y[:, :half])) * y[:, half:]
-    return y if residual is None else y + residual
 
 
 def allowed(names: tuple[str, ...]) -> bool:

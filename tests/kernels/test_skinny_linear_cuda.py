@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels.skinny_linear import cuda as kernels
+from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, poison_, poisoned_memory
 
 pytestmark = [
@@ -42,18 +43,20 @@ class Call:
         with poisoned_memory():  # what is not written is NaN
             return kernels.skinny_linear(self.x, self.weight, self.bias, self.norm, EPS, self.residual, self.swiglu)
 
-    def plain(self, dtype: torch.dtype | None = None) -> Tensor:
+    def plain(self) -> Tensor:
         """The same in plain PyTorch."""
-        dtype = dtype or self.x.dtype
-        x, weight = self.x.to(dtype), self.weight.to(dtype)
-        bias, norm, residual = (v if v is None else v.to(dtype) for v in (self.bias, self.norm, self.residual))
-        if norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], norm, EPS)
-        y = F.linear(x, weight, bias)
+        x = self.x if self.norm is None else F.rms_norm(self.x, self.x.shape[-1:], self.norm, EPS)
+        y = F.linear(x, self.weight, self.bias)
         if self.swiglu:
             gate, up = y.chunk(2, -1)
             return F.silu(gate) * up
-        return y if residual is None else y + residual
+        return y if self.residual is None else y + self.residual
+
+    def exact(self) -> Tensor:
+        """The definition in float64."""
+        values = (self.x, self.weight, self.bias, self.norm, self.residual)
+        x, weight, bias, norm, residual = (v if v is None else v.double() for v in values)
+        return naive(x, weight, bias, norm_weight=norm, eps=EPS, residual=residual, swiglu=self.swiglu)
 
     def row(self, index: int) -> Call:
         """The same for one row alone."""
@@ -127,7 +130,7 @@ def test_error_rule(
     got = call.run()
     assert got.shape == (rows, outputs)
     assert got.dtype == dtype
-    assert_close_to_reference(got, call.plain(torch.float64), call.plain())
+    assert_close_to_reference(got, call.exact(), call.plain())
     assert torch.equal(got, call.run())
     alone = seed % rows
     assert torch.equal(got[alone], call.row(alone).run()[0])  # whatever the other rows are, and how many
@@ -139,7 +142,7 @@ def test_error_rule(
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 26, 32])
 def test_every_variant(rows: int, columns: int, options: str, dtype: torch.dtype) -> None:
     call = make(rows, columns, 20, options, dtype)
-    assert_close_to_reference(call.run(), call.plain(torch.float64), call.plain())
+    assert_close_to_reference(call.run(), call.exact(), call.plain())
 
 
 @given_here
@@ -158,7 +161,7 @@ def test_a_strange_row_stays_alone(
     before = call.run()
     row = data.draw(st.integers(0, rows - 1))
     call.x[row, data.draw(st.integers(0, columns - 1))] = strange
-    after, expected = call.run(), call.plain(torch.float64)
+    after, expected = call.run(), call.exact()
     others = [index for index in range(rows) if index != row]
     assert torch.equal(after[others], before[others])
     if "swiglu" not in options:  # there the sign of a zero decides between NaN and infinity
@@ -185,7 +188,7 @@ def test_small_rows_are_normed_with_eps() -> None:
     call.x.mul_(1e-3)  # its mean square is eps
     call.x[1] = 0
     got = call.run()
-    assert_close_to_reference(got, call.plain(torch.float64), call.plain())
+    assert_close_to_reference(got, call.exact(), call.plain())
     assert not got[1].any()
 
 
@@ -193,14 +196,14 @@ def test_small_rows_are_normed_with_eps() -> None:
 def test_gates_far_from_zero(dtype: torch.dtype) -> None:
     values = torch.tensor([-6e4, -300.0, -90.0, -20.0, -0.0, 20.0, 90.0, 6e4], dtype=dtype)
     call = Call(torch.ones(1, 1, dtype=dtype), torch.cat([values, torch.ones(8, dtype=dtype)])[:, None], swiglu=True)
-    assert_close_to_reference(call.run().T, call.plain(torch.float64).T, call.plain().T)
+    assert_close_to_reference(call.run().T, call.exact().T, call.plain().T)
 
 
 def test_stacked_weights_and_rows_of_a_larger_tensor() -> None:
     whole = make(9, 528, 64, "norm")
     x, weight = whole.x[1::2, 264:], whole.weight[::3, :264]
     call = Call(x, weight, norm=whole.norm[:264])
-    assert_close_to_reference(call.run(), call.plain(torch.float64), call.plain())
+    assert_close_to_reference(call.run(), call.exact(), call.plain())
     repeated = Call(x[:1].expand(5, -1), weight, norm=whole.norm[:264])
     assert torch.equal(repeated.run(), call.run()[:1].expand(5, -1))
 
@@ -214,7 +217,7 @@ def test_nothing_to_do(rows: int, columns: int, outputs: int) -> None:
 def test_no_columns() -> None:
     call = make(3, 1, 20, "bias residual")
     call.x, call.weight = call.x[:, :0], call.weight[:, :0]
-    assert_close_to_reference(call.run(), call.plain(torch.float64), call.plain())
+    assert_close_to_reference(call.run(), call.exact(), call.plain())
 
 
 def test_what_is_for_others() -> None:

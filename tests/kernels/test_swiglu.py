@@ -7,13 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels.swiglu import swiglu
+from fb_kernels.swiglu.naive import swiglu as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs
-
-
-def naive(gate_up: Tensor) -> Tensor:
-    half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half], gate_up[..., half:]
-    return gate / (1 + torch.exp(-gate)) * up
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

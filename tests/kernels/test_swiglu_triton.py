@@ -1,4 +1,4 @@
-"""The Triton kernels of `swiglu` against the float64 reference, interpreted."""
+"""The Triton kernels of `swiglu` against the float64 definition, interpreted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_swiglu import inputs, naive, relaid
+from test_swiglu import inputs, relaid
 
 from fb_kernels import backend
 from fb_kernels.swiglu import swiglu
+from fb_kernels.swiglu.naive import swiglu as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
