@@ -16,6 +16,7 @@ work (vmap as a loop); forward mode and ops that write to an argument are refuse
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -234,10 +235,12 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
         if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
             out = quick(*arguments) if quick else NotImplemented
             return reference(*arguments) if out is NotImplemented else out
-        first = chosen(stem, device)[0]
-        if first == "reference":
-            return reference(*arguments)
+        first, reason = chosen(stem, device)
         wanted = _overrides.get(stem, _overrides[""])
+        if first == "reference":
+            if device == "cuda" and wanted != "reference" and set(own) & set(_TRIED[wanted, device]):
+                _warn_once(name, reason)
+            return reference(*arguments)
         tried = _TRIED[wanted, device]
         for kind in tried[tried.index(first) :]:
             if kind not in own or (kind != first and _why_not(kind, device)):
@@ -255,6 +258,21 @@ def _dispatch(name: str, stem: str, reference: Callable, own: list[str], device:
 
     run.__name__ = name
     return run
+
+
+def _warn_once(name: str, reason: str) -> None:
+    """Say, the first time in a process, that no kernel can be launched on its CUDA tensors."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{name}: expected a kernel that can be launched on CUDA tensors, got none ({reason}); plain PyTorch runs "
+            "instead, pip install 'futurebridge[gpu]' or see `python -m fb_kernels.env`",
+            RuntimeWarning,
+        )
+
+
+_warned = False
 
 
 @cache
