@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import AVERAGE, CERTAINTY, ModelSettings, RunSettings
+from fb_core.config import AVERAGE, ModelSettings, RunSettings
+from fb_core.defaults import CERTAINTY
 from fb_core.experiment import tables
 from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
