@@ -1,9 +1,14 @@
-"""The FutureBridge method on top of `fb_kernels`: scorer, reranker, decoder. Names load on first use."""
+"""The FutureBridge method on top of `fb_kernels`: scorer, reranker, decoder.
+
+Names load on first use; those of the verifier are an ImportError without the extra `run`.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from fb_core.extras import require
 
 if TYPE_CHECKING:
     from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
@@ -108,6 +113,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fb_core' has no attribute {name!r}")
+    if _HOME[name] == "fb_core.verify":
+        require(name, "math_verify")
     return getattr(import_module(_HOME[name]), name)
 
 

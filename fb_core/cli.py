@@ -331,13 +331,9 @@ def _complain(problem: Exception) -> None:
 
 
 def main() -> None:
-    """Entry point: errors that a user can mend come as a line, wrong settings as a line each."""
+    """Run a command: errors that a user can mend come as a line, wrong settings as a line each."""
     try:
         app()
     except (ValueError, TypeError, OSError) as problem:
         _complain(problem)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -15,6 +15,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
 
+from fb_core.defaults import CERTAINTY
 from fb_core.methods import names
 
 
@@ -27,9 +28,6 @@ def _server_url(url: str) -> str:
 
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
-# Of the override: best of 0.6, 0.75 and 0.9 on validation problems of the demo's worlds, after test results at 0.9 had
-# been seen.
-CERTAINTY = 0.6
 AVERAGE = "average"  # in the place of a benchmark's name: all of a run's, each counting alike
 SETTINGS = "settings.json"  # of a run's last finished command, in its folder
 FREE = "changes no result"  # marks a setting that no stage's identity holds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.config import CERTAINTY
+from fb_core.defaults import CERTAINTY
 from fb_core.llm import seeded
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker, candidate_features

@@ -13,6 +13,7 @@ stem. Kernels that are asked for and absent are an error.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -148,6 +149,8 @@ def implementation(name: str, reference: Callable, own: list[str], device: str) 
                     f"{name}: expected {wanted} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
                     f"or set {VARIABLE}=auto"
                 )
+            if device == "cuda" and wanted == "auto" and set(own) & set(_TRIED[wanted, device]):
+                _warn_once(name, why)
             return reference(*arguments)
         tried = _TRIED[wanted, device]
         for kind in tried[tried.index(first) :]:
@@ -166,6 +169,21 @@ def implementation(name: str, reference: Callable, own: list[str], device: str) 
 
     run.__name__ = name
     return run
+
+
+def _warn_once(name: str, reason: str) -> None:
+    """Say, the first time in a process, that no kernel can be launched on its CUDA tensors."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{name}: expected a kernel that can be launched on CUDA tensors, got none ({reason}); plain PyTorch runs "
+            "instead, pip install 'futurebridge[gpu]' or see `python -m fb_kernels.env`",
+            RuntimeWarning,
+        )
+
+
+_warned = False
 
 
 @cache

@@ -70,7 +70,7 @@ def import_faults(tree: ast.AST, path: str) -> Iterator[str]:
                 yield f"imports {shown}: only fb_kernels' public names are for others"
         if (
             package == "fb_core"
-            and path != "fb_core/cli.py"
+            and path not in ("fb_core/cli.py", "fb_core/__main__.py")
             and (module == "fb_core.cli" or shown == "cli from fb_core")
         ):
             yield f"imports {shown}: the command line is built on top"

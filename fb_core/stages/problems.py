@@ -342,7 +342,7 @@ def _json(where: str, data: bytes) -> Any:
 
 
 def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
-    arrow, parquet = _library("pyarrow"), _library("pyarrow.parquet")
+    arrow, parquet = _library("pyarrow", "run"), _library("pyarrow.parquet", "run")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -359,7 +359,7 @@ def _parquet_rows(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any
 
 def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     benchmark = BENCHMARKS[name]
-    datasets = _library("datasets")
+    datasets = _library("datasets", "data")
     fields = {*TEXT_FIELDS, *ID_FIELDS, benchmark.layout.field}
     try:
         parts = [datasets.load_dataset(benchmark.hub_id, config, split=benchmark.split) for config in benchmark.configs]
@@ -382,13 +382,13 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{benchmark.hub_id}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _library(name: str) -> Any:
+def _library(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         library = name.partition(".")[0]
         raise _fault(
-            "source", f"the library {library}", _first_line(error), "run pip install 'futurebridge[data]'"
+            "source", f"the library {library}", _first_line(error), f"run pip install 'futurebridge[{extra}]'"
         ) from error
 
 

@@ -157,7 +157,7 @@ def by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[Path, li
     shutil.copytree(scored, run)
     config.write_text(yaml.safe_dump(values))
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
-    train = ["fb_core.cli", "train", "--config", str(config), "--run-dir", str(run)]
+    train = ["fb_core", "train", "--config", str(config), "--run-dir", str(run)]
     return run, [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", *train]
 
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from fb_core import statistics
 from fb_core.cli import app
-from fb_core.config import AVERAGE, CERTAINTY, ModelSettings, RunSettings
+from fb_core.config import AVERAGE, ModelSettings, RunSettings
+from fb_core.defaults import CERTAINTY
 from fb_core.experiment import tables
 from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
@@ -510,7 +511,7 @@ def test_a_table_that_is_not_there_is_one_sentence():
 
 
 def begin(run: Path, config: Path, table: str, workers: int) -> subprocess.Popen:
-    called = [sys.executable, "-m", "fb_core.cli", "experiment", table, "--config", str(config), "--run-dir", str(run)]
+    called = [sys.executable, "-m", "fb_core", "experiment", table, "--config", str(config), "--run-dir", str(run)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [*called, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

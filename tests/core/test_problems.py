@@ -360,14 +360,18 @@ def test_a_set_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "gsm8k=file.jsonl" in message
 
 
-@pytest.mark.parametrize(("library", "source"), [("datasets", "gsm8k"), ("pyarrow", "p.parquet")])
-def test_a_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, source: str) -> None:
+@pytest.mark.parametrize(
+    ("library", "extra", "source"), [("datasets", "data", "gsm8k"), ("pyarrow", "run", "p.parquet")]
+)
+def test_a_missing_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, extra: str, source: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.parquet").touch()
     monkeypatch.setitem(sys.modules, library, None)
     message = refused(source)
     assert f"the library {library}" in message
-    assert "pip install 'futurebridge[data]'" in message
+    assert f"pip install 'futurebridge[{extra}]'" in message
 
 
 def problem(text: str, identity: str = "1") -> Problem:

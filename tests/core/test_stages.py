@@ -24,7 +24,8 @@ from runs import SMALL, contents, settings
 from tiny import tiny
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
-from fb_core.config import CERTAINTY, RunSettings, TrainSettings
+from fb_core.config import RunSettings, TrainSettings
+from fb_core.defaults import CERTAINTY
 from fb_core.demo.pairs import load_pair
 from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -159,3 +160,29 @@ def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> N
             assert swiglu(X).shape == (2, 6)
     finally:
         backend._why_no_triton.cache_clear()
+
+
+def test_on_cuda_without_kernels_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(kind: str, device: str) -> str:
+        return f"no {kind} here"
+
+    monkeypatch.setattr(backend, "_warned", False)
+    monkeypatch.setattr(backend, "_why_not", absent)
+    ran = [
+        backend._dispatch(name, name, torch.neg, own, "cuda")  # what CUDA tensors would come to, given CPU ones
+        for name, own in (("swiglu", ["triton"]), ("skinny_linear", ["cuda", "cpu"]), ("joint_pool", []))
+    ]
+    with warnings.catch_warnings(record=True) as quiet:
+        warnings.simplefilter("always")
+        ran[2](X)  # has no kernel to miss
+        for spec in ("reference", "cpu"):
+            with backend.override(spec):
+                ran[0](X)
+        swiglu(X)  # on the CPU
+    assert [str(one.message) for one in quiet] == []
+    with pytest.warns(RuntimeWarning) as caught:
+        assert all(torch.equal(run(X), -X) for run in ran for _ in range(2))
+    assert [str(one.message) for one in caught] == [
+        "swiglu: expected a kernel that can be launched on CUDA tensors, got none (no triton here); plain PyTorch runs "
+        "instead, pip install 'futurebridge[gpu]' or see `python -m fb_kernels.env`"
+    ]
