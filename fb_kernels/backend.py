@@ -128,9 +128,8 @@ AUTOMATIC = _parse("")
 _overrides = _parse(os.environ.get(VARIABLE, "")) if os.environ.get(VARIABLE) else AUTOMATIC
 
 
-def implementation(name: str, reference: Callable, own: list[str], device: str) -> Callable:
+def implementation(name: str, stem: str, reference: Callable, own: list[str], device: str) -> Callable:
     """What runs the operator `name` on tensors of a device: a kernel of its own kinds, or the reference."""
-    stem = reference.__module__.split(".")[1]
     for kind in own:
         _with[kind].add(stem)
     if not own:

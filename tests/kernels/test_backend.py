@@ -169,7 +169,7 @@ def test_on_cuda_without_kernels_there_is_one_warning(monkeypatch: pytest.Monkey
     monkeypatch.setattr(backend, "_warned", False)
     monkeypatch.setattr(backend, "_why_not", absent)
     ran = [
-        backend._dispatch(name, name, torch.neg, own, "cuda")  # what CUDA tensors would come to, given CPU ones
+        backend.implementation(name, name, torch.neg, own, "cuda")  # what CUDA tensors would come to, given CPU ones
         for name, own in (("swiglu", ["triton"]), ("skinny_linear", ["cuda", "cpu"]), ("joint_pool", []))
     ]
     with warnings.catch_warnings(record=True) as quiet:
