@@ -26,9 +26,9 @@ from test_topk_entropy import HOSTILE, assert_matches
 from torch import Tensor
 
 from fb_kernels import backend, cpu
+from fb_kernels import layout as layouts
 from fb_kernels.branch_attention import branch_attention
 from fb_kernels.branch_attention import cpu as branch_kernels
-from fb_kernels.branch_attention import reference as branches_reference
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.layout import BranchLayout
@@ -557,7 +557,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(linear_reference, "linear", refuse)
     monkeypatch.setattr(attention_reference, "_on_host", refuse)
-    monkeypatch.setattr(branches_reference, "_plan", refuse)
+    monkeypatch.setattr(layouts, "plan", refuse)
     with backend.override("auto"):
         case = one_row_each([(2, 0, 3)])
         with_gradients(case, torch.ones_like(case.q))
