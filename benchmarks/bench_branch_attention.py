@@ -45,7 +45,7 @@ def test_branch_attention(
     case = Branches.random(groups, length, prefix, candidates=candidates)
     layout = case.layout
     tensors = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
-    runs: dict[str, Callable[[], Output]] = {OURS: partial(branch_attention, *tensors, **layout)}
+    runs: dict[str, Callable[[], Output]] = {OURS: partial(branch_attention, *tensors, layout)}
     skipped: dict[str, str] = {}
     for name, prepare in peers.ATTENTION.items():
         try:
@@ -75,7 +75,7 @@ def test_branch_attention_backward(compare: Callable, groups: int, length: int, 
 
     def ours(case: Branches) -> Callable[[], Tensor]:
         tensors, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
-        return lambda: branch_attention(*tensors, **layout)
+        return lambda: branch_attention(*tensors, layout)
 
     def plain(case: Branches) -> Callable[[], Tensor]:
         return lambda: peers.shared_prefix_attention(case, case.q.dtype)

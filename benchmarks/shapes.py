@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import DEVICE, Cost
+from fb_kernels import BranchLayout
 
 ON_GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -110,16 +110,10 @@ class Branches:
         return torch.arange(count + 1, dtype=torch.int32, device=self.q.device) * step
 
     @property
-    def layout(self) -> dict[str, Any]:
-        """The index arguments of `branch_attention`."""
-        return {
-            "cu_branch": self.offsets(self.branches, self.length),
-            "cu_group": self.offsets(self.groups, self.candidates),
-            "prefix_start": self.offsets(self.groups, self.prefix)[:-1].contiguous(),
-            "prefix_len": torch.full((self.groups,), self.prefix, dtype=torch.int32, device=self.q.device),
-            "max_branch_len": self.length,
-            "max_prefix_len": self.prefix,
-        }
+    def layout(self) -> BranchLayout:
+        """Who sees whom."""
+        slices = [(group * self.prefix, self.prefix) for group in range(self.groups)]
+        return BranchLayout.of([[self.length] * self.candidates] * self.groups, slices, device=self.q.device)
 
     def repeated(self) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, Hq, L, E], k[B, Hkv, P + L, E], v) with the prefix copied for every branch."""

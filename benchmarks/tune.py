@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
 from benchmarks.harness import Output, Timing
-from fb_kernels import backend, branch_attention, linear_logprob, tuning
+from fb_kernels import BranchLayout, backend, branch_attention, linear_logprob, tuning
 from fb_kernels.testing import poisoned_memory
 from fb_kernels.tuning import Launch
 
@@ -114,8 +113,8 @@ def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
         case = shapes.Branches.random(*size)
         floats, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
 
-        def function(*floats: Tensor, layout: dict[str, Any] = layout, window: int | None = window) -> Output:
-            return branch_attention(*floats, **layout, window=window)
+        def function(*floats: Tensor, layout: BranchLayout = layout, window: int | None = window) -> Output:
+            return branch_attention(*floats, layout, window=window)
 
         learns = size in trained and window is None
         yield function, tuple(map(shifted, floats)) if unaligned else floats, 3 if learns else 0

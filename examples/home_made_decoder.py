@@ -1,20 +1,18 @@
-"""A whole decoder of about 60 lines on two imports: `branch_attention` and `linear_logprob`.
+"""A whole decoder of about 60 lines on `branch_attention` and `linear_logprob`.
 
 It shows that the ops need no model class, cache class or mask: rows of a prompt and of all its branches go through each
-layer together, `branch_attention` is told by offsets who sees whom, and `linear_logprob` turns hidden states into
+layer together, a `BranchLayout` says who sees whom, and `linear_logprob` turns hidden states into
 log-probs of given tokens without logits. The check runs every branch as a sequence of its own.
 Run it with `python examples/home_made_decoder.py`, on a CPU or a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fb_kernels import branch_attention, linear_logprob
+from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS, VOCABULARY = 4, 2, 16, 64, 2, 500
 
@@ -28,13 +26,12 @@ class Layer(nn.Module):
         self.out = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False), nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, layout: dict[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, layout: BranchLayout) -> Tensor:
         """x[T, D] to [T, D]."""
         heads = self.qkv(F.rms_norm(x, (HIDDEN,))).view(len(x), -1, HEAD_DIM)
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
         q, k = rotate(q, positions), rotate(k, positions)
-        attended = branch_attention(q, k, v, k.detach(), v.detach(), **layout)  # the prefix is a view of the rows
-        assert isinstance(attended, Tensor)  # a pair where return_lse is given
+        attended = branch_attention(q, k, v, k.detach(), v.detach(), layout)  # the prefix is a view of the rows
         x = x + self.out(attended.flatten(1))
         return x + self.down(F.silu(self.up(F.rms_norm(x, (HIDDEN,)))))
 
@@ -57,13 +54,8 @@ class Decoder(nn.Module):
     def forward(self, prompt: Tensor, branches: list[Tensor]) -> list[Tensor]:
         """Log-probs of each branch's tokens after its first, given prompt and branch so far."""
         device, lengths = prompt.device, [len(branch) for branch in branches]
-        sums = torch.tensor([0, len(prompt), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        layout = {  # group 0 is the prompt, one branch without a prefix; group 1 holds the branches behind it
-            "cu_branch": sums.to(device),
-            "cu_group": torch.tensor([0, 1, 1 + len(branches)], dtype=torch.int32, device=device),
-            "prefix_start": torch.zeros(2, dtype=torch.int32, device=device),
-            "prefix_len": torch.tensor([0, len(prompt)], dtype=torch.int32, device=device),
-        }
+        # Group 0 is the prompt, one branch without a prefix; group 1 holds the branches behind it.
+        layout = BranchLayout.of([[len(prompt)], lengths], [(0, 0), (0, len(prompt))], device=device)
         places = [torch.arange(len(prompt)), *(torch.arange(len(prompt), len(prompt) + n) for n in lengths)]
         positions = torch.cat(places).to(device)
         x = self.embedding(torch.cat([prompt, *branches]))

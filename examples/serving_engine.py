@@ -9,12 +9,12 @@ in one piece and calls again. Run it with `python examples/serving_engine.py`, o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from fb_kernels import branch_attention
+from fb_kernels import BranchLayout, branch_attention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 8, 2, 32, 16
 
@@ -44,17 +44,6 @@ class PagedCache:
         self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots] = k, v
         self.lengths[request] = stop
 
-    def table(self, requests: list[str]) -> Tensor:
-        """int32 [G, n]: the pages of each request, padded with -1."""
-        width = max(len(self.pages[request]) for request in requests)
-        rows = [self.pages[request] + [-1] * (width - len(self.pages[request])) for request in requests]
-        return torch.tensor(rows, dtype=torch.int32, device=self.keys.device)
-
-
-def offsets(sizes: list[int], device: str) -> Tensor:
-    """The running sum of sizes, beginning with 0."""
-    return torch.tensor([0, *sizes], device=device).cumsum(0, dtype=torch.int32)
-
 
 @torch.no_grad()
 def main() -> None:
@@ -74,21 +63,14 @@ def main() -> None:
     rows = sum(candidates)
     q = torch.randn(rows, HEADS, HEAD_DIM, device=device)
     k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM, device=device) for _ in range(2))
-    layout: dict[str, Any] = {
-        "cu_branch": torch.arange(rows + 1, dtype=torch.int32, device=device),
-        "cu_group": offsets(candidates, device),
-        "prefix_len": torch.tensor([cache.lengths[request] for request in requests], dtype=torch.int32, device=device),
-    }
-    out, lse = branch_attention(
-        *(q, k, v, cache.keys, cache.values),
-        **layout,
-        prefix_start=torch.zeros(len(requests), dtype=torch.int32, device=device),
-        block_table=cache.table(requests),
-        return_lse=True,
-    )
+    branches = [[1] * count for count in candidates]
+    held = [cache.lengths[request] for request in requests]
+    table = [cache.pages[request] for request in requests]
+    layout = BranchLayout.of(branches, [(0, length) for length in held], block_table=table, device=device)
+    out, lse = branch_attention(q, k, v, cache.keys, cache.values, layout, return_lse=True)
     whole = [torch.cat([kept[request][i] for request in requests]) for i in range(2)]
-    starts = offsets(list(prefixes.values()), device)[:-1].contiguous()
-    want, want_lse = branch_attention(q, k, v, *whole, **layout, prefix_start=starts, return_lse=True)
+    layout = BranchLayout.of(branches, list(zip(accumulate(held, initial=0), held, strict=False)), device=device)
+    want, want_lse = branch_attention(q, k, v, *whole, layout, return_lse=True)
     worst = max(float((out - want).abs().max()), float((lse - want_lse).abs().max()))
     used = sum(map(len, cache.pages.values()))
     print(f"{len(requests)} requests in {used} pages of {PAGE}, {rows} candidates, one call")

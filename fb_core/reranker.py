@@ -179,9 +179,7 @@ class TokenReranker(nn.Module):
             [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
             device,
             prefix=kv,
-            block_table=torch.tensor([[prefix.row] for prefix in prefixes], dtype=torch.int32, device=device)
-            if paged
-            else None,
+            pages=[prefix.row for prefix in prefixes] if paged else None,
         )
         positions = torch.cat(
             [

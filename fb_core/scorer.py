@@ -228,8 +228,7 @@ class CompatibilityScorer:
                 row += k * h
         if not any(groups for _, groups in trajectories):
             return [[] for _ in trajectories]
-        table = None if prefix is None else torch.zeros(len(layout), 1, dtype=torch.int32, device=device)
-        packed = hf.Layout.build(layout, device, prefix=prefix, block_table=table)
+        packed = hf.Layout.build(layout, device, prefix=prefix, pages=None if prefix is None else [0] * len(layout))
         hidden = hf.packed_forward(self.model, torch.cat(ids), torch.cat(positions), packed, rows=torch.cat(scored))
         head = hf.lm_head(self.model)
         logprob = linear_logprob(

@@ -3,13 +3,14 @@
 Every op is registered with torch.library as `fb::<name>` and has a folder of its own.
 """
 
-from fb_kernels.branch_attention import branch_attention, branch_attention_out
+from fb_kernels.branch_attention import branch_attention
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.commit import DecodeState, Halt, commit_
 from fb_kernels.compatibility_targets import compatibility_targets
 from fb_kernels.group_cross_entropy import group_cross_entropy
 from fb_kernels.joint_pool import joint_pool
+from fb_kernels.layout import BranchLayout
 from fb_kernels.linear_logprob import combine_logprob_partials, linear_logprob, linear_logprob_partials
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.qk_norm_rope import qk_norm_rope
@@ -19,10 +20,10 @@ from fb_kernels.swiglu import swiglu
 from fb_kernels.topk_entropy import topk_entropy
 
 __all__ = [
+    "BranchLayout",
     "DecodeState",
     "Halt",
     "branch_attention",
-    "branch_attention_out",
     "branch_attention_qkv",
     "candidate_head",
     "combine_logprob_partials",

@@ -1,7 +1,7 @@
 """Argument checks shared by every op: one sentence naming op, argument, what was expected, what came, and the remedy.
 
 Shapes, dtypes and devices are checked in the public functions, without reading a tensor's contents. Values inside index
-tensors are checked by the CPU implementations (`*_values`); on a device the host never reads them.
+tensors are checked by the CPU implementations; on a device the host never reads them.
 """
 
 from __future__ import annotations
@@ -264,13 +264,11 @@ def not_negative(op: str, argument: str, value: Any, remedy: str) -> None:
         raise error(op, argument, expected, value, remedy)
 
 
-def offset_values(op: str, argument: str, value: Tensor, total: int) -> list[int]:
-    """The offsets as a list, after checking that they begin with 0, never fall and end with `total` (CPU only)."""
-    entries = value.tolist()
+def offset_values(op: str, argument: str, entries: list[int], total: int) -> None:
+    """Offsets that begin with 0, never fall and end with `total`."""
     if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in pairwise(entries)):
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
         raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
-    return entries
 
 
 def no_grad(op: str, **tensors: Tensor | None) -> None:

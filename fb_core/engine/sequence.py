@@ -18,7 +18,7 @@ from fb_core import hf
 from fb_core.engine.graphs import Graphs
 from fb_core.native import Layer, NativeDecoder
 from fb_core.policy import RequestPolicy
-from fb_kernels import DecodeState, Halt, branch_attention, commit_, rms_norm, skinny_linear, topk_entropy
+from fb_kernels import BranchLayout, DecodeState, Halt, branch_attention, commit_, rms_norm, skinny_linear, topk_entropy
 
 BUCKETS = (32, 64, 128, 256)
 RING = 4
@@ -144,23 +144,11 @@ class StaticModel:
                 hidden = layer.step(hidden, positions, self.cos, self.sin, keys, values, held, slots)
             return hidden
         residual: Tensor | None = None
+        layout = BranchLayout(bucket.cu_branch, bucket.cu_group, self.first, held, max_branch_len=len(ids))
         for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
             kept = None if slots is None else (keys, values, slots)
             q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
-            attended: Tensor = branch_attention(  # type: ignore[assignment]
-                q,
-                k,
-                v,
-                keys,
-                values,
-                cu_branch=bucket.cu_branch,
-                cu_group=bucket.cu_group,
-                prefix_start=self.first,
-                prefix_len=held,
-                max_branch_len=len(ids),
-                window=layer.window,
-                scale=layer.scale,
-            )
+            attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
             hidden, residual = layer.after_attention(attended, residual)
         assert residual is not None
         return hidden + residual

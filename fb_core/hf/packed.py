@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from transformers import Cache as HFCache
 
 from fb_core.hf.models import lm_head, text_config, vocabulary
 from fb_core.native import NativeDecoder
-from fb_kernels import branch_attention, linear_logprob
+from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
 ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
 
@@ -74,35 +75,31 @@ class Prefix:
 
 @dataclass
 class Layout:
-    """Which rows of a packed forward are whose: the index arguments of `branch_attention`."""
+    """Which rows of a packed forward are whose, where their prefixes are, and what its attention leaves behind."""
 
-    cu_branch: Tensor  # [B + 1]
-    cu_group: Tensor  # [G + 1]
-    prefix_start: Tensor  # [G]
-    prefix_len: Tensor  # [G]
-    max_branch_len: int
-    max_prefix_len: int
-    block_table: Tensor | None = None  # [G, 1] where the prefix is paged
+    branches: BranchLayout
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
     windows: list[int | None] = field(default_factory=list)  # of every attention call of a forward through modules
 
     @classmethod
-    def build(cls, groups: Sequence[tuple[Sequence[int], int, int]], device: torch.device, **options: Any) -> Layout:
-        """From (branch lengths, prefix start, prefix length) of every group, in row order."""
-        lengths = [length for branches, _, _ in groups for length in branches]
-        counts = [len(branches) for branches, _, _ in groups]
-        starts, prefixes = [start for _, start, _ in groups], [length for _, _, length in groups]
-        return cls(
-            offsets(lengths, device),
-            offsets(counts, device),
-            torch.tensor(starts, dtype=torch.int32, device=device),
-            torch.tensor(prefixes, dtype=torch.int32, device=device),
-            max(lengths, default=0),
-            max(prefixes, default=0),
-            **options,
+    def build(
+        cls,
+        groups: Sequence[tuple[Sequence[int], int, int]],
+        device: torch.device,
+        *,
+        pages: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Layout:
+        """From (branch lengths, prefix start, prefix length) of every group, in row order, and its page if paged."""
+        branches = BranchLayout.of(
+            [lengths for lengths, _, _ in groups],
+            [(start, length) for _, start, length in groups],
+            block_table=None if pages is None else [[page] for page in pages],
+            device=device,
         )
+        return cls(branches, **options)
 
     def attend(
         self,
@@ -118,25 +115,9 @@ class Layout:
         if self.capture:
             self.captured[layer] = (k.detach(), v.detach())
         prefix_k, prefix_v = (k.detach(), v.detach()) if self.prefix is None else self.prefix.layers[layer]
-        out, lse = branch_attention(
-            q,
-            k,
-            v,
-            prefix_k,
-            prefix_v,
-            cu_branch=self.cu_branch,
-            cu_group=self.cu_group,
-            prefix_start=self.prefix_start,
-            prefix_len=self.prefix_len,
-            max_branch_len=self.max_branch_len,
-            max_prefix_len=self.max_prefix_len,
-            block_table=self.block_table,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            return_lse=True,
+        return branch_attention(
+            q, k, v, prefix_k, prefix_v, self.branches, window=window, scale=scale, softcap=softcap, return_lse=True
         )
-        return out, lse
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -291,7 +272,7 @@ def prefill_packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[
     with torch.no_grad():
         packed_forward(model, torch.cat(list(sequences)), positions, layout, rows=positions[:0])
     kv = PrefixKV([layout.captured[layer] for layer in sorted(layout.captured)])
-    starts = layout.cu_branch.tolist()
+    starts = accumulate(lengths, initial=0)
     return [Prefix(kv, start, length) for start, length in zip(starts, lengths, strict=False)]
 
 

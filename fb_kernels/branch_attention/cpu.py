@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu
+from fb_kernels import cpu, layout
 from fb_kernels.branch_attention import reference
 
 PREFIX = 1 << 11  # the most, keys of a group times threads: beyond, torch.bmm makes up for a call a group
@@ -72,21 +72,31 @@ def _one_row_branches(
             return None
         heads += (x.data_ptr(), row, head)
     q, k, prefix_k, prefix_v = (x for x in (tensors[-5], tensors[-4], *tensors[-2:]) if x is not None)
-    slots = prefix_k.shape[0]
-    if table is not None:
-        pages, page = prefix_k.shape[:2]
-        apart = [divmod(x.stride(0), max(1, x.stride(1))) for x in (prefix_k, prefix_v)]  # in slots
-        outside = (table[:, :1] < 0) | (table[:, :1] >= pages) | ((start < 0) | (start + length > page))[:, None]
-        if table.shape[1] != 1 or apart[0] != apart[1] or apart[0][1] or bool(outside.any()):
-            return None
-        start = start + table[:, 0].long() * apart[0][0]
-        slots = apart[0][0] * (pages - 1) + page
+    apart = [(1, 0)] * 2 if table is None else [divmod(x.stride(0), max(1, x.stride(1))) for x in (prefix_k, prefix_v)]
+    if apart[0] != apart[1] or apart[0][1]:
+        return None
+    indices, sizes = (branch, group, start, length, table), (*prefix_k.shape[:-2], apart[0][0])
+    offsets = layout.remembered(indices, ("one row", *sizes), lambda: _offsets(indices, sizes))
+    if offsets is None:
+        return None
+    slots = sizes[0] if table is None else sizes[2] * (sizes[0] - 1) + sizes[1]
     rows, query_heads, width = q.shape
     longest = PREFIX // torch.get_num_threads()
-    offsets = [x.to(torch.int64).contiguous() for x in (branch, group, start, length)]
     done = torch.empty(rows, dtype=torch.bool)
     code = getattr(found, f"fbcpu_{name}")(
         *heads, slots, *(x.data_ptr() for x in offsets), len(branch) - 1, len(group) - 1, longest,
         *(x.data_ptr() for x in results), done.data_ptr(), rows, query_heads, k.shape[1], width, scale,
     )  # fmt: skip
     return None if code or not done.any() else done
+
+
+def _offsets(indices: layout.Indices, sizes: tuple[int, ...]) -> list[Tensor] | None:
+    """The layout as int64 for prefixes that lie in one piece, a page so many slots behind the one before; else None."""
+    branch, group, start, length, table = indices
+    if table is not None:
+        pages, page, apart = sizes
+        outside = (table[:, :1] < 0) | (table[:, :1] >= pages) | ((start < 0) | (start + length > page))[:, None]
+        if table.shape[1] != 1 or bool(outside.any()):
+            return None
+        start = start + table[:, 0].long() * apart
+    return [x.to(torch.int64).contiguous() for x in (branch, group, start, length)]

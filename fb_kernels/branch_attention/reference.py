@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fb_kernels import checks
+from fb_kernels import layout as layouts
+from fb_kernels.layout import Group, Plan
 from fb_kernels.merge_attention_states.reference import merge_attention_states
 from fb_kernels.precision import accumulation_dtype
 
@@ -30,23 +31,6 @@ class _Piece(NamedTuple):
     k: Tensor  # [n, Hkv, E] in the accumulation dtype
     v: Tensor
     visible: Tensor | None  # [R, n], None where all is
-
-
-class _Group(NamedTuple):
-    first: int  # rows
-    last: int
-    start: int  # prefix
-    length: int
-    pages: list[int] | None
-    longest: int  # branch
-
-
-class _Plan(NamedTuple):
-    """The layout as the host knows it."""
-
-    bounds: list[int]  # of the branches
-    row_start: Tensor  # [T]: first row of the row's branch
-    groups: list[_Group]
 
 
 class _Layout(NamedTuple):
@@ -75,17 +59,15 @@ def branch_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
-    *,
-    op: str = "branch_attention",
 ) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T]); `op` is named in errors."""
+    """(out[T, Hq, E], lse[Hq, T])."""
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     if not _host_reads(q):
         masks = _layout(q.shape[0], prefix_k, *layout)
         out, lse = _exact(q, _masked_pieces(q, k, v, prefix_k, prefix_v, masks, block_table, window), scale, softcap)
         out, lse = out.masked_fill(~masks.sound[:, None, None], torch.nan), lse.masked_fill(~masks.sound, torch.nan)
         return out.to(q.dtype), lse
-    plan = _plan(op, q.shape[0], prefix_k, *layout)
+    plan = layouts.plan(layout, q.shape[0], prefix_k)
     if window is None and softcap is None and q.numel():
         single = [group for group in plan.groups if group.longest == 1 and q.dtype == accumulation_dtype(q.dtype)]
         if sum(group.last - group.first for group in single) == q.shape[0]:
@@ -98,13 +80,6 @@ def branch_attention(
         return out, lse
     out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
     return out.to(q.dtype), lse
-
-
-def branch_attention_out(out: Tensor, lse: Tensor, *arguments: Any) -> None:
-    """`branch_attention` into given tensors."""
-    state = branch_attention(*arguments, op="branch_attention_out")
-    out.copy_(state[0])
-    lse.copy_(state[1])
 
 
 def branch_attention_backward(
@@ -131,7 +106,7 @@ def branch_attention_backward(
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     sound = None
     if _host_reads(q):
-        plan = _plan("branch_attention_backward", q.shape[0], prefix_k, *layout)
+        plan = layouts.plan(layout, q.shape[0], prefix_k)
         pieces = _pieces(q, k, v, prefix_k, prefix_v, plan, window)
     else:
         masks = _layout(q.shape[0], prefix_k, *layout)
@@ -226,48 +201,10 @@ def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | N
     return out, lse
 
 
-# --- the layout on the host -------------------------------------------------------------------------------------------
+# --- by the layout's plan on the host ---------------------------------------------------------------------------------
 
 
-def _plan(
-    op: str,
-    rows: int,
-    prefix: Tensor,
-    cu_branch: Tensor,
-    cu_group: Tensor,
-    prefix_start: Tensor,
-    prefix_len: Tensor,
-    block_table: Tensor | None,
-) -> _Plan:
-    """Read and check the layout."""
-    bounds = checks.offset_values(op, "cu_branch", cu_branch, rows)
-    of_groups = checks.offset_values(op, "cu_group", cu_group, len(bounds) - 1)
-    size = prefix.shape[0] if block_table is None else prefix.shape[1]
-    capacity = size if block_table is None else size * block_table.shape[1]
-    table = None if block_table is None else block_table.tolist()
-    groups = []
-    for g, (start, length) in enumerate(zip(prefix_start.tolist(), prefix_len.tolist(), strict=True)):
-        for name, value in (("prefix_start", start), ("prefix_len", length)):
-            if value < 0:
-                raise checks.error(op, name, "0 or more", f"{value} in group {g}", "count from the slice's first key")
-        if length and start + length > capacity:
-            got = f"{start} + {length} in group {g}"
-            raise checks.error(op, "prefix_len", f"slices that end within {capacity} keys", got, "shorten the slice")
-        pages = None
-        if table is not None:
-            pages = table[g][start // size : (start + length - 1) // size + 1] if length else []
-            if any(not 0 <= page < prefix.shape[0] for page in pages):
-                expected = f"pages from 0 below {prefix.shape[0]} wherever the slice lies"
-                raise checks.error(op, "block_table", expected, f"{pages} in group {g}", "pad only behind the slice")
-            start = start % size if length else 0
-        branches = bounds[of_groups[g] : of_groups[g + 1] + 1]
-        longest = max((b - a for a, b in pairwise(branches)), default=0)
-        groups.append(_Group(branches[0], branches[-1], start, length, pages, longest))
-    starts = cu_branch.long()
-    return _Plan(bounds, starts[:-1].repeat_interleave(starts.diff()), groups)
-
-
-def _slice(prefix: Tensor, group: _Group) -> Tensor:
+def _slice(prefix: Tensor, group: Group) -> Tensor:
     """The group's prefix, [P, Hkv, E]: a view wherever one page holds it."""
     if group.pages is None:
         keys = prefix
@@ -284,7 +221,7 @@ def _pieces(
     v: Tensor | None,
     prefix_k: Tensor,
     prefix_v: Tensor,
-    plan: _Plan,
+    plan: Plan,
     window: int | None,
 ) -> Iterator[_Piece]:
     """Blocks of each group's rows: against its prefix, then against the rows from the first one's branch on."""
@@ -321,7 +258,7 @@ def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> 
 
 
 def _fast(
-    q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, plan: _Plan, scale: float
+    q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, plan: Plan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's flash attention for the CPU: one call a run of equal branches, one a prefix; (out, lse).
 
@@ -376,8 +313,8 @@ def _single_rows(
     v: Tensor | None,
     prefix_k: Tensor,
     prefix_v: Tensor,
-    plan: _Plan,
-    group: _Group,
+    plan: Plan,
+    group: Group,
     scale: float,
     out: Tensor,
     lse: Tensor,

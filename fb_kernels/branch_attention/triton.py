@@ -27,7 +27,7 @@ SPLITS = 64
 WORKSPACE = 1 << 28
 """Float32 elements of partial results at most; what needs more takes the tile kernel."""
 LOG2_E = math.log2(math.e)
-LENGTHS = ["rows", "branches", "groups", "capacity", "pages", "window", "table_row", "lse_head"]
+LENGTHS = ["rows", "branches", "groups", "capacity", "pages", "window", "table_row"]
 
 
 @triton.jit
@@ -261,11 +261,6 @@ def _branch_attention_tile_kernel(
     prefix_v_page,
     prefix_v_row,
     prefix_v_head,
-    out_row,
-    out_head,
-    out_column,
-    lse_head,
-    lse_row,
     table_row,
     table_column,
     OWN: tl.constexpr,
@@ -287,12 +282,12 @@ def _branch_attention_tile_kernel(
     if not sound:
         flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         flat_row, flat_head = (flat // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + flat % REPEAT
-        flat_at = (out + flat_row * out_row + flat_head * out_head)[:, None] + column[None, :] * out_column
+        flat_at = out + ((flat_row * (kv_heads * REPEAT) + flat_head) * HEAD_DIM)[:, None] + column[None, :]
         nothing = tl.full([BLOCK_M], float("nan"), tl.float32)
         exists = flat_row < rows
         spread = nothing[:, None] + tl.zeros([1, BLOCK_E], tl.float32)
         tl.store(flat_at, spread, mask=exists[:, None] & (column < HEAD_DIM)[None, :])
-        tl.store(lse + flat_row * lse_row + flat_head * lse_head, nothing, mask=exists)
+        tl.store(lse + flat_head * rows + flat_row, nothing, mask=exists)
         return
     group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK_M, OFFSETS)
     if group < 0:
@@ -371,15 +366,15 @@ def _branch_attention_tile_kernel(
     acc, top, total = state
     total = tl.where(fits, total, float("nan"))
     empty = total == 0
-    out_at = (out + row.to(tl.int64) * out_row + head * out_head)[:, None] + column[None, :] * out_column
+    out_at = out + ((row.to(tl.int64) * (kv_heads * REPEAT) + head) * HEAD_DIM)[:, None] + column[None, :]
     if ALIGNED:
         out_at = tl.max_contiguous(tl.multiple_of(out_at, (1, 16)), (1, 8))
     tl.store(out_at, tl.where(empty[:, None], 0.0, acc / total[:, None]), mask=inside)
     score = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    tl.store(lse + row.to(tl.int64) * lse_row + head * lse_head, score, mask=valid)
+    tl.store(lse + head * rows + row, score, mask=valid)
 
 
-@triton.jit(do_not_specialize=[*LENGTHS[:-1], "splits"])
+@triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_split_kernel(
     q,
     prefix_k,
@@ -524,11 +519,6 @@ def _branch_attention_combine_kernel(
     k_head,
     v_row,
     v_head,
-    out_row,
-    out_head,
-    out_column,
-    lse_head,
-    lse_row,
     table_row,
     table_column,
     OWN: tl.constexpr,
@@ -590,22 +580,13 @@ def _branch_attention_combine_kernel(
                 total = total * decay + p
                 top = new_top
     empty = total == 0
-    out_at = out + row.to(tl.int64) * out_row + head * out_head + column * out_column
+    out_at = out + (row.to(tl.int64) * heads + head) * HEAD_DIM + column
     tl.store(out_at, tl.where(empty, 0.0, acc / total), mask=inside)
     score = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    tl.store(lse + row.to(tl.int64) * lse_row + head * lse_head, score)
+    tl.store(lse + head * rows + row, score)
 
 
-def branch_attention(q: Tensor, *arguments: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T])."""
-    out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    written = branch_attention_out(out, lse, q, *arguments)  # type: ignore[arg-type, func-returns-value]
-    return written if written is NotImplemented else (out, lse)
-
-
-def branch_attention_out(
-    out: Tensor,
-    lse: Tensor,
+def branch_attention(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
@@ -621,8 +602,8 @@ def branch_attention_out(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> None:
-    """`branch_attention` into given tensors; branches of one row allocate the partial results of their splits."""
+) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T]); branches of one row allocate the partial results of their splits."""
     rows, heads, width = q.shape
     kv_heads = prefix_k.shape[-2]
     branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
@@ -630,8 +611,9 @@ def branch_attention_out(
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
     if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
         return NotImplemented
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
     if q.numel() == 0:
-        return None
+        return out, lse
     repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
     windowed, everything = window is not None, rows + capacity + 1  # also where all keys are in it: a row has its bits
     window = everything if window is None else min(window, everything)
@@ -657,7 +639,7 @@ def branch_attention_out(
     }
     aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
     form = "unaligned" if not aligned else "window" if windowed else "plain"
-    own, into = (*own_k.stride()[:2], *own_v.stride()[:2]), (*out.stride(), *lse.stride())
+    own = (*own_k.stride()[:2], *own_v.stride()[:2])
     prefix = (*prefix_k.stride()[:3], *prefix_v.stride()[:3])
 
     launch = tuning.branch_attention_split(q.dtype, width, repeat, form)
@@ -677,15 +659,15 @@ def branch_attention_out(
             )  # fmt: skip
         _branch_attention_combine_kernel[(rows * heads,)](
             q, own_k, own_v, *partial, out, lse, *layout, rows, branches, groups, heads, splits, *places, *numbers,
-            *q.stride()[:2], *own, *into, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
+            *q.stride()[:2], *own, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
             BLOCK_S=8, num_warps=4, maxnreg=128,
         )  # fmt: skip
-        return None
+        return out, lse
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
     tiles = triton.cdiv(rows * repeat, launch["BLOCK_M"]) + min(groups, rows)
     _branch_attention_tile_kernel[(tiles * kv_heads,)](
         q, own_k, own_v, prefix_k, prefix_v, out, lse, *layout, rows, branches, groups, kv_heads, *places, *numbers,
-        *q.stride()[:2], *own, *prefix, *into, *table.stride(), OWN=k is not None, WINDOW=windowed,
+        *q.stride()[:2], *own, *prefix, *table.stride(), OWN=k is not None, WINDOW=windowed,
         ALIGNED=aligned, **constants, **launch,
     )  # fmt: skip
-    return None
+    return out, lse

@@ -1,4 +1,4 @@
-"""`branch_attention` and `branch_attention_out` on a GPU."""
+"""`branch_attention` on a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from gpu_checks import (
 )
 from torch import Tensor
 
-from fb_kernels import backend, branch_attention, branch_attention_out
-from fb_kernels.testing import poison_
+from fb_kernels import BranchLayout, backend, branch_attention
+from fb_kernels.testing import poison_, poisoned_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -77,10 +77,11 @@ def make(layout: Layout, dtype: torch.dtype, device: str = DEVICE, *, index: tor
         "block_table": None if table is None else table.to(index),
     }
     hints = {"max_branch_len": max(lengths), "max_prefix_len": max(length for _, length in layout.slices)}
+    branches = BranchLayout(**indices, **hints)
 
     def op(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
         prefix = prefix or (k.detach(), v.detach())
-        return branch_attention(q, k, v, *prefix, **indices, **hints, **layout.options, return_lse=True)
+        return branch_attention(q, k, v, *prefix, branches, **layout.options, return_lse=True)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
         prefix = prefix or (k.detach(), v.detach())
@@ -161,26 +162,12 @@ def dense(
 
 
 def writes_every_element(layout: Layout, dtype: torch.dtype, device: str = DEVICE) -> None:
-    """`branch_attention_out` into poisoned tensors gives what `branch_attention` gives, with the same bits."""
+    """Into poisoned memory it writes the same bits."""
     case = make(layout, dtype, device)
     want = case.call()
-    out, lse = (poison_(torch.empty_like(x)) for x in want)
-    lengths = [length for group in layout.groups for length in group]
-    q, k, v, *prefix = case.floats
-    _, table, _ = stored_prefix(layout, dtype, device)
-    branch_attention_out(
-        *(out, lse, q, k, v, *(prefix or (k, v))),
-        cu_branch=offsets(lengths, torch.int32, device),
-        cu_group=offsets([len(group) for group in layout.groups], torch.int32, device),
-        prefix_start=torch.tensor([start for start, _ in layout.slices], dtype=torch.int32, device=device),
-        prefix_len=torch.tensor([n for _, n in layout.slices], dtype=torch.int32, device=device),
-        max_branch_len=max(lengths),
-        max_prefix_len=max(n for _, n in layout.slices),
-        block_table=None if table is None else table.int(),
-        **layout.options,
-    )
-    assert torch.equal(out, want[0])
-    assert torch.equal(lse, want[1])
+    with poisoned_memory():
+        got = case.call()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,12 +198,12 @@ def test_wrong_hints_cost_time_only() -> None:
         "prefix_len": torch.tensor([n for _, n in layout.slices], device=DEVICE),
     }
     with backend.override("reference"):
-        want = branch_attention(q.double(), k.double(), v.double(), *(x.double() for x in prefix), **indices)
+        wide = (x.double() for x in (q, k, v, *prefix))
+        want = branch_attention(*wide, BranchLayout(**indices))
     for branch_hint in (None, 0, 1, 900):
         for prefix_hint in (None, 0, 100, 1 << 20):
-            got = branch_attention(
-                *(q, k, v, *prefix), **indices, max_branch_len=branch_hint, max_prefix_len=prefix_hint
-            )
+            hinted = BranchLayout(**indices, max_branch_len=branch_hint, max_prefix_len=prefix_hint)
+            got = branch_attention(q, k, v, *prefix, hinted)
             torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
@@ -238,10 +225,10 @@ def test_small_bad_layouts_give_nan_and_no_stray_access() -> None:
         "cu_group": [0, 9, 3],
     }.items():
         given = {key: torch.tensor(value, device=DEVICE) for key, value in (good | {name: bad}).items()}
-        got = branch_attention(q, k, v, pages, pages, **given)
+        got = branch_attention(q, k, v, pages, pages, BranchLayout(**given))
         torch.cuda.synchronize()  # where a stray access shows
         with backend.override("reference"):
-            want = branch_attention(q, k, v, pages, pages, **given)
+            want = branch_attention(q, k, v, pages, pages, BranchLayout(**given))
         assert torch.equal(got.isnan(), want.isnan()), name
 
 
@@ -266,14 +253,7 @@ def test_a_group_alone_has_the_same_bits(layout: str) -> None:
         rows = slice(first, first + sum(lengths))
         first = rows.stop
         got, got_lse = branch_attention(
-            *(q[rows], k[rows], v[rows], *prefix),
-            cu_branch=offsets(lengths, torch.int32, DEVICE),
-            cu_group=offsets([len(lengths)], torch.int32, DEVICE),
-            prefix_start=torch.tensor([start], device=DEVICE),
-            prefix_len=torch.tensor([n], device=DEVICE),
-            max_branch_len=max(lengths),
-            max_prefix_len=n,
-            return_lse=True,
+            q[rows], k[rows], v[rows], *prefix, BranchLayout.of([lengths], [(start, n)], device=DEVICE), return_lse=True
         )
         assert torch.equal(got, out[rows])
         assert torch.equal(got_lse, lse[:, rows])
@@ -288,15 +268,10 @@ def test_prefix_of_more_than_2_31_elements() -> None:
     with large(24):
         prefix_k, prefix_v = filled(keys, 8, 128), filled(keys, 8, 128, seed=1)
         q, k, v = (filled(13, heads, 128, seed=2 + i) for i, heads in enumerate((16, 8, 8)))
-        indices = {
-            "cu_branch": torch.arange(14, device=DEVICE),
-            "cu_group": torch.tensor([0, 13], device=DEVICE),
-            "prefix_len": torch.tensor([n], device=DEVICE),
-        }
-        far = torch.tensor([keys - n], device=DEVICE)
-        got = branch_attention(q, k, v, prefix_k, prefix_v, **indices, prefix_start=far)
+        far, near = (BranchLayout.of([[1] * 13], [(start, n)], device=DEVICE) for start in (keys - n, 0))
+        got = branch_attention(q, k, v, prefix_k, prefix_v, far)
         ends = prefix_k[-n:].clone(), prefix_v[-n:].clone()
-        assert torch.equal(got, branch_attention(q, k, v, *ends, **indices, prefix_start=torch.zeros_like(far)))
+        assert torch.equal(got, branch_attention(q, k, v, *ends, near))
 
 
 def test_rows_of_more_than_2_31_elements() -> None:
@@ -306,20 +281,10 @@ def test_rows_of_more_than_2_31_elements() -> None:
         groups = torch.tensor([0, rows - 13, rows], device=DEVICE)
         zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         branches = torch.arange(rows + 1, device=DEVICE)
-        got = branch_attention(
-            *(q, k, v, k[:64], v[:64]),
-            cu_branch=branches,
-            cu_group=groups,
-            prefix_start=zeros,
-            prefix_len=zeros + 64,
-            max_branch_len=2,  # the same kernel for both: the one for single rows has no memory for so many
-        )
-        want = branch_attention(
-            *(q[-13:].clone(), k[-13:].clone(), v[-13:].clone(), k[:64], v[:64]),
-            cu_branch=branches[:14],
-            cu_group=torch.tensor([0, 13], device=DEVICE),
-            prefix_start=zeros[:1],
-            prefix_len=zeros[:1] + 64,
-            max_branch_len=2,
-        )
-        assert torch.equal(got[-13:], want)
+        # The hint chooses one kernel for both: the one for single rows has no memory for so many.
+        whole = BranchLayout(branches, groups, zeros, zeros + 64, max_branch_len=2)
+        got = branch_attention(q, k, v, k[:64], v[:64], whole)
+        group = torch.tensor([0, 13], device=DEVICE)
+        last = BranchLayout(branches[:14], group, zeros[:1], zeros[:1] + 64, max_branch_len=2)
+        own = (x[-13:].clone() for x in (q, k, v))
+        assert torch.equal(got[-13:], branch_attention(*own, k[:64], v[:64], last))

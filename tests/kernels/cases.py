@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fb_kernels
-from fb_kernels import DecodeState
+from fb_kernels import BranchLayout, DecodeState
+
+INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
 
 
 @dataclass
@@ -33,6 +35,9 @@ class Case:
         for name, value in self.arguments.items():
             if isinstance(value, DecodeState):
                 found |= {f"{name}.{each}": x for each, x in value._asdict().items()}
+            elif isinstance(value, BranchLayout):
+                fields = {each: getattr(value, each) for each in INDICES}
+                found |= {f"{name}.{each}": x for each, x in fields.items() if x is not None}
             elif isinstance(value, tuple):
                 found |= {f"{name}.{place}": x for place, x in enumerate(value) if isinstance(x, Tensor)}
             elif isinstance(value, Tensor):
@@ -47,6 +52,8 @@ class Case:
             whole = built.get(outer)
             if isinstance(whole, DecodeState) and inner:
                 built[outer] = whole._replace(**{inner: value})
+            elif isinstance(whole, BranchLayout) and inner:
+                built[outer] = replace(whole, **{inner: value})
             elif inner:
                 built[outer] = (*whole[: int(inner)], value, *whole[int(inner) + 1 :])
             else:
@@ -83,11 +90,13 @@ def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: boo
         "v": randn(rows, 2, 8, seed=2) if own else None,
         "prefix_k": randn(*prefix, seed=3),
         "prefix_v": randn(*prefix, seed=4),
-        "cu_branch": ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
-        "cu_group": ids(0, half, len(lengths)),
-        "prefix_start": ids(1, 0) if paged else ids(1, 3),
-        "prefix_len": ids(6, 4) if paged else ids(5, 6),
-        "block_table": ids(2, 0, 1, -1).view(2, 2) if paged else None,
+        "layout": BranchLayout(
+            ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
+            ids(0, half, len(lengths)),
+            ids(1, 0) if paged else ids(1, 3),
+            ids(6, 4) if paged else ids(5, 6),
+            ids(2, 0, 1, -1).view(2, 2) if paged else None,
+        ),
     }
 
 
@@ -134,10 +143,6 @@ def _attention(rows: int, slots: bool) -> dict[str, Any]:
     return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
 
 
-def _written(rows: int) -> dict[str, Any]:
-    return {"out": torch.zeros(rows, 4, 8), "lse": torch.zeros(4, rows)}
-
-
 _OWN = ("q", "k", "v")
 _CASES: dict[str, Callable[[], Case]] = {
     "branch_attention": lambda: Case(
@@ -148,8 +153,9 @@ _CASES: dict[str, Callable[[], Case]] = {
     ),
     "branch_attention, one page each": lambda: Case(
         "branch_attention",
-        _branches(6, (1,) * 6, paged=True)
-        | {"block_table": ids(2, 0).view(2, 1), "prefix_len": ids(3, 4), "return_lse": True},
+        Case("branch_attention", _branches(6, (1,) * 6, paged=True) | {"return_lse": True}).changed(
+            **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
+        ),
         gradients=_OWN,
     ),
     "branch_attention, paged": lambda: Case(
@@ -157,9 +163,6 @@ _CASES: dict[str, Callable[[], Case]] = {
     ),
     "branch_attention, prefix only": lambda: Case(
         "branch_attention", _branches(9, (2, 3, 1, 3), own=False), gradients=("q",)
-    ),
-    "branch_attention_out": lambda: Case(
-        "branch_attention_out", _written(9) | _branches(9, (2, 3, 1, 3)), written=("out", "lse")
     ),
     "branch_attention_qkv": lambda: Case("branch_attention_qkv", _attention(1, slots=False)),
     "branch_attention_qkv, written": lambda: Case(

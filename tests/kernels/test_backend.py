@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fb_kernels import backend, branch_attention, cpu, cuda, linear_logprob, skinny_linear, swiglu
+from fb_kernels import BranchLayout, backend, branch_attention, cpu, cuda, linear_logprob, skinny_linear, swiglu
 
 X = torch.linspace(-3, 3, 24).reshape(2, 12)
 
@@ -20,15 +20,10 @@ def test_autocast_does_not_lower_the_products_inside() -> None:
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(9, 64), torch.randn(40, 64), torch.randint(40, (9,))
     q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
-    layout = {
-        "cu_branch": torch.tensor([0, 5]),
-        "cu_group": torch.tensor([0, 1]),
-        "prefix_start": torch.tensor([0]),
-        "prefix_len": torch.tensor([0]),
-    }
+    layout = BranchLayout.of([[5]], [(0, 0)])
     calls = (
         lambda *given: linear_logprob(*given, target),
-        lambda q, k: branch_attention(q, k, k, k, k, softcap=5.0, **layout),
+        lambda q, k: branch_attention(q, k, k, k, k, layout, softcap=5.0),
     )
     for call, given in zip(calls, ((hidden, weight), (q, k)), strict=True):
         plain = call(*(x.bfloat16() for x in given))

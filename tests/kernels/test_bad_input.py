@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from cases import NAMES, case
 from torch import Tensor
 
-from fb_kernels import backend
+from fb_kernels import BranchLayout, backend
 
 ONE_EACH = {case(name).op: name for name in reversed(NAMES)}  # op: its first case
 ANY_SHAPE = {("swiglu", "gate_up"), ("topk_entropy", "logits"), ("candidate_head", "head_bias")}
@@ -67,6 +67,8 @@ def bad_values(op: str) -> Iterator[tuple[str, str, Any]]:
 
 
 OTHERS = [
+    ("branch_attention", {"layout": None}, "layout"),
+    ("branch_attention", {"layout": {}}, "layout"),
     ("commit_", {"state": tuple(case("commit_").arguments["state"])}, "state"),
     ("commit_", {"state": None}, "state"),
     ("commit_", {"threshold": torch.full((4,), math.nan)}, "threshold"),
@@ -89,12 +91,11 @@ OTHERS = [
     *(
         (op, {name: case(ONE_EACH[op]).tensors[name] + shift}, name)
         for op, name, shift in (
-            ("branch_attention", "cu_branch", 1),
-            ("branch_attention", "cu_group", -1),
-            ("branch_attention", "prefix_start", -99),
-            ("branch_attention", "prefix_len", -9),
-            ("branch_attention_out", "cu_branch", 1),
-            ("branch_attention_out", "prefix_len", 2**30),
+            ("branch_attention", "layout.cu_branch", 1),
+            ("branch_attention", "layout.cu_group", -1),
+            ("branch_attention", "layout.prefix_start", -99),
+            ("branch_attention", "layout.prefix_len", -9),
+            ("branch_attention", "layout.prefix_len", 2**30),
             ("branch_attention_qkv", "held", 99),
             ("branch_attention_qkv", "held", -9),
             ("branch_attention_qkv", "positions", 99),
@@ -113,10 +114,15 @@ OTHERS = [
 
 
 def refused(op: str, argument: str | None, changes: dict[str, Any]) -> None:
-    names = "|".join(map(re.escape, inspect.signature(case(ONE_EACH[op]).function).parameters))
+    example = case(ONE_EACH[op])
+    function: Callable[..., object] = example.function
+    if any(name.startswith("layout.") for name in changes):  # is made before the call, and says what is wrong with it
+        op, function = "BranchLayout", BranchLayout
+        argument = argument and argument.removeprefix("layout.")
+    names = "|".join(map(re.escape, inspect.signature(function).parameters))
     named = names if argument is None else re.escape(argument)
     with pytest.raises((TypeError, ValueError)) as raised:
-        case(ONE_EACH[op]).run(**changes)
+        example.run(**changes)
     sentence = rf"^{op}: ({named})[^:]*: expected [^\n]+, got [^\n]+; [^\n]+$"
     assert re.match(sentence, str(raised.value)), (changes, str(raised.value))
     assert len(str(raised.value)) < 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels.branch_attention import branch_attention, branch_attention_out, reference
+from fb_kernels.branch_attention import branch_attention, reference
 from fb_kernels.branch_attention.naive import branch_attention as naive
+from fb_kernels.layout import BranchLayout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor, magnitude, poison_
 
 F64 = torch.float64
@@ -58,7 +60,8 @@ class Case:
         }
 
     def run(self, **options: Any) -> tuple[Tensor, Tensor]:
-        return branch_attention(*self.tensors, **self.layout, **options, return_lse=True)
+        hints = {name: options.pop(name) for name in ("max_branch_len", "max_prefix_len") if name in options}
+        return branch_attention(*self.tensors, BranchLayout(**self.layout, **hints), **options, return_lse=True)
 
     def prefix(self, group: int) -> tuple[Tensor, Tensor]:
         start, length = self.slices[group]
@@ -507,7 +510,7 @@ def test_inputs_unchanged_and_repeats_equal() -> None:
         leaf.requires_grad_()
     runs = []
     for _ in range(2):
-        out, lse = branch_attention(*case.tensors, **layout, return_lse=True)
+        out, lse = branch_attention(*case.tensors, BranchLayout(**layout), return_lse=True)
         runs.append([out, lse, *torch.autograd.grad(out.square().sum(), case.leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     after = (*case.tensors, *(x for x in layout.values() if x is not None))
@@ -539,7 +542,7 @@ def test_gradient_of_each_input_alone() -> None:
 
     def grads(wanted: set[int]) -> list[Tensor | None]:
         leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(case.leaves)]
-        branch_attention(*leaves, case.prefix_k, case.prefix_v, **case.layout).square().sum().backward()
+        branch_attention(*leaves, case.prefix_k, case.prefix_v, BranchLayout(**case.layout)).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
     every = grads({0, 1, 2})
@@ -556,28 +559,9 @@ def test_gradcheck(own: bool, options: dict[str, Any]) -> None:
 
     def out(*leaves: Tensor) -> Tensor:
         k, v = leaves[1:] if own else (None, None)
-        return branch_attention(leaves[0], k, v, case.prefix_k, case.prefix_v, **case.layout, **options)
+        return branch_attention(leaves[0], k, v, case.prefix_k, case.prefix_v, BranchLayout(**case.layout), **options)
 
     assert torch.autograd.gradcheck(out, [x.requires_grad_() for x in case.leaves])
-
-
-def test_writes_into_given_tensors() -> None:
-    for case in (
-        make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.bfloat16),
-        make([], []),
-        make([[2]], [(0, 0)], own=False),
-    ):
-        for options in ({}, {"window": 2, "softcap": 4.0}):
-            want, want_lse = case.run(**options)
-            out = poison_(torch.empty(want.shape[1], want.shape[0], 2 * want.shape[2], dtype=want.dtype))
-            lse = poison_(torch.empty(want_lse.T.shape, dtype=want_lse.dtype))
-            assert (
-                branch_attention_out(out.transpose(0, 1)[..., ::2], lse.T, *case.tensors, **case.layout, **options)
-                is None
-            )
-            assert torch.equal(out.transpose(0, 1)[..., ::2], want)
-            assert out[..., 1::2].isnan().all()
-            assert torch.equal(lse.T, want_lse)
 
 
 def _arguments(case: Case, *, window: int | None = None, softcap: float | None = None) -> tuple:
@@ -606,8 +590,6 @@ def test_opcheck(arguments: Callable[[], tuple]) -> None:
     torch.library.opcheck(torch.ops.fb.branch_attention.default, given_)
     q, *rest = (x.detach() if isinstance(x, Tensor) else x for x in given_)
     lse = torch.zeros(q.shape[1], q.shape[0], dtype=F64 if q.dtype == F64 else torch.float32)
-    out = torch.ops.fb.branch_attention_out.default
-    torch.library.opcheck(out, (torch.zeros_like(q), lse.clone(), q, *rest))
     backward = torch.ops.fb.branch_attention_backward.default
     torch.library.opcheck(backward, (torch.ones_like(q), q, *rest[:4], torch.zeros_like(q), lse, *rest[4:]))
 
@@ -615,26 +597,19 @@ def test_opcheck(arguments: Callable[[], tuple]) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0}])
 def test_compiles_without_breaks(options: dict[str, Any]) -> None:
     case = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
-    layout = case.layout
+    slices = {"prefix_start": torch.tensor([0, 1]), "prefix_len": torch.tensor([2, 3])}
+    layout = BranchLayout(**case.layout | slices)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = branch_attention(q, k, v, k.detach(), v.detach(), **layout, **options, return_lse=True)
+        out, lse = branch_attention(q, k, v, k.detach(), v.detach(), layout, **options, return_lse=True)
         return (out * lse.T[..., None].exp()).sum(), lse
 
-    def write(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
-        branch_attention_out(out, lse, q, k, v, k, v, **layout, **options)
-        return out * 2, lse
-
-    layout["prefix_start"], layout["prefix_len"] = torch.tensor([0, 1]), torch.tensor([2, 3])
     results = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
         leaves = [x.detach().requires_grad_() for x in case.leaves]
         value, lse = function(*leaves)
         results.append([value, lse, *torch.autograd.grad(value, leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    compiled = torch.compile(write, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(compiled(*case.leaves), write(*case.leaves), strict=True))
 
 
 def test_no_sync_where_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,15 +651,14 @@ def test_bad_layouts(
         case = Case(case.q, case.k, case.v, *pages, case.groups, [(1, 6), (8, 3)], [[0, 1, 2, -1], [-1, -1, 3, -1]])
     layout = case.layout | {name: torch.tensor(bad)}
     if not device:
-        for function, op in ((branch_attention, "branch_attention"), (write, "branch_attention_out")):
-            argument = "prefix_len" if bad == [1, 1 << 50] else name
-            with pytest.raises(ValueError, match=rf"^{op}: {argument}: expected .*, got .*; .+"):
-                function(*case.tensors, **layout)
+        argument = "prefix_len" if bad == [1, 1 << 50] else name
+        with pytest.raises(ValueError, match=rf"^BranchLayout: {argument}: expected .*, got .*; .+"):
+            branch_attention(*case.tensors, BranchLayout(**layout))
         close(case.run()[0], case.naive()[1])
         return
     monkeypatch.setattr(reference, "_host_reads", lambda _: False)
     q = case.q.requires_grad_()
-    out, lse = branch_attention(*case.tensors, **layout, return_lse=True)
+    out, lse = branch_attention(*case.tensors, BranchLayout(**layout), return_lse=True)
     wrong = torch.zeros(6, dtype=torch.bool)
     wrong[list(poisoned)] = True
     grad = torch.autograd.grad(out.sum(), q)[0]
@@ -697,8 +671,8 @@ def test_changing_integers_compile_once() -> None:
     case = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
 
     def run(longest: int, window: int) -> Tensor:
-        limits = {"max_branch_len": longest, "max_prefix_len": 2 * longest, "window": window}
-        return branch_attention(*case.tensors, **case.layout, **limits)
+        layout = BranchLayout(**case.layout, max_branch_len=longest, max_prefix_len=2 * longest)
+        return branch_attention(*case.tensors, layout, window=window)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for number in range(3, 15):  # more than torch compiles one function
@@ -711,11 +685,6 @@ def test_second_derivatives_are_refused() -> None:
     grad = torch.autograd.grad(case.run()[0].square().sum(), case.q, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="branch_attention: only first derivatives exist"):
         torch.autograd.grad(grad.sum(), case.k)
-
-
-def write(*tensors: Tensor, **layout: Any) -> None:
-    q = tensors[0]
-    branch_attention_out(torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0]), *tensors, **layout)
 
 
 GOOD = make([[3, 1], [2]], [(1, 6), (8, 3)], dtype=torch.float32)
@@ -770,25 +739,17 @@ TABLE = torch.tensor([[0, 1, -1], [0, 1, 2]])
         ({"scale": "1"}, TypeError, "scale"),
         ({"q": Q.to_sparse()}, ValueError, "q"),
         ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"out": None}, TypeError, "out"),
-        ({"out": Q[1:]}, ValueError, "out"),
-        ({"out": Q.double()}, TypeError, "out"),
-        ({"lse": torch.zeros(6, 4)}, ValueError, "lse"),
-        ({"lse": torch.zeros(4, 1).expand(4, 6)}, ValueError, "lse"),
-        ({"lse": torch.zeros(4, 6, dtype=F64)}, TypeError, "lse"),
-        ({"q": Q.clone().requires_grad_(), "out": torch.zeros_like(Q)}, ValueError, "q"),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], kind: type[Exception], argument: str) -> None:
+    def run(**given: Any) -> Tensor:
+        options = {name: given.pop(name) for name in ("window", "scale", "softcap") if name in given}
+        tensors = [given.pop(name) for name in ("q", "k", "v", "prefix_k", "prefix_v")]
+        return branch_attention(*tensors, BranchLayout(**given), **options)
+
     good = dict(zip(("q", "k", "v", "prefix_k", "prefix_v"), GOOD.tensors, strict=True)) | GOOD.layout
-    writes = {"out": torch.zeros_like(Q), "lse": torch.zeros(4, 6)} | good | change
-    for op, call, arguments in (
-        ("branch_attention", branch_attention, good | change),
-        ("branch_attention_out", branch_attention_out, writes),
-    ):
-        if op == "branch_attention" and change.keys() & {"out", "lse"}:
-            continue
-        with pytest.raises(kind, match=rf"^{op}: {argument}: expected .*, got .*; .+") as caught:
-            call(**arguments)
-        assert type(caught.value) is kind
-    close(branch_attention(**good), GOOD.naive(torch.float32)[1], 1e-5)
+    op = "BranchLayout" if argument in inspect.signature(BranchLayout).parameters else "branch_attention"
+    with pytest.raises(kind, match=rf"^{op}: {argument}: expected .*, got .*; .+") as caught:
+        run(**good | change)
+    assert type(caught.value) is kind
+    close(run(**good), GOOD.naive(torch.float32)[1], 1e-5)

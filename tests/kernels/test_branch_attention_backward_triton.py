@@ -19,6 +19,7 @@ from fb_kernels import tuning
 from fb_kernels.branch_attention import branch_attention, reference
 from fb_kernels.branch_attention import triton_backward as kernels
 from fb_kernels.branch_attention import triton_layout as branch_layout
+from fb_kernels.layout import BranchLayout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, poison_
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="kernels run on a GPU here")
@@ -350,7 +351,7 @@ def test_through_autograd(lengths: list[int], dtype: torch.dtype, options: dict[
     case = make([lengths, [1]], [(1, 20), (0, 5)], (2, 1), dtype=dtype)
     for leaf in case.leaves:
         leaf.requires_grad_()
-    out = branch_attention(*case.tensors, **case.layout, **options)
+    out = branch_attention(*case.tensors, BranchLayout(**case.layout), **options)
     upstream = random_like(out)
     with poisoned():
         got = torch.autograd.grad(out, case.leaves, upstream)
@@ -361,7 +362,7 @@ def test_through_autograd(lengths: list[int], dtype: torch.dtype, options: dict[
 def test_through_autograd_without_own_keys() -> None:
     case = make([[2, 1]], [(1, 20)], (2, 1), dtype=torch.float32, own=False)
     case.q.requires_grad_()
-    out = branch_attention(*case.tensors, **case.layout)
+    out = branch_attention(*case.tensors, BranchLayout(**case.layout))
     (dq,) = torch.autograd.grad(out, case.leaves, torch.ones_like(out))
     compare(case, torch.ones_like(out), [dq, *dq.new_empty(2, 0)])
 
@@ -380,10 +381,10 @@ def test_opcheck(own: bool) -> None:
 @pytest.mark.parametrize("lengths", [[1, 1], [3, 1]])
 def test_compiles_without_breaks(lengths: list[int]) -> None:
     case = make([lengths, [1]], [(1, 20), (0, 5)], (2, 1), dtype=torch.float32)
-    layout = case.layout
+    layout = BranchLayout(**case.layout)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return branch_attention(q, k, v, case.prefix_k, case.prefix_v, **layout).square().sum()
+        return branch_attention(q, k, v, case.prefix_k, case.prefix_v, layout).square().sum()
 
     results = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):

@@ -15,9 +15,10 @@ from test_branch_attention import Case, as_pages, close, dense, make, scattered
 from torch import Tensor
 
 from fb_kernels import backend, tuning
-from fb_kernels.branch_attention import branch_attention, branch_attention_out
+from fb_kernels.branch_attention import branch_attention
 from fb_kernels.branch_attention import triton_layout as branch_layout
-from fb_kernels.testing import assert_close_to_reference, count_syncs, poison_
+from fb_kernels.layout import BranchLayout
+from fb_kernels.testing import assert_close_to_reference, count_syncs, poison_, poisoned_memory
 
 pytestmark = pytest.mark.usefixtures("triton_kernels", "tiny_blocks")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -37,18 +38,15 @@ def tiny_blocks() -> Iterator[None]:
 
 
 def run(case: Case, **options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the kernels, every element of poisoned tensors written."""
-    q = case.q
-    out = poison_(torch.empty(q.shape[1], q.shape[0], 2 * q.shape[2], dtype=q.dtype)).transpose(0, 1)[..., ::2]
-    lse = poison_(torch.empty(q.shape[0], q.shape[1])).T
-    branch_attention_out(out, lse, *case.tensors, **case.layout, **options)
-    return out, lse
+    """(out, lse) of the kernels, whose memory was poisoned before."""
+    with poisoned_memory():
+        return case.run(**options)
 
 
 def reference(case: Case, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
     tensors = (None if x is None else x.detach().to(dtype) for x in case.tensors)
     with backend.override("reference"):
-        return branch_attention(*tensors, **case.layout, **options, return_lse=True)
+        return branch_attention(*tensors, BranchLayout(**case.layout), **options, return_lse=True)
 
 
 def compare(case: Case, **options: Any) -> None:
@@ -278,8 +276,8 @@ def test_bad_layouts_are_nan(name: str, bad: list, poisoned: range | list[int], 
     if name == "block_table":
         pages = [torch.full((4, 4, 1, 8), 0.5) for _ in range(2)]
         case = Case(case.q, case.k, case.v, *pages, case.groups, [(1, 6), (8, 3)], [[0, 1, 2, -1], [-1, -1, 3, -1]])
-    layout = case.layout | {name: torch.tensor(bad)}
-    out, lse = branch_attention(*case.tensors, **layout, max_branch_len=longest, return_lse=True)
+    layout = BranchLayout(**case.layout | {name: torch.tensor(bad)}, max_branch_len=longest)
+    out, lse = branch_attention(*case.tensors, layout, return_lse=True)
     wrong = torch.zeros(6, dtype=torch.bool)
     wrong[list(poisoned)] = True
     for result in (out, lse.T):
@@ -293,8 +291,9 @@ def test_strided_indices(longest: int) -> None:
     layout = dict(case.layout)
     for name in ("cu_branch", "cu_group", "prefix_start", "prefix_len"):
         layout[name] = torch.stack([layout[name], poison_(layout[name].clone())], 1)[:, 0]
-    want = branch_attention(*case.tensors, **case.layout, max_branch_len=longest)
-    assert torch.equal(branch_attention(*case.tensors, **layout, max_branch_len=longest), want)
+    want = case.run(max_branch_len=longest)[0]
+    got = branch_attention(*case.tensors, BranchLayout(**layout, max_branch_len=longest))
+    assert torch.equal(got, want)
 
 
 def test_the_launch_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +310,7 @@ def test_rows_of_no_group_are_nan() -> None:
     empty = torch.zeros(0, dtype=torch.int32)
     layout = case.layout | {"cu_group": torch.tensor([0]), "prefix_start": empty, "prefix_len": empty}
     for longest in (TILE, SPLIT):
-        assert branch_attention(*case.tensors, **layout, max_branch_len=longest).isnan().all()
+        assert branch_attention(*case.tensors, BranchLayout(**layout, max_branch_len=longest)).isnan().all()
 
 
 def test_large_float16_values_are_finite() -> None:
@@ -349,5 +348,3 @@ def test_opcheck(longest: int) -> None:
     arguments = (*(x.nan_to_num(0.0) for x in case.tensors if x is not None), *case.layout.values())
     numbers = (longest, 7, None, 0.3, None)
     torch.library.opcheck(torch.ops.fb.branch_attention.default, (*arguments, *numbers))
-    written = torch.zeros_like(case.q), torch.zeros(2, 3)
-    torch.library.opcheck(torch.ops.fb.branch_attention_out.default, (*written, *arguments, *numbers))

@@ -14,7 +14,7 @@ EDGES = """
 import itertools, sys
 import torch
 from pathlib import Path
-from fb_kernels import backend, branch_attention, branch_attention_qkv, cpu, skinny_linear, topk_entropy
+from fb_kernels import BranchLayout, backend, branch_attention, branch_attention_qkv, cpu, skinny_linear, topk_entropy
 
 library = cpu.opened(Path(sys.argv[1]))
 assert not isinstance(library, str), library
@@ -29,8 +29,7 @@ layouts = ((ids(0), ids(0, 0)), (ids(0, 0), ids(0, 1)), (ids(0, 1, 2), ids(0, 0,
 for (branch, group), width, prefix in itertools.product(layouts, (3, 8), (0, 5)):
     q, k, v = (torch.randn(int(branch[-1]), heads, width, requires_grad=True) for heads in (4, 2, 2))
     rest, none = torch.randn(prefix, 2, width), ids(*[0] * (len(group) - 1))
-    layout = {"cu_branch": branch, "cu_group": group, "prefix_start": none, "prefix_len": none}
-    branch_attention(q, k, v, rest, rest, **layout).sum().backward()
+    branch_attention(q, k, v, rest, rest, BranchLayout(branch, group, none, none)).sum().backward()
 for rows, outputs, width in itertools.product((0, 1, 3), (0, 1, 2, 7), (0, 1, 9)):
     x, weight, norm = torch.randn(rows, width), torch.randn(outputs, width), torch.randn(width)
     skinny_linear(x, weight, torch.randn(outputs), norm_weight=norm)

@@ -26,11 +26,12 @@ from test_topk_entropy import HOSTILE, assert_matches
 from torch import Tensor
 
 from fb_kernels import backend, cpu
+from fb_kernels import layout as layouts
 from fb_kernels.branch_attention import branch_attention
 from fb_kernels.branch_attention import cpu as branch_kernels
-from fb_kernels.branch_attention import reference as branches_reference
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
+from fb_kernels.layout import BranchLayout
 from fb_kernels.skinny_linear import reference as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
@@ -363,8 +364,8 @@ def test_layouts_of_one_row_that_do_not_fit(change: dict[str, list[int]]) -> Non
     case = one_row_each([(2, 0, 5), (0, 0, 0), (2, 2, 3)])
     layout = case.layout | {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
     assert len(case.prefix_k) == 7
-    with backend.override("auto"), pytest.raises(ValueError, match=f"branch_attention: {next(iter(change))}|expected"):
-        branch_attention(*case.tensors, **layout)
+    with backend.override("auto"), pytest.raises(ValueError, match=f"BranchLayout: {next(iter(change))}|expected"):
+        branch_attention(*case.tensors, BranchLayout(**layout))
 
 
 @pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
@@ -393,8 +394,8 @@ def test_branches_of_one_row_beside_others(others: list[list[int]]) -> None:
         torch.testing.assert_close(actual, reference, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-def one_page_each(case: branches.Case, heads_first: bool) -> dict[str, Any]:
-    """The prefixes in shuffled pages of one size, as a cache [pages, Hkv, slots, E] where heads come first."""
+def one_page_each(case: branches.Case, heads_first: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """(prefixes, layout) in shuffled pages of one size, as a cache [pages, Hkv, slots, E] where heads come first."""
     groups, page = len(case.slices), 9
     order = torch.randperm(groups + 1, generator=torch.Generator().manual_seed(0))[:groups]
     paged = []
@@ -406,8 +407,7 @@ def one_page_each(case: branches.Case, heads_first: bool) -> dict[str, Any]:
             pages[place, 2 : 2 + length] = flat[start : start + length]
         paged.append(pages)
     starts = torch.full((groups,), 2, dtype=torch.int32)
-    layout = case.layout | {"prefix_start": starts, "block_table": order[:, None].int()}
-    return {"prefix_k": paged[0], "prefix_v": paged[1], **layout}
+    return paged, case.layout | {"prefix_start": starts, "block_table": order[:, None].int()}
 
 
 @pytest.mark.parametrize("heads_first", [True, False])
@@ -415,7 +415,8 @@ def test_branches_of_one_row_over_one_page_each(heads_first: bool) -> None:
     case = one_row_each([(2, 0, 5), (3, 5, 7), (1, 0, 0), (2, 1, 4)])
     grad = torch.ones_like(case.q)
     expected = with_gradients(case, grad)
-    out = branch_attention(case.q, case.k, case.v, **one_page_each(case, heads_first))
+    prefix, layout = one_page_each(case, heads_first)
+    out = branch_attention(case.q, case.k, case.v, *prefix, BranchLayout(**layout))
     assert torch.equal(out, expected[0])
     for got, wanted in zip(torch.autograd.grad(out, case.leaves, grad), expected[2:], strict=True):
         assert torch.equal(got, wanted)
@@ -436,12 +437,11 @@ def test_branches_of_one_row_over_one_page_each(heads_first: bool) -> None:
 )
 def test_pages_that_do_not_fit(change: dict[str, list]) -> None:
     case = one_row_each([(2, 0, 5), (3, 5, 5)])
-    arguments = one_page_each(case, True)
-    arguments["prefix_k"], arguments["prefix_v"] = arguments["prefix_k"][:2], arguments["prefix_v"][:2]
-    arguments["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
-    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
-    with backend.override("auto"), pytest.raises(ValueError, match=f"branch_attention: {next(iter(change))}|expected"):
-        branch_attention(case.q, case.k, case.v, **arguments)
+    prefix, layout = one_page_each(case, True)
+    layout["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
+    layout |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
+    with backend.override("auto"), pytest.raises(ValueError, match=f"BranchLayout: {next(iter(change))}|expected"):
+        branch_attention(case.q, case.k, case.v, *(x[:2] for x in prefix), BranchLayout(**layout))
 
 
 @given_here
@@ -550,7 +550,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(linear_reference, "linear", refuse)
     monkeypatch.setattr(attention_reference, "_on_host", refuse)
-    monkeypatch.setattr(branches_reference, "_plan", refuse)
+    monkeypatch.setattr(layouts, "plan", refuse)
     with backend.override("auto"):
         case = one_row_each([(2, 0, 3)])
         with_gradients(case, torch.ones_like(case.q))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fb_kernels.branch_attention import branch_attention
+from fb_kernels.layout import BranchLayout
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.merge_attention_states.naive import merge_attention_states as naive
 from fb_kernels.testing import assert_close_to_reference
@@ -80,10 +81,9 @@ def test_error_within_twice_plain_pytorch(dtype: torch.dtype) -> None:
 
 def test_branch_attention_in_two_parts() -> None:
     q, prefix, own = torch.randn(6, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 6, 2, 8)
-    layout = {"cu_branch": torch.tensor([0, 4, 6]), "cu_group": torch.tensor([0, 2]), "prefix_start": torch.tensor([1])}
 
     def run(own: Tensor | tuple[None, None], length: int) -> tuple[Tensor, Tensor]:
-        return branch_attention(q, *own, *prefix, **layout, prefix_len=torch.tensor([length]), return_lse=True)
+        return branch_attention(q, *own, *prefix, BranchLayout.of([[4, 2]], [(1, length)]), return_lse=True)
 
     merged = merge_attention_states(*run((None, None), 7), *run(own, 0))
     for actual, expected in zip(merged, run(own, 7), strict=True):
