@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
@@ -25,6 +25,12 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
     "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
     "topk_entropy": "pqqqq ppp",
+    "rms_norm": "ppp f pp qq",
+    "swiglu": "pp qq",
+    "merge_attention_states": "pp pp pp qqq",
+    "candidate_head": "pq ppp f pi ppp qqq",
+    "linear_logprob": "pq pq p piq fff ppp qqq",
+    "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 
 

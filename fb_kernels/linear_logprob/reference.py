@@ -56,7 +56,8 @@ def _outside(target: Tensor, limit: int | None) -> Tensor:
     return target < 0 if limit is None else (target < 0) | (target >= limit)
 
 
-def _check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None) -> None:
+def check_targets(op: str, target: Tensor, ignore_index: int, limit: int | None) -> None:
+    """Every id in the vocabulary of `limit` ids, of any size for None, or ignored, where the host reads them."""
     if target.device.type != "cpu":
         return
     bad = (target != ignore_index) & _outside(target, limit)
@@ -120,7 +121,7 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy), each of target's shape."""
     valid = _valid_rows(weight, valid_vocab)
-    _check_targets("linear_logprob", target, ignore_index, valid)
+    check_targets("linear_logprob", target, ignore_index, valid)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     top, total, weighted, picked = _statistics(x, weight, ids, bias, logit_scale, softcap, temperature, valid)
@@ -224,7 +225,7 @@ def linear_logprob_partials(
     valid_vocab: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(max, sumexp, target logit) of one shard; ignored rows are empty in every shard, and no other row is."""
-    _check_targets("linear_logprob_partials", target, ignore_index, valid_vocab)
+    check_targets("linear_logprob_partials", target, ignore_index, valid_vocab)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     valid = _valid_rows(weight_shard, valid_vocab, vocab_start)
