@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu, segments
 
-SIZE = 1 << 18  # elements of hidden, the most
+SIZE = 1 << 18  # elements of hidden, the most: from there on torch's threads are ahead
 
 
 def candidate_head(

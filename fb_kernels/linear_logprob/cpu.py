@@ -8,7 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 from fb_kernels.linear_logprob import reference
 
-PRODUCTS = 1 << 20  # the most: from there on BLAS is ahead
+PRODUCTS, LOGITS = 1 << 21, 1 << 16  # the most: from there on BLAS on some threads is ahead
 LEAST = 1e-30  # a soft-cap of which float32 has enough
 
 
@@ -29,7 +29,8 @@ def linear_logprob(
     valid, width = weight.shape
     if valid_vocab is not None:
         valid = valid_vocab
-    if isinstance(found, str) or not width or not 0 < rows * valid * width <= PRODUCTS:
+    logits = rows * valid
+    if isinstance(found, str) or not width or not 0 < logits <= LOGITS or logits * width > PRODUCTS:
         return NotImplemented
     if not (hidden.dtype is weight.dtype is float32 and hidden.is_contiguous() and target.is_contiguous()):
         return NotImplemented
