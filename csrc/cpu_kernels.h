@@ -9,7 +9,7 @@ typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
-constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
 constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -25,6 +25,8 @@ INLINE Lanes load(const float* from, int64_t n) {  // fewer than LANES, then zer
   std::memcpy(&v, from, n * sizeof(float));
   return v;
 }
+
+INLINE Lanes some(const float* from, int64_t n) { return n == LANES ? load(from) : load(from, n); }
 
 INLINE void store(float* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
 
@@ -53,7 +55,7 @@ INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
   return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
 }
 
-// The sum of term(i, n) over n columns from i on; in float over stretches, so that long rows lose no more than short ones.
+// The sum of term(i, n), of n columns from i on; in float over stretches, so that long rows lose no more than short.
 template <typename Term>
 INLINE double added(int64_t width, Term term) {
   constexpr int64_t STRETCH = 64 * LANES;
@@ -76,8 +78,6 @@ INLINE double added(int64_t width, Term term) {
   }
   return total;
 }
-
-INLINE Lanes some(const float* from, int64_t n) { return n == LANES ? load(from) : load(from, n); }
 
 // out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. A single row of x takes
 // those of w as they lie, or all T at once.

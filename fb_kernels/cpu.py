@@ -2,8 +2,9 @@
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
 float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
-cost more than their arithmetic: each op takes sizes up to a limit, at which the reference on several threads is as quick. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (on others
-where torch has another runtime), all else on one thread.
+cost more than their arithmetic; an op leaves sizes at which torch's threads are ahead to its reference. Linear layers
+run on torch's threads, whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on
+one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """

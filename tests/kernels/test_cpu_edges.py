@@ -56,7 +56,8 @@ for rows, width, value in itertools.product((0, 1, 3), (0, 1, 9, 40), values):
         candidate_head(x, weight, weight, ids(*sizes), eps=0.0, head_bias=torch.ones(1))
     candidate_head(x, None, weight, ids(0), eps=0.0)
     for vocabulary, softcap in itertools.product((1, 5, 70), (None, 2.0)):
-        head, bias, target = torch.randn(vocabulary, width), torch.randn(vocabulary), torch.zeros(rows, dtype=torch.int64)
+        head, bias = torch.randn(vocabulary, width), torch.randn(vocabulary)
+        target = torch.zeros(rows, dtype=torch.int64)
         linear_logprob(x, head, target, bias, softcap=softcap, temperature=1e-30)
         linear_logprob(x, head, target - 100, valid_vocab=0)
     state, lse = torch.randn(rows, 2, width), torch.full((2, rows), value)

@@ -588,9 +588,7 @@ def test_swiglu_matches_float64(rows: list[int], half: int, share: float, seed: 
     shift=st.sampled_from([0.0, 1e4, -1e4]),
     seed=st.integers(0, 99),
 )
-def test_merged_states_match_float64(
-    rows: int, count: int, width: int, share: float, shift: float, seed: int
-) -> None:
+def test_merged_states_match_float64(rows: int, count: int, width: int, share: float, shift: float, seed: int) -> None:
     arguments = [beside_poison(x) for x in states.make(rows, count, width, torch.float32, seed)]
     for place, x in enumerate(arguments):
         x.copy_(hostile(x + shift * (place % 2), share, seed + place, (NAN, INF, -INF, -INF, -INF)))
@@ -603,7 +601,9 @@ def test_merged_states_match_float64(
     assert_close_to_reference(out, expected[0], plain[0], scale=size)
     for row in range(rows):
         alone = [x[row : row + 1] if x.ndim == 3 else x[:, row : row + 1].contiguous() for x in arguments]
-        torch.testing.assert_close(merge_attention_states(*alone)[0], out[row : row + 1], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            merge_attention_states(*alone)[0], out[row : row + 1], rtol=0, atol=0, equal_nan=True
+        )
 
 
 @given_here
@@ -808,7 +808,7 @@ def test_a_refused_rotation_writes_nothing(slots: list[int], positions: list[int
     if positions == [0, 9]:
         slots = [0, 1]
     qkv, tables, caches = torch.ones(2, 6), torch.ones(2, 4, 2), torch.zeros(2, 3, 1, 2)
-    with pytest.raises(ValueError, match="^qk_norm_rope: (kv_out|positions): expected"):
+    with pytest.raises(ValueError, match=r"^qk_norm_rope: (kv_out|positions): expected"):
         qk_norm_rope(
             qkv, None, None, *tables, torch.tensor(positions),
             num_heads=1, num_kv_heads=1, kv_out=(*caches, torch.tensor(slots)),
@@ -850,8 +850,14 @@ NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
     ("swiglu", lambda: swiglu(ones(2, gate_kernels.SIZE))),
     ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4))),
     ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4, torch.bfloat16))),
-    ("merge_attention_states", lambda: merge_attention_states(ones(2, 3, 4), ones(2, 3).t(), ones(2, 3, 4), ones(3, 2))),
-    ("merge_attention_states", lambda: merge_attention_states(*states.make(9, 9, state_kernels.SIZE // 80, torch.float32))),
+    (
+        "merge_attention_states",
+        lambda: merge_attention_states(ones(2, 3, 4), ones(2, 3).t(), ones(2, 3, 4), ones(3, 2)),
+    ),
+    (
+        "merge_attention_states",
+        lambda: merge_attention_states(*states.make(9, 9, state_kernels.SIZE // 80, torch.float32)),
+    ),
     ("candidate_head", lambda: headed(ones(2, 3).double())),
     ("candidate_head", lambda: headed(ones(2, 3).half(), head_weight=ones(3))),
     ("candidate_head", lambda: headed(ones(3, 2).t())),

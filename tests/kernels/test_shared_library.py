@@ -45,12 +45,12 @@ def test_signatures_are_those_of_the_sources(which: str) -> None:
 
 
 def test_a_declaration_is_read_as_it_stands() -> None:
-    text = '''
+    text = """
 extern "C" int fb_one(const float* x, int64_t x_stride, int flag, float eps,
                       void* stream) {  // (a note)
   return 0;
 }
-'''
+"""
     assert declared(text, "fb_") == {"one": ("int", "pqifp")}
     assert len(shared_library.kinds("pq ifp")) == 5
     with pytest.raises(KeyError):
