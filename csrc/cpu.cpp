@@ -1,6 +1,6 @@
-// The ops of a decode step on the CPU: float32, plain C functions for fb_kernels/cpu.py, which checks what it passes.
-// Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else on one. Nothing is
-// reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+// The ops of a decode step and small calls of others on the CPU: float32, plain C functions for fb_kernels/cpu.py,
+// which checks what it passes. Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else
+// on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ typedef int32_t Order __attribute__((vector_size(16)));
 
 namespace {
 
-constexpr int OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2;
+constexpr int OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2, OUT_OF_RANGE = 3;
 
 struct Memory {
   float* data = nullptr;
@@ -152,11 +152,19 @@ struct Kernels {
   decltype(&plain::branch_attention) branch_attention;
   decltype(&plain::branch_attention_backward) branch_attention_backward;
   decltype(&plain::topk_entropy) topk_entropy;
+  decltype(&plain::rms_norm) rms_norm;
+  decltype(&plain::swiglu) swiglu;
+  decltype(&plain::merge_attention_states) merge_attention_states;
+  decltype(&plain::candidate_head) candidate_head;
+  decltype(&plain::linear_logprob) linear_logprob;
+  decltype(&plain::qk_norm_rope) qk_norm_rope;
 };
 
 #define KERNELS(variant)                                                                        \
   {variant::skinny_linear, variant::branch_attention_qkv, variant::branch_attention,           \
-   variant::branch_attention_backward, variant::topk_entropy}
+   variant::branch_attention_backward, variant::topk_entropy, variant::rms_norm,               \
+   variant::swiglu, variant::merge_attention_states, variant::candidate_head,                  \
+   variant::linear_logprob, variant::qk_norm_rope}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -179,7 +187,7 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 3; }
+int fbcpu_abi_version() { return 4; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
@@ -232,6 +240,48 @@ int fbcpu_topk_entropy(
     const float* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
     int64_t* indices) {
   return kernels.topk_entropy(logits, stride, rows, width, k, entropy, values, indices);
+}
+
+int fbcpu_rms_norm(
+    const float* x, const float* residual, const float* weight, float eps, float* out, float* sum, int64_t rows,
+    int64_t width) {
+  return kernels.rms_norm(x, residual, weight, eps, out, sum, rows, width);
+}
+
+int fbcpu_swiglu(const float* gate_up, float* out, int64_t rows, int64_t width) {
+  return kernels.swiglu(gate_up, out, rows, width);
+}
+
+int fbcpu_merge_attention_states(
+    const float* out_a, const float* lse_a, const float* out_b, const float* lse_b, float* out, float* lse,
+    int64_t rows, int64_t heads, int64_t width) {
+  return kernels.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse, rows, heads, width);
+}
+
+int fbcpu_candidate_head(
+    const float* hidden, int64_t hidden_stride, const float* norm_weight, const float* head_weight, const float* bias,
+    float eps, const void* group, int wide, float* score, float* prob, int64_t* best, int64_t rows, int64_t groups,
+    int64_t width) {
+  return kernels.candidate_head(hidden, hidden_stride, norm_weight, head_weight, bias, eps, group, wide, score, prob,
+                                best, rows, groups, width);
+}
+
+int fbcpu_linear_logprob(
+    const float* hidden, int64_t hidden_stride, const float* weight, int64_t weight_stride, const float* bias,
+    const void* target, int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob,
+    float* lse, float* entropy, int64_t rows, int64_t width, int64_t vocabulary) {
+  return kernels.linear_logprob(hidden, hidden_stride, weight, weight_stride, bias, target, wide, ignore_index, scale,
+                                softcap, temperature, logprob, lse, entropy, rows, width, vocabulary);
+}
+
+int fbcpu_qk_norm_rope(
+    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
+    const float* sin, int64_t length, const void* positions, int wide_positions, float* q, float* k, float* v,
+    float* k_cache, int64_t k_slot, int64_t k_head, float* v_cache, int64_t v_slot, int64_t v_head, const void* slots,
+    int wide_slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps) {
+  return kernels.qk_norm_rope(qkv, qkv_stride, q_weight, k_weight, cos, sin, length, positions, wide_positions, q, k, v,
+                              k_cache, k_slot, k_head, v_cache, v_slot, v_head, slots, wide_slots, rows, heads,
+                              kv_heads, width, eps);
 }
 
 }  // extern "C"

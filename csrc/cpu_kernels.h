@@ -9,6 +9,7 @@ typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
+constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
 constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -25,7 +26,15 @@ INLINE Lanes load(const float* from, int64_t n) {  // fewer than LANES, then zer
   return v;
 }
 
+INLINE Lanes some(const float* from, int64_t n) { return n == LANES ? load(from) : load(from, n); }
+
 INLINE void store(float* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
+
+INLINE void store(float* to, Lanes v, int64_t n) { std::memcpy(to, &v, n * sizeof(float)); }
+
+INLINE void pad(float* row, int64_t width) {  // with zeros to whole lanes
+  for (int64_t i = width; i < padded(width); ++i) row[i] = 0;
+}
 
 INLINE Quad quarter(Lanes v) {  // lanes folded to four
   Quad part[LANES / 4];
@@ -44,6 +53,30 @@ INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
   Quad pq = SHUFFLE(p, q, 0, 4, 1, 5) + SHUFFLE(p, q, 2, 6, 3, 7);
   Quad rs = SHUFFLE(r, s, 0, 4, 1, 5) + SHUFFLE(r, s, 2, 6, 3, 7);
   return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
+}
+
+// The sum of term(i, n), of n columns from i on; in float over stretches, so that long rows lose no more than short.
+template <typename Term>
+INLINE double added(int64_t width, Term term) {
+  constexpr int64_t STRETCH = 64 * LANES;
+  double total = 0;
+  for (int64_t first = 0; first < width; first += STRETCH) {
+    const int64_t stop = width - first < STRETCH ? width : first + STRETCH;
+    Lanes even = {}, odd = {};
+    int64_t i = first;
+    for (; i + 2 * LANES <= stop; i += 2 * LANES) {
+      even += term(i, LANES);
+      odd += term(i + LANES, LANES);
+    }
+    if (i + LANES <= stop) {
+      even += term(i, LANES);
+      i += LANES;
+    }
+    if (i < stop) odd += term(i, stop - i);
+    Quad four = quarter(even + odd);
+    total += (four[0] + four[1]) + (four[2] + four[3]);
+  }
+  return total;
 }
 
 // out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. A single row of x takes
@@ -115,18 +148,75 @@ INLINE Lanes exponential(Lanes x) {
   return p * (Lanes)((half + 127) << 23) * (Lanes)((whole - half + 127) << 23);
 }
 
-// to[i] = from[i] / rms(from) * weight[i]; without a weight a copy. Whole lanes of `to` are written.
+// tanh to 2 ulps: Cephes' polynomial, from 0.625 on by the exponential.
+INLINE Lanes tangent(Lanes x) {
+  Lanes size = x < 0 ? -x : x, square = x * x;
+  Lanes p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  Lanes near = p * square * x + x, far = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+  far = x < 0 ? -far : far;
+  return size < 0.625f ? near : far;
+}
+
+// Of a row, 1 / sqrt(mean of squares + eps).
+INLINE float inverse_rms(const float* x, float eps, int64_t width) {
+  double sum = added(width, [&](int64_t i, int64_t n) {
+    Lanes v = some(x + i, n);
+    return v * v;
+  });
+  return 1.0f / std::sqrt((float)(sum / width) + eps);
+}
+
+// to[i] = from[i] / rms(from) * weight[i]; without a weight a copy.
 INLINE void normed(const float* from, const float* weight, float eps, int64_t width, float* to) {
-  int64_t whole = width / LANES * LANES;
-  for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(from + i));
-  if (whole < width) store(to + whole, load(from + whole, width - whole));
-  if (!weight) return;
-  float square[1][1];
-  products<1, 1>(to, 0, to, 0, padded(width), square);
-  float inverse = 1.0f / std::sqrt(square[0][0] / width + eps);
-  for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(to + i) * inverse * load(weight + i));
-  if (whole < width) store(to + whole, load(to + whole) * inverse * load(weight + whole, width - whole));
-  for (int64_t i = width; i < padded(width); ++i) to[i] = 0;  // where inverse is NaN
+  if (!weight) {
+    if (width) std::memcpy(to, from, width * sizeof(float));
+    return;
+  }
+  const float inverse = inverse_rms(from, eps, width);
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(to + i, load(from + i) * inverse * load(weight + i));
+  if (i < width) store(to + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
+}
+
+// to = silu(gate) * up.
+INLINE void gated(const float* gate, const float* up, int64_t width, float* to) {
+  for (int64_t i = 0; i < width; i += LANES) {
+    int64_t n = width - i < LANES ? width - i : LANES;
+    Lanes g = some(gate + i, n), y = g / (1.0f + exponential(-g)) * some(up + i, n);
+    if (n == LANES) store(to + i, y);
+    else store(to + i, y, n);
+  }
+}
+
+// finish(row, first, count, sums): products of padded rows of x with those of a weight from `output` to `stop`.
+template <typename Finish>
+INLINE void tiled(
+    const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t output,
+    int64_t stop, Finish finish) {
+  const int64_t stride = padded(width);
+  for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
+    const float* w = weight + output * weight_stride;
+    int64_t row = 0;
+    for (; row + ROWS <= rows; row += ROWS) {
+      float sum[ROWS][TILE];
+      products<ROWS, TILE>(x + row * stride, stride, w, weight_stride, width, sum);
+      for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
+    }
+    for (; row < rows; ++row) {
+      float sum[1][TILE];
+      products<1, TILE>(x + row * stride, stride, w, weight_stride, width, sum);
+      finish(row, output, TILE, sum[0]);
+    }
+  }
+  for (; output < stop; ++output)
+    for (int64_t row = 0; row < rows; ++row) {
+      float sum[1][1];
+      products<1, 1>(x + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
+      finish(row, output, 1, sum[0]);
+    }
 }
 
 static int skinny_linear(
@@ -137,7 +227,10 @@ static int skinny_linear(
   float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
   if (!input) return OUT_OF_MEMORY;
   float* result = swiglu ? input + rows * stride : out;
-  for (int64_t row = 0; row < rows; ++row) normed(x + row * x_stride, norm_weight, eps, width, input + row * stride);
+  for (int64_t row = 0; row < rows; ++row) {
+    normed(x + row * x_stride, norm_weight, eps, width, input + row * stride);
+    pad(input + row * stride, width);
+  }
 
   auto finish = [&](int64_t row, int64_t first, int64_t count, const float* sum) {
     float* to = result + row * products_stride + first;
@@ -156,42 +249,18 @@ static int skinny_linear(
       }
       output += (TILE - 1) * apart;
     }
-    for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
-      const float* w = weight + output * weight_stride;
-      int64_t row = 0;
-      for (; row + ROWS <= rows; row += ROWS) {
-        float sum[ROWS][TILE];
-        products<ROWS, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
-        for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
-      }
-      for (; row < rows; ++row) {
-        float sum[1][TILE];
-        products<1, TILE>(input + row * stride, stride, w, weight_stride, width, sum);
-        finish(row, output, TILE, sum[0]);
-      }
-    }
-    for (; output < stop; ++output)
-      for (int64_t row = 0; row < rows; ++row) {
-        float sum[1][1];
-        products<1, 1>(input + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
-        finish(row, output, 1, sum[0]);
-      }
+    tiled(input, rows, weight, weight_stride, width, output, stop, finish);
   });
   if (!swiglu) return 0;
   int64_t half = outputs / 2;
   for (int64_t row = 0; row < rows; ++row) {
-    const float *gate = result + row * outputs, *up = gate + half;
-    float* to = out + row * out_stride;
-    for (int64_t i = 0; i < half; i += LANES) {
-      int64_t n = half - i < LANES ? half - i : LANES;
-      Lanes g = load(gate + i, n), gated = g / (1.0f + exponential(-g)) * load(up + i, n);
-      std::memcpy(to + i, &gated, n * sizeof(float));
-    }
+    const float* gate = result + row * outputs;
+    gated(gate, gate + half, half, out + row * out_stride);
   }
   return 0;
 }
 
-// A head x[width], normed and rotated, to to[padded(width)].
+// A head x[width], normed and rotated, to to[width].
 INLINE void turned(
     const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
     float* buffer, float* to) {
@@ -201,7 +270,6 @@ INLINE void turned(
     to[i] = (buffer[i] * cos[i] - buffer[i + half] * sin[i]) * scale;
     to[i + half] = (buffer[i + half] * cos[i + half] + buffer[i] * sin[i + half]) * scale;
   }
-  for (int64_t i = width; i < padded(width); ++i) to[i] = 0;
 }
 
 INLINE float softmax(float* score, int64_t count) {  // in place; returns the log of the sum
@@ -313,11 +381,14 @@ static int branch_attention_qkv(
     const float *x = qkv + row * qkv_stride, *value = x + (heads + kv_heads) * width;
     int64_t place = entry(positions, wide_positions, row) * width;
     int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
-    for (int64_t h = 0; h < heads; ++h)
+    for (int64_t h = 0; h < heads; ++h) {
       turned(x + h * width, q_weight, eps, cos + place, sin + place, width, scale, buffer, query + h * stride);
+      pad(query + h * stride, width);
+    }
     for (int64_t g = 0; g < kv_heads; ++g) {
       float* own = key + g * stride;
       turned(x + (heads + g) * width, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, own);
+      pad(own, width);
       if (slot >= 0) {
         std::memcpy(k_cache + slot * k_slot + g * k_head, own, width * sizeof(float));
         std::memcpy(v_cache + slot * v_slot + g * v_head, value + g * width, width * sizeof(float));
@@ -482,6 +553,187 @@ static int topk_entropy(
       }
     }
     entropy[row] = std::isinf(top) ? NAN : std::log(total) - weight / total;
+  }
+  return 0;
+}
+
+// s = x + residual, or x, and out = s / rms(s) * weight.
+static int rms_norm(
+    const float* x, const float* residual, const float* weight, float eps, float* out, float* sum, int64_t rows,
+    int64_t width) {
+  for (int64_t at = 0; at < rows * width; at += width) {
+    const float* s = x + at;
+    if (residual) {
+      for (int64_t i = 0; i < width; ++i) sum[at + i] = x[at + i] + residual[at + i];
+      s = sum + at;
+    }
+    normed(s, weight, eps, width, out + at);
+  }
+  return 0;
+}
+
+static int swiglu(const float* gate_up, float* out, int64_t rows, int64_t width) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* gate = gate_up + row * 2 * width;
+    gated(gate, gate + width, width, out + row * width);
+  }
+  return 0;
+}
+
+// out[rows, heads, width] and lse[heads, rows] of two states; the out of an empty one, whose lse is -inf, is not read.
+static int merge_attention_states(
+    const float* out_a, const float* lse_a, const float* out_b, const float* lse_b, float* out, float* lse,
+    int64_t rows, int64_t heads, int64_t width) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t at = head * rows + row, first = (row * heads + head) * width;
+      const float a = lse_a[at], b = lse_b[at];
+      float top = a > b || a != a ? a : b;  // NaN where one is
+      if (top == -INFINITY) top = 0;
+      float weight_a = std::exp(a - top), weight_b = std::exp(b - top);
+      const float total = weight_a + weight_b, divisor = total == 0 ? 1 : total;
+      lse[at] = top + std::log(total);
+      weight_a /= divisor, weight_b /= divisor;
+      const float *from_a = out_a + first, *from_b = out_b + first;
+      float* to = out + first;
+      if (a == -INFINITY)
+        for (int64_t i = 0; i < width; ++i) to[i] = b == -INFINITY ? 0 : weight_b * from_b[i];
+      else if (b == -INFINITY)
+        for (int64_t i = 0; i < width; ++i) to[i] = weight_a * from_a[i];
+      else
+        for (int64_t i = 0; i < width; ++i) to[i] = weight_a * from_a[i] + weight_b * from_b[i];
+    }
+  return 0;
+}
+
+// Of the rows of a group, the softmax of their scores and the place of the highest, -1 where there is none.
+static int candidate_head(
+    const float* hidden, int64_t hidden_stride, const float* norm_weight, const float* head_weight, const float* bias,
+    float eps, const void* group, int wide, float* score, float* prob, int64_t* best, int64_t rows, int64_t groups,
+    int64_t width) {
+  for (int64_t g = 0; g <= groups; ++g) {
+    const int64_t offset = entry(group, wide, g);
+    if (g ? offset < entry(group, wide, g - 1) || offset > rows : offset != 0) return OUT_OF_RANGE;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *x = hidden + row * hidden_stride, inverse = norm_weight ? inverse_rms(x, eps, width) : 1;
+    const float sum = added(width, [&](int64_t i, int64_t n) {
+      Lanes v = some(x + i, n);
+      if (norm_weight) v = v * inverse * some(norm_weight + i, n);
+      return v * some(head_weight + i, n);
+    });
+    score[row] = bias ? sum + *bias : sum;
+  }
+  int64_t row = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t first = row, last = entry(group, wide, g + 1);
+    double top = -INFINITY, total = 0;  // NaN where one is
+    best[g] = -1;
+    for (; row < last; ++row) {
+      const float s = score[row];
+      if (s == s && (best[g] < 0 || s > score[first + best[g]])) best[g] = row - first;
+      if (s > top || s != s) top = s;
+    }
+    for (row = first; row < last; ++row) total += std::exp(score[row] - top);
+    for (row = first; row < last; ++row) prob[row] = std::exp(score[row] - top) / total;
+  }
+  for (; row < rows; ++row) prob[row] = 0;
+  return 0;
+}
+
+// Log-prob of the target, log-sum-exp and entropy of each row's logits; softcap 0 is none.
+static int linear_logprob(
+    const float* hidden, int64_t hidden_stride, const float* weight, int64_t weight_stride, const float* bias,
+    const void* target, int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob,
+    float* lse, float* entropy, int64_t rows, int64_t width, int64_t vocabulary) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t id = entry(target, wide, row);
+    if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
+  }
+  const int64_t stride = padded(width), columns = padded(vocabulary);
+  float* input = scratch(rows * (stride + columns));
+  if (!input) return OUT_OF_MEMORY;
+  float* logits = input + rows * stride;
+  for (int64_t row = 0; row < rows; ++row) {
+    normed(hidden + row * hidden_stride, nullptr, 0, width, input + row * stride);
+    pad(input + row * stride, width);
+  }
+  tiled(input, rows, weight, weight_stride, width, 0, vocabulary,
+        [&](int64_t row, int64_t first, int64_t count, const float* sum) {
+          float* to = logits + row * columns + first;
+          if (count == TILE) std::memcpy(to, sum, TILE * sizeof(float));
+          else std::memcpy(to, sum, count * sizeof(float));
+        });
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t id = entry(target, wide, row);
+    if (id == ignore_index) {
+      logprob[row] = lse[row] = entropy[row] = 0;
+      continue;
+    }
+    float* logit = logits + row * columns;
+    for (int64_t i = vocabulary; i < columns; ++i) logit[i] = 0;
+    Lanes most = Lanes{} - INFINITY;
+    for (int64_t i = 0; i < columns; i += LANES) {
+      const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
+      Lanes l = load(logit + i);
+      if (scale != 1) l *= scale;
+      if (bias) l += some(bias + i, n);
+      if (softcap != 0) l = tangent(l / softcap) * softcap;
+      if (temperature != 1) l /= temperature;
+      store(logit + i, l);
+      for (int64_t j = i + n; j < i + LANES; ++j) logit[j] = -INFINITY;
+      l = load(logit + i);
+      most = l > most ? l : most;
+    }
+    float top = most[0];
+    for (int i = 1; i < LANES; ++i) top = most[i] > top ? most[i] : top;
+    const float shift = top == -INFINITY ? 0 : top;
+    double total = 0, weighted = 0;
+    for (int64_t first = 0; first < columns; first += 64 * LANES) {  // in stretches, as in `added`
+      Lanes sum = {}, product = {};
+      for (int64_t i = first; i < columns && i < first + 64 * LANES; i += LANES) {
+        Lanes l = load(logit + i) - shift, e = exponential(l);
+        sum += e;
+        product += e * (l < FAR_BELOW ? Lanes{} + FAR_BELOW : l);
+      }
+      Quad sums = quarter(sum), products = quarter(product);
+      total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      weighted += (products[0] + products[1]) + (products[2] + products[3]);
+    }
+    const double log = std::log(total);
+    lse[row] = top + log;
+    logprob[row] = logit[id] - (top + log);
+    entropy[row] = log - weighted / total;
+  }
+  return 0;
+}
+
+// q, k and v of each row, normed where a weight is given, q and k rotated; k and v also to their slots of the caches.
+static int qk_norm_rope(
+    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
+    const float* sin, int64_t length, const void* positions, int wide_positions, float* q, float* k, float* v,
+    float* k_cache, int64_t k_slot, int64_t k_head, float* v_cache, int64_t v_slot, int64_t v_head, const void* slots,
+    int wide_slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = entry(positions, wide_positions, row);
+    if (position < 0 || position >= length) return OUT_OF_RANGE;
+  }
+  float* buffer = scratch(width);
+  if (!buffer) return OUT_OF_MEMORY;
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* x = qkv + row * qkv_stride;
+    const int64_t place = entry(positions, wide_positions, row) * width;
+    const int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
+    for (int64_t h = 0; h < heads; ++h, x += width, q += width)
+      turned(x, q_weight, eps, cos + place, sin + place, width, 1.0f, buffer, q);
+    for (int64_t g = 0; g < kv_heads; ++g, x += width, k += width) {
+      turned(x, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, k);
+      if (slot >= 0) std::memcpy(k_cache + slot * k_slot + g * k_head, k, width * sizeof(float));
+    }
+    for (int64_t g = 0; g < kv_heads; ++g, x += width, v += width) {
+      std::memcpy(v, x, width * sizeof(float));
+      if (slot >= 0) std::memcpy(v_cache + slot * v_slot + g * v_head, x, width * sizeof(float));
+    }
   }
   return 0;
 }

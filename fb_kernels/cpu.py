@@ -2,8 +2,9 @@
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
 float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
-cost more than their arithmetic. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (on others
-where torch has another runtime), all else on one thread.
+cost more than their arithmetic; an op leaves sizes at which torch's threads are ahead to its reference. Linear layers
+run on torch's threads, whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on
+one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
@@ -25,6 +26,12 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
     "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
     "topk_entropy": "pqqqq ppp",
+    "rms_norm": "ppp f pp qq",
+    "swiglu": "pp qq",
+    "merge_attention_states": "pp pp pp qqq",
+    "candidate_head": "pq ppp f pi ppp qqq",
+    "linear_logprob": "pq pq p piq fff ppp qqq",
+    "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 
 

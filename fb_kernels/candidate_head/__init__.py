@@ -127,6 +127,7 @@ _candidate_head = Op(
     fake=_fake,
     triton=True,
     compiled=True,
+    cpu=True,
 )
 _candidate_head_backward = Op(
     "candidate_head_backward",

@@ -289,6 +289,7 @@ _linear_logprob = Op(
     reference=reference.linear_logprob,
     fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
     triton=True,
+    cpu=True,
 )
 _linear_logprob_backward = Op(
     "linear_logprob_backward",

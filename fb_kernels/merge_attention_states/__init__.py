@@ -67,6 +67,7 @@ _merge = Op(
     reference=reference.merge_attention_states,
     fake=lambda out_a, lse_a, *_: (out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)),
     triton=True,
+    cpu=True,
 )
 
 

@@ -150,6 +150,7 @@ _qk_norm_rope = Op(
     reference=reference.qk_norm_rope,
     fake=lambda qkv, _q, _k, cos, _s, _p, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
+    cpu=True,
 )
 _qk_norm_rope_out = Op(
     "qk_norm_rope_out",
@@ -157,6 +158,7 @@ _qk_norm_rope_out = Op(
     reference=reference.qk_norm_rope_out,
     fake=lambda qkv, _q, _k, cos, _s, _p, _kc, _vc, _sl, *options: _heads_fake(qkv, cos.shape[1], *options[:2]),
     triton=True,
+    cpu=True,
 )
 _qk_norm_rope_backward = Op(
     "qk_norm_rope_backward",

@@ -58,8 +58,13 @@ def check_positions(positions: Tensor, limit: int, op: str = OP) -> None:
         raise checks.error(op, "positions", f"0 to {limit - 1}, rows of cos and sin", bad, "extend the rotary tables")
 
 
-def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int]:
-    """The slots, each in the cache and no two the same but for negative ones; `op` is named in errors."""
+def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int] | None:
+    """The slots, each in the cache and no two the same but for negative ones; None where the host does not read them.
+
+    `op` is named in errors.
+    """
+    if not _host_reads(slots):
+        return None
     argument = "kv_out" if op == OP else "slots"
     values: list[int] = slots.tolist()
     used = [slot for slot in values if slot >= 0]
@@ -126,7 +131,7 @@ def qk_norm_rope_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, with k and v also written to their slots of the caches."""
     size = k_cache.shape[0]
-    places = check_slots(slots, size, op) if _host_reads(slots) else None
+    places = check_slots(slots, size, op)
     q, k, v = qk_norm_rope(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, op)
     if places is not None:
         for cache, rows in ((k_cache, k), (v_cache, v)):

@@ -68,6 +68,7 @@ _rms_norm = Op(
     reference=reference.rms_norm,
     fake=lambda x, weight, eps, residual: (x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)),
     triton=True,
+    cpu=True,
 )
 _rms_norm_backward = Op(
     "rms_norm_backward",

@@ -41,6 +41,7 @@ _swiglu = Op(
     reference=reference.swiglu,
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     triton=True,
+    cpu=True,
 )
 _swiglu_backward = Op(
     "swiglu_backward",

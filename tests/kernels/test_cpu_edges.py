@@ -14,7 +14,8 @@ EDGES = """
 import itertools, sys
 import torch
 from pathlib import Path
-from fb_kernels import BranchLayout, backend, branch_attention, branch_attention_qkv, cpu, skinny_linear, topk_entropy
+from fb_kernels import BranchLayout, backend, branch_attention, branch_attention_qkv, candidate_head, cpu
+from fb_kernels import linear_logprob, merge_attention_states, qk_norm_rope, rms_norm, skinny_linear, swiglu, topk_entropy
 
 library = cpu.opened(Path(sys.argv[1]))
 assert not isinstance(library, str), library
@@ -44,6 +45,29 @@ for rows, held, width in itertools.product((0, 1, 3), (0, 2), (2, 6, 8)):
     )
 for size, value in itertools.product((1, 7, 600), (0.0, float("nan"), -float("inf"))):
     topk_entropy(torch.full((2, size), value), min(size, 64))
+values = (1.0, 0.0, float("nan"), float("inf"), -float("inf"), -1e38)
+for rows, width, value in itertools.product((0, 1, 3), (0, 1, 9, 40), values):
+    x, weight = torch.full((rows, width), value), torch.randn(width)
+    rms_norm(x, weight, 1e-6)
+    rms_norm(x, weight, 1e-6, torch.randn(rows, width))
+    swiglu(torch.cat((x, x), 1))
+    for sizes in ((0,), (0, 0, rows), (0, rows, rows)):
+        candidate_head(x, weight, weight, ids(*sizes), eps=0.0, head_bias=torch.ones(1))
+    candidate_head(x, None, weight, ids(0), eps=0.0)
+    for vocabulary, softcap in itertools.product((1, 5, 70), (None, 2.0)):
+        head, bias = torch.randn(vocabulary, width), torch.randn(vocabulary)
+        target = torch.zeros(rows, dtype=torch.int64)
+        linear_logprob(x, head, target, bias, softcap=softcap, temperature=1e-30)
+        linear_logprob(x, head, target - 100, valid_vocab=0)
+    state, lse = torch.randn(rows, 2, width), torch.full((2, rows), value)
+    merge_attention_states(state, lse, state, torch.zeros(2, rows))
+    merge_attention_states(state, lse, state, lse)
+    table, qkv = torch.randn(4, 2 * width), torch.full((rows, 8 * width), value)
+    caches, slots = torch.zeros(2, 5, 1, 2 * width), torch.arange(rows) - 1
+    for given in (None, (*caches, slots)):
+        qk_norm_rope(
+            qkv, table[0], None, table, table, torch.zeros_like(slots), num_heads=2, num_kv_heads=1, kv_out=given
+        )
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -11,29 +12,51 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_branch_attention as branches
 import test_branch_attention_qkv as attention
+import test_candidate_head as heads
+import test_linear_logprob as logprobs
+import test_merge_attention_states as states
+import test_qk_norm_rope as rotation
+import test_rms_norm as norms
 import test_skinny_linear as linear
+import test_swiglu as gates
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_topk_entropy import HOSTILE, assert_matches
 from torch import Tensor
 
-from fb_kernels import backend, cpu
+from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
 from fb_kernels.branch_attention import branch_attention
 from fb_kernels.branch_attention import cpu as branch_kernels
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
+from fb_kernels.candidate_head import candidate_head
+from fb_kernels.candidate_head import cpu as head_kernels
 from fb_kernels.layout import BranchLayout
+from fb_kernels.linear_logprob import cpu as logprob_kernels
+from fb_kernels.linear_logprob import linear_logprob
+from fb_kernels.linear_logprob import reference as logprob_reference
+from fb_kernels.merge_attention_states import cpu as state_kernels
+from fb_kernels.merge_attention_states import merge_attention_states
+from fb_kernels.merge_attention_states import reference as state_reference
+from fb_kernels.qk_norm_rope import cpu as rotation_kernels
+from fb_kernels.qk_norm_rope import qk_norm_rope
+from fb_kernels.qk_norm_rope import reference as rotation_reference
+from fb_kernels.rms_norm import cpu as norm_kernels
+from fb_kernels.rms_norm import rms_norm
+from fb_kernels.skinny_linear import cpu as linear_kernels
 from fb_kernels.skinny_linear import reference as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
+from fb_kernels.swiglu import cpu as gate_kernels
+from fb_kernels.swiglu import swiglu
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
 from fb_kernels.topk_entropy import topk_entropy
 
@@ -46,20 +69,36 @@ given_here = settings(
 )
 
 
+NARROWED = """
+#include <cstdlib>
+#include <cstring>
+static bool allowed(const char* name) {
+  return std::atoi(std::getenv("WIDEST_HERE")) >= (std::strstr(name, "avx512") ? 512 : 256);
+}
+#define __builtin_cpu_supports(name) (__builtin_cpu_supports(name) && allowed(name))
+#include "cpu.cpp"
+"""  # the library, which takes no wider vectors than it is told when it is loaded
+
+
 @cache
 def built(widest: int) -> ctypes.CDLL:
-    """The library of the sources as they are, compiled once for all processes."""
+    """The library of the sources as they are with vectors of so many bits, compiled once for all and all processes."""
     digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
-    target = Path(tempfile.gettempdir()) / f"libfb_cpu_{widest}_{os.getuid()}_{digest.hexdigest()[:16]}.so"
-    if not target.is_file():
-        compiler = shutil.which("g++") or shutil.which("clang++")
-        if compiler is None:
-            pytest.skip("no C++ compiler")
-        partial = target.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, f"-DWIDEST={widest}", str(SOURCES / "cpu.cpp"), "-o", str(partial)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        os.replace(partial, target)
-    found = cpu.opened(target)
+    digest.update(NARROWED.encode())
+    target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            compiler = shutil.which("g++") or shutil.which("clang++")
+            if compiler is None:
+                pytest.skip("no C++ compiler")
+            unfinished = target.with_suffix(".unfinished")
+            command = [compiler, *FLAGS, f"-I{SOURCES}", "-x", "c++", "-", "-o", str(unfinished)]
+            subprocess.run(command, input=NARROWED, check=True, capture_output=True, text=True)
+            os.replace(unfinished, target)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WIDEST_HERE", str(widest))
+        found = cpu.opened(Path(shutil.copy(target, folder)))  # a file of its own is loaded anew
     assert isinstance(found, ctypes.CDLL), found
     return found
 
@@ -468,6 +507,382 @@ def test_topk_wherever_the_largest_lie(order: str, k: int) -> None:
     assert_matches(row[None], k)
 
 
+def beside_poison(x: Tensor, offset: int = 3) -> Tensor:
+    """The same values, contiguous from an odd address on, with NaN around."""
+    whole = torch.full((x.numel() + 2 * offset + 1,), NAN)
+    return whole[offset : offset + x.numel()].view(x.shape).copy_(x)
+
+
+def results(call: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+    """What is returned, where all is written, contiguous, the same when repeated, and no argument is changed."""
+    before = [x.clone() for x in arguments if isinstance(x, Tensor)]
+    with poisoned_memory():
+        out, again = call(*arguments), call(*arguments)
+    out, again = ((x,) if isinstance(x, Tensor) else x for x in (out, again))
+    torch.testing.assert_close(out, again, rtol=0, atol=0, equal_nan=True)
+    after = [x for x in arguments if isinstance(x, Tensor)]
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    assert all(x.is_contiguous() for x in out)
+    return out
+
+
+def hostile(x: Tensor, share: float, seed: int, values: tuple[float, ...] = (NAN, INF, -INF, 0.0)) -> Tensor:
+    """x with other values in some places."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, len(values), x.shape, generator=generator)
+    return torch.where(torch.rand(x.shape, generator=generator) < share, torch.tensor(values)[picks], x)
+
+
+given_share = st.sampled_from([0.0, 0.0, 0.02, 0.2])
+
+
+@given_here
+@given(
+    rows=st.lists(st.integers(1, 4), max_size=2),
+    width=st.sampled_from((*WIDTHS, 1030)),
+    with_residual=st.booleans(),
+    share=given_share,
+    seed=st.integers(0, 99),
+)
+def test_norm_matches_float64(rows: list[int], width: int, with_residual: bool, share: float, seed: int) -> None:
+    x, weight, residual = map(beside_poison, norms.inputs(tuple(rows), width, seed=seed))
+    x.copy_(hostile(x, share, seed))
+    given = residual if with_residual else None
+    normed, summed = results(rms_norm, x, weight, norms.EPS, given)
+    expected = norms.naive(summed.double(), weight.double(), norms.EPS)[0]
+    assert_close_to_reference(normed, expected, norms.naive(summed, weight, norms.EPS)[0])
+    torch.testing.assert_close(summed, x if given is None else x + residual, rtol=0, atol=0, equal_nan=True)
+    for row in range(rows[0] if rows else 0):
+        alone = rms_norm(x[row], weight, norms.EPS, None if given is None else given[row])
+        torch.testing.assert_close(alone[0], normed[row], rtol=0, atol=0, equal_nan=True)
+
+
+@given_here
+@given(
+    rows=st.lists(st.integers(1, 4), max_size=2),
+    half=st.sampled_from(WIDTHS),
+    share=given_share,
+    seed=st.integers(0, 99),
+)
+def test_swiglu_matches_float64(rows: list[int], half: int, share: float, seed: int) -> None:
+    x = beside_poison(hostile(gates.inputs(*rows, 2 * half, seed=seed), share, seed, (NAN, INF, -INF, -60.0, 95.0)))
+    (out,) = results(swiglu, x)
+    assert_close_to_reference(out, gates.naive(x.double()), torch.nn.functional.silu(x[..., :half]) * x[..., half:])
+    for row in range(rows[0] if rows else 0):
+        torch.testing.assert_close(swiglu(x[row]), out[row], rtol=0, atol=0, equal_nan=True)
+
+
+@given_here
+@given(
+    rows=st.integers(0, 4),
+    count=st.integers(0, 3),
+    width=st.sampled_from((0, *WIDTHS)),
+    share=given_share,
+    shift=st.sampled_from([0.0, 1e4, -1e4]),
+    seed=st.integers(0, 99),
+)
+def test_merged_states_match_float64(rows: int, count: int, width: int, share: float, shift: float, seed: int) -> None:
+    arguments = [beside_poison(x) for x in states.make(rows, count, width, torch.float32, seed)]
+    for place, x in enumerate(arguments):
+        x.copy_(hostile(x + shift * (place % 2), share, seed + place, (NAN, INF, -INF, -INF, -INF)))
+    out, lse = results(merge_attention_states, *arguments)
+    expected = state_reference.merge_attention_states(*(x.double() for x in arguments))
+    plain = state_reference.merge_attention_states(*arguments)
+    sizes = [magnitude(x) for x in arguments]
+    assert_close_to_reference(lse, expected[1], plain[1], scale=1 + sizes[1] + sizes[3])
+    size = (sizes[0] + sizes[2]) * (1 + (sizes[1] + sizes[3]).mT[..., None])  # a weight is off by ulps of its lse
+    assert_close_to_reference(out, expected[0], plain[0], scale=size)
+    for row in range(rows):
+        alone = [x[row : row + 1] if x.ndim == 3 else x[:, row : row + 1].contiguous() for x in arguments]
+        torch.testing.assert_close(
+            merge_attention_states(*alone)[0], out[row : row + 1], rtol=0, atol=0, equal_nan=True
+        )
+
+
+@given_here
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=5),
+    tail=st.integers(0, 3),
+    width=st.sampled_from((*WIDTHS, 1030)),
+    normed=st.booleans(),
+    bias=st.booleans(),
+    index=st.sampled_from([torch.int32, torch.int64]),
+    share=given_share,
+    offset=st.none() | st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_head_matches_float64(
+    sizes: list[int],
+    tail: int,
+    width: int,
+    normed: bool,
+    bias: bool,
+    index: torch.dtype,
+    share: float,
+    offset: int | None,
+    seed: int,
+) -> None:
+    hidden, norm_weight, head_weight, head_bias = heads.make(sum(sizes) + tail, width, torch.float32, seed)
+    hidden = hostile(hidden, share / width, seed)
+    hidden = hidden if offset is None else apart(hidden, offset)
+    given = hidden, None if normed else norm_weight, head_weight
+    call = partial(candidate_head, eps=heads.EPS, head_bias=head_bias if bias else None)
+    out = results(call, *given, heads.offsets(sizes, index))
+    heads.compare((*given, head_bias if bias else None), sizes, out)
+    alone = call(hidden[-1:], *given[1:], heads.offsets([]))[0]
+    torch.testing.assert_close(alone, out[0][-1:], rtol=0, atol=0, equal_nan=True)
+
+
+def check_logprobs(out: tuple[Tensor, ...], values: logprobs.Inputs, valid: int | None, **options: Any) -> None:
+    """At the size of the logits' terms, of which nothing cancels."""
+    options |= {"ignore_index": logprobs.IGNORE, "valid_vocab": valid}
+    given = (values.hidden, values.weight, values.target, values.bias)
+    wide = [x if x is None or not x.is_floating_point() else x.double() for x in given]
+    expected, plain = (call_reference(arguments, **options) for arguments in (wide, given))
+    terms = logprobs.Inputs(*(x if x is None or not x.is_floating_point() else magnitude(x) for x in given))
+    size = logprobs.naive_logits(terms, abs(options["logit_scale"]), None, options["temperature"])[..., :valid].amax(-1)
+    for place in range(3):
+        scale = (1 + size) * (5 if place == 2 else 1)  # of the entropy: a probability is off by ulps of its logit
+        assert_close_to_reference(out[place], expected[place], plain[place], scale=scale)
+
+
+def call_reference(given: Any, **options: Any) -> tuple[Tensor, ...]:
+    names = ("logit_scale", "softcap", "temperature", "ignore_index", "valid_vocab")
+    return logprob_reference.linear_logprob(*given, *(options[name] for name in names))
+
+
+@given_here
+@given(
+    rows=st.lists(st.integers(1, 5), max_size=2),
+    width=st.sampled_from(WIDTHS),
+    vocabulary=st.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 64, 67, 130]),
+    bias=st.booleans(),
+    padding=st.integers(0, 2),
+    index=st.sampled_from([torch.int32, torch.int64]),
+    options=logprobs.options,
+    share=given_share,
+    offset=st.none() | st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_logprob_matches_float64(
+    rows: list[int],
+    width: int,
+    vocabulary: int,
+    bias: bool,
+    padding: int,
+    index: torch.dtype,
+    options: dict[str, Any],
+    share: float,
+    offset: int | None,
+    seed: int,
+) -> None:
+    values = logprobs.inputs(tuple(rows), width, vocabulary + padding, seed=seed, bias=bias)
+    target = values.target % vocabulary
+    ignored = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < 0.2
+    hidden = beside_poison(hostile(values.hidden, share / width, seed, (NAN, INF, -INF)))
+    weight = values.weight if offset is None else apart(values.weight, offset)
+    weight[vocabulary:] = NAN
+    offsets = None if not bias else beside_poison(hostile(values.bias, share, seed, (-INF,)))
+    values = logprobs.Inputs(hidden, weight, target.masked_fill(ignored, logprobs.IGNORE).to(index), offsets)
+    valid = vocabulary if padding else None
+    out = results(partial(linear_logprob, **options, **logprobs.ALL, valid_vocab=valid), *values)
+    check_logprobs(out, values, valid, **options)
+    if rows:
+        alone = values._replace(hidden=hidden[:1], target=values.target[:1])
+        first = linear_logprob(*alone, **options, **logprobs.ALL, valid_vocab=valid)
+        torch.testing.assert_close(first, tuple(x[:1] for x in out), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_logprob_over_more_than_a_stretch(softcap: float | None) -> None:
+    """Of a vocabulary that is summed in parts, and as many rows as are taken."""
+    values = logprobs.inputs((9,), 7, 3001)
+    options = {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5}
+    check_logprobs(linear_logprob(*values, **options, **logprobs.ALL), values, None, **options)
+
+
+def test_soft_caps_of_every_size() -> None:
+    """Logits from where tanh is its argument to where it is 1."""
+    bias = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
+    for x in bias.split(1):  # its own log-prob is 0, its lse the logit
+        lse = linear_logprob(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), x,
+                             softcap=2.0, return_lse=True)[1]  # fmt: skip
+        torch.testing.assert_close(lse, (2 * torch.tanh(x.double() / 2)).float(), rtol=4e-7, atol=0)
+
+
+@given_here
+@given(
+    rows=st.integers(1, 4),
+    count=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    half=st.sampled_from([1, 2, 3, 4, 8, 9, 16, 33]),
+    normed=st.tuples(st.booleans(), st.booleans()),
+    index=st.sampled_from([torch.int32, torch.int64]),
+    kept=st.none() | st.sampled_from(["all", "some"]),
+    share=given_share,
+    offset=st.none() | st.integers(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_rotation_matches_float64(
+    rows: int,
+    count: tuple[int, int],
+    half: int,
+    normed: tuple[bool, bool],
+    index: torch.dtype,
+    kept: str | None,
+    share: float,
+    offset: int | None,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(rows, (count[0] + 2 * count[1]) * 2 * half, generator=generator)
+    qkv = hostile(qkv, share / half, seed, (NAN, 0.0))
+    qkv = qkv if offset is None else apart(qkv, offset)
+    weights = [beside_poison(torch.randn(2 * half, generator=generator)) if use else None for use in normed]
+    cos, sin = map(beside_poison, torch.randn(2, 6, 2 * half, generator=generator))
+    positions = torch.randint(0, 6, (rows,), generator=generator).to(index)
+    given = (qkv, *weights, cos, sin, positions)
+    options = {"num_heads": count[0], "num_kv_heads": count[1], "eps": 1e-3}
+    out = results(partial(qk_norm_rope, **options), *given)
+    wide = [x if x is None or not x.is_floating_point() else x.double() for x in given]
+    straight = [*wide[:3], torch.ones_like(wide[3]), torch.zeros_like(wide[4]), positions]
+    reach = (wide[3].abs() + wide[4].abs()).max()
+    everything = zip(out, *(rotation.naive(*x, **options) for x in (wide, given, straight)), strict=True)
+    for actual, expected, plain, size in everything:
+        assert_close_to_reference(actual, expected, plain, scale=magnitude(size).amax(-1, keepdim=True) * reach)
+    assert torch.equal(out[2].nan_to_num(), qkv[:, -2 * half * count[1] :].reshape(out[2].shape).nan_to_num())
+    alone = qk_norm_rope(qkv[-1:], *given[1:5], positions[-1:], **options)
+    torch.testing.assert_close(alone, tuple(x[-1:] for x in out), rtol=0, atol=0, equal_nan=True)
+    if kept:
+        slots = [7 - row if kept == "all" or row % 2 else -1 for row in range(rows)]
+        pages = [apart(torch.full((9, count[1], 2 * half), -7.0), 2) for _ in range(2)]
+        written = qk_norm_rope(*given, **options, kv_out=(*pages, torch.tensor(slots, dtype=index)))
+        torch.testing.assert_close(written, out, rtol=0, atol=0, equal_nan=True)
+        for page, rows_of in zip(pages, out[1:], strict=True):
+            expected = torch.full(page.shape, -7.0)
+            for row, slot in enumerate(slots):
+                if slot >= 0:
+                    expected[slot] = rows_of[row]
+            torch.testing.assert_close(page, expected, rtol=0, atol=0, equal_nan=True)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "candidate_head": (
+        lambda cu: candidate_head(torch.ones(4, 3), None, torch.ones(3), torch.tensor(cu), eps=0.1),
+        [[1, 4], [0, 5], [0, 3, 2], [0, -1, 4], [0, 2, 2**40, 4], [0, 1, 2, 3, 4, 3, 4, 4, 4, 4]],
+    ),
+    "linear_logprob": (
+        lambda ids, **rest: linear_logprob(torch.ones(2, 3), torch.ones(5, 3), torch.tensor(ids), **rest),
+        [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
+    ),
+    "qk_norm_rope": (
+        lambda positions: qk_norm_rope(
+            torch.ones(2, 6), None, None, torch.ones(4, 2), torch.ones(4, 2), torch.tensor(positions),
+            num_heads=1, num_kv_heads=1,
+        ),
+        [[0, 4], [-1, 0], [2**40, 1]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "value"), [(op, value) for op, (_, values) in WRONG.items() for value in values])
+def test_errors_are_those_of_the_reference(op: str, value: list[int]) -> None:
+    said = []
+    for which in ("cpu", "reference"):
+        with backend.override(which), pytest.raises(ValueError, match=f"^{op}: .*expected") as raised:
+            WRONG[op][0](value)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+    assert "kernel" not in said[0]
+
+
+@pytest.mark.parametrize("slots", [[0, 3], [1, 1]])
+@pytest.mark.parametrize("positions", [[0, 1], [0, 9]])
+def test_a_refused_rotation_writes_nothing(slots: list[int], positions: list[int]) -> None:
+    if positions == [0, 9]:
+        slots = [0, 1]
+    qkv, tables, caches = torch.ones(2, 6), torch.ones(2, 4, 2), torch.zeros(2, 3, 1, 2)
+    with pytest.raises(ValueError, match=r"^qk_norm_rope: (kv_out|positions): expected"):
+        qk_norm_rope(
+            qkv, None, None, *tables, torch.tensor(positions),
+            num_heads=1, num_kv_heads=1, kv_out=(*caches, torch.tensor(slots)),
+        )  # fmt: skip
+    assert not caches.any()
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+def rotated(rows: int = 2, **changes: Any) -> Any:
+    given = {"qkv": ones(rows, 6), "cos": ones(4, 2), "sin": ones(4, 2)} | changes
+    return qk_norm_rope(
+        **given, q_weight=None, k_weight=None, positions=torch.zeros(rows, dtype=torch.int32), num_heads=1,
+        num_kv_heads=1,
+    )  # fmt: skip
+
+
+def headed(hidden: Tensor, **changes: Any) -> Any:
+    given = {"norm_weight": None, "head_weight": hidden.new_ones(hidden.shape[1])} | changes
+    return candidate_head(hidden, **given, cu_group=torch.tensor([0, len(hidden)]), eps=0.1)
+
+
+def logged(hidden: Tensor, weight: Tensor, **options: Any) -> Any:
+    return linear_logprob(hidden, weight, torch.zeros(hidden.shape[:-1], dtype=torch.int64), **options)
+
+
+NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
+    ("rms_norm", lambda: rms_norm(ones(2, 3).double(), ones(3).double(), 0.1)),
+    ("rms_norm", lambda: rms_norm(ones(3, 2).t(), ones(3), 0.1)),
+    ("rms_norm", lambda: rms_norm(ones(2, 3), ones(6)[::2], 0.1)),
+    ("rms_norm", lambda: rms_norm(ones(2, 3), ones(3), 0.1, ones(3, 2).t())),
+    ("rms_norm", lambda: rms_norm(ones(0, 3), ones(3), 0.1)),
+    ("rms_norm", lambda: rms_norm(ones(2, norm_kernels.SIZE), ones(norm_kernels.SIZE), 0.1)),
+    ("swiglu", lambda: swiglu(ones(2, 4).half())),
+    ("swiglu", lambda: swiglu(ones(4, 2).t())),
+    ("swiglu", lambda: swiglu(ones(2, 0))),
+    ("swiglu", lambda: swiglu(ones(2, gate_kernels.SIZE))),
+    ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4))),
+    ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4, torch.bfloat16))),
+    (
+        "merge_attention_states",
+        lambda: merge_attention_states(ones(2, 3, 4), ones(2, 3).t(), ones(2, 3, 4), ones(3, 2)),
+    ),
+    (
+        "merge_attention_states",
+        lambda: merge_attention_states(*states.make(9, 9, state_kernels.SIZE // 80, torch.float32)),
+    ),
+    ("candidate_head", lambda: headed(ones(2, 3).double())),
+    ("candidate_head", lambda: headed(ones(2, 3).half(), head_weight=ones(3))),
+    ("candidate_head", lambda: headed(ones(3, 2).t())),
+    ("candidate_head", lambda: headed(ones(2, 3), norm_weight=ones(6)[::2])),
+    ("candidate_head", lambda: headed(ones(2, 3), head_weight=ones(6)[::2])),
+    ("candidate_head", lambda: headed(ones(2, 0))),
+    ("candidate_head", lambda: headed(ones(2, head_kernels.SIZE))),
+    ("linear_logprob", lambda: logged(ones(2, 3).double(), ones(5, 3).double())),
+    ("linear_logprob", lambda: logged(ones(3, 2).t(), ones(5, 3))),
+    ("linear_logprob", lambda: logged(ones(2, 3), ones(3, 5).t())),
+    ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), bias=ones(10)[::2])),
+    ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), softcap=1e-60)),
+    ("linear_logprob", lambda: logged(ones(2, 0), ones(5, 0))),
+    ("linear_logprob", lambda: logged(ones(0, 3), ones(5, 3))),
+    ("linear_logprob", lambda: logged(ones(2, 99), ones(logprob_kernels.PRODUCTS // 198 + 1, 99))),
+    ("linear_logprob", lambda: logged(ones(2, 1), ones(logprob_kernels.LOGITS // 2 + 1, 1))),
+    ("qk_norm_rope", lambda: rotated(qkv=ones(2, 6).bfloat16())),
+    ("qk_norm_rope", lambda: rotated(cos=ones(4, 2).half(), sin=ones(4, 2).half())),
+    ("qk_norm_rope", lambda: rotated(qkv=ones(6, 2).t())),
+    ("qk_norm_rope", lambda: rotated(sin=ones(2, 4).t())),
+    ("qk_norm_rope", lambda: rotated(0)),
+    ("qk_norm_rope", lambda: rotated(rotation_kernels.SIZE // 6 + 1)),
+    ("qk_norm_rope_out", lambda: rotated(kv_out=(*ones(2, 3, 1, 4)[..., ::2], torch.tensor([0, 1])))),
+    ("qk_norm_rope_out", lambda: rotated(kv_out=(*ones(2, 3, 1, 2), torch.tensor([0, 7, 1])[::2]))),
+]
+
+
+@pytest.mark.parametrize("index", range(len(NOT_TAKEN)))
+def test_what_the_small_kernels_leave_to_others(index: int) -> None:
+    not_taken(*NOT_TAKEN[index])
+
+
 def calls() -> list[tuple[str, Callable[[], object]]]:
     """Arguments that are not taken."""
     one = attention.case(1, held=5, dtype=torch.float32)
@@ -496,7 +911,11 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
 
 @pytest.mark.parametrize("index", range(17))
 def test_what_others_do_is_not_taken(index: int) -> None:
-    op, call = calls()[index]
+    not_taken(*calls()[index])
+
+
+def not_taken(op: str, call: Callable[[], object]) -> None:
+    """Refused where it is asked for, and elsewhere what the reference says."""
     with pytest.raises(ValueError, match=f"{op}: expected arguments that the cpu kernel takes"):
         call()
     with backend.override("reference"):
@@ -513,7 +932,7 @@ def test_any_number_of_threads_gives_the_bits_of_one(
 ) -> None:
     arguments = linear.arguments(rows, width, 2 * half, names, torch.float32)
     alone = skinny_linear(**arguments)
-    monkeypatch.setattr(cpu, "SHARE", 1)
+    monkeypatch.setattr(linear_kernels, "SHARE", 1)
     for threads in (2, 3, 8):  # of the last some have nothing to do
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with poisoned_memory():
@@ -551,11 +970,27 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(linear_reference, "linear", refuse)
     monkeypatch.setattr(attention_reference, "_on_host", refuse)
     monkeypatch.setattr(layouts, "plan", refuse)
+    for module, name in (
+        (torch.nn.functional, "rms_norm"),
+        (torch.nn.functional, "silu"),
+        (state_reference, "merge_weights"),
+        (segments, "segments"),
+        (logprob_reference, "_statistics"),
+        (rotation_reference, "qk_norm_rope"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
     with backend.override("auto"):
         case = one_row_each([(2, 0, 3)])
         with_gradients(case, torch.ones_like(case.q))
         skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
         branch_attention_qkv(**attention.case(1, dtype=torch.float32))
+        rms_norm(ones(2, 3), ones(3), 0.1)
+        swiglu(ones(2, 4))
+        merge_attention_states(*states.make(2, 3, 4, torch.float32))
+        headed(ones(2, 3))
+        logged(ones(2, 3), ones(5, 3))
+        rotated()
+        rotated(kv_out=(*torch.zeros(2, 3, 1, 2), torch.tensor([0, 2])))
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:

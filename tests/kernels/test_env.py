@@ -25,7 +25,7 @@ def test_report_names_software_devices_and_ops() -> None:
         library = kernels.library()
         assert found[name] == (library if isinstance(library, str) else f"interface {kernels.ABI_VERSION}")
     assert "thread(s)" in found["cpu"]
-    assert found["swiglu"].startswith("cpu: reference (kernels are for CUDA tensors), cuda: ")
+    assert found["commit_"].startswith("cpu: reference (kernels are for CUDA tensors), cuda: ")
     why = cpu.why_not()
     expected = f"cpu: reference ({why}), cuda: " if why else "cpu: cpu (it has a kernel), cuda: "
     assert found["skinny_linear"].startswith(expected)

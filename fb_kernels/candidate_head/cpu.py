@@ -1,0 +1,49 @@
+"""The compiled kernel of `candidate_head` for CPU tensors: float32, few candidates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cpu, segments
+
+SIZE = 1 << 18  # elements of hidden, the most: from there on torch's threads are ahead
+
+
+def candidate_head(
+    hidden: Tensor,
+    norm_weight: Tensor | None,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    cu_group: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(score[N], prob[N], best[G])."""
+    found, float32 = cpu.library(), torch.float32
+    rows, width = hidden.shape
+    stride, step = hidden.stride()
+    if isinstance(found, str) or not width or rows * width > SIZE or (step != 1 and width > 1):
+        return NotImplemented
+    if not (hidden.dtype is head_weight.dtype is float32 and head_weight.is_contiguous() and cu_group.is_contiguous()):
+        return NotImplemented
+    norm_at = bias_at = 0
+    if norm_weight is not None:
+        if norm_weight.dtype is not float32 or not norm_weight.is_contiguous():
+            return NotImplemented
+        norm_at = norm_weight.data_ptr()
+    if head_bias is not None:
+        if head_bias.dtype is not float32:
+            return NotImplemented
+        bias_at = head_bias.data_ptr()
+    groups = cu_group.numel() - 1
+    score, prob = hidden.new_empty(rows), hidden.new_empty(rows)
+    best = hidden.new_empty(groups, dtype=torch.int64)
+    code = found.fbcpu_candidate_head(
+        hidden.data_ptr(), stride, norm_at, head_weight.data_ptr(), bias_at, eps,
+        cu_group.data_ptr(), cu_group.dtype is torch.int64, score.data_ptr(), prob.data_ptr(), best.data_ptr(),
+        rows, groups, width,
+    )  # fmt: skip
+    if code:
+        segments.check_offsets("candidate_head", cu_group, rows)
+        return NotImplemented
+    return score, prob, best

@@ -1,0 +1,32 @@
+"""The compiled kernel of `rms_norm` for CPU tensors: float32, contiguous, small."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cpu
+
+SIZE = 1 << 16  # elements, the most: from there on torch's threads are ahead
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(normed, residual sum); without a residual the second is empty."""
+    found, float32, size = cpu.library(), torch.float32, x.numel()
+    if isinstance(found, str) or x.dtype is not float32 or weight.dtype is not float32 or not 0 < size <= SIZE:
+        return NotImplemented
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        return NotImplemented
+    normed, width = torch.empty_like(x), x.shape[-1]
+    residual_at = sum_at = 0
+    if residual is None:
+        summed = x.new_empty(0)
+    elif residual.dtype is float32 and residual.is_contiguous():
+        summed = torch.empty_like(x)
+        residual_at, sum_at = residual.data_ptr(), summed.data_ptr()
+    else:
+        return NotImplemented
+    found.fbcpu_rms_norm(
+        x.data_ptr(), residual_at, weight.data_ptr(), eps, normed.data_ptr(), sum_at, size // width, width
+    )
+    return normed, summed
