@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
-from fb_kernels._op import Op
+from fb_kernels._op import Op, eager
 from fb_kernels.branch_attention import reference
 from fb_kernels.layout import BranchLayout, memory_of
 from fb_kernels.precision import accumulation_dtype
@@ -92,6 +92,27 @@ def branch_attention(
         TypeError: an argument of the wrong kind or dtype; float8 prefixes are not supported.
         ValueError: a wrong shape, device or value, or a prefix that requires grad (detach it).
     """
+    if (
+        eager((q, prefix_k, prefix_v), (k, v))
+        and type(layout) is BranchLayout
+        and checks.alike(q, k, v, prefix_k, prefix_v)
+        and layout.cu_branch.device == q.device
+        and q.ndim == 3
+        and (width := q.shape[2])
+        and prefix_k.ndim == (3 if layout.block_table is None else 4)
+        and prefix_k.shape == prefix_v.shape
+        and prefix_k.shape[-1] == width
+        and (kv_heads := prefix_k.shape[-2])
+        and q.shape[1] % kv_heads == 0
+        and (k is v is None or (k is not None and v is not None and k.shape == v.shape == (len(q), kv_heads, width)))
+        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
+        and (scale is None or checks.above_zero(scale))
+        and (softcap is None or checks.above_zero(softcap))
+    ):
+        hints = layout.max_branch_len, layout.max_prefix_len
+        factor = width**-0.5 if scale is None else scale
+        state = _branch_attention.direct(q, k, v, prefix_k, prefix_v, *layout.indices, *hints, window, factor, softcap)
+        return state if return_lse else state[0]
     q, k, v, prefix_k, prefix_v = precision.lowered(q, k, v, prefix_k, prefix_v)
     _check(q, k, v, prefix_k, prefix_v, layout)
     if window is not None:

@@ -15,7 +15,8 @@ import itertools, sys
 import torch
 from pathlib import Path
 from fb_kernels import BranchLayout, backend, branch_attention, branch_attention_qkv, candidate_head, cpu
-from fb_kernels import linear_logprob, merge_attention_states, qk_norm_rope, rms_norm, skinny_linear, swiglu, topk_entropy
+from fb_kernels import linear_logprob, merge_attention_states, qk_norm_rope, rms_norm, skinny_linear, swiglu
+from fb_kernels import topk_entropy
 
 library = cpu.opened(Path(sys.argv[1]))
 assert not isinstance(library, str), library
