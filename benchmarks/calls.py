@@ -1,6 +1,6 @@
-"""`python -m benchmarks.calls`: microseconds of a small call on the CPU, ours beside the same arithmetic in eager PyTorch.
+"""`python -m benchmarks.calls`: microseconds of a small call on the CPU, beside the same arithmetic in eager PyTorch.
 
-At such sizes a call costs more than its work. Ours and eager take turns in one process; the least of several rounds counts.
+At such sizes a call costs more than its work. Both take turns in one process; the least of several rounds counts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, silu
 from torch.nn.functional import rms_norm as torch_rms_norm
-from torch.nn.functional import silu
 
 from fb_kernels import (
     candidate_head,
@@ -81,9 +81,7 @@ def calls() -> Iterator[Call]:
         return *(y * c + torch.cat((-y[..., 8:], y[..., :8]), -1) * s for y in (q, k)), v
 
     yield Call("qk_norm_rope", "4 rows", lambda: qk_norm_rope(qkv, norm, norm, cos, sin, places, **sizes), rotated)
-    yield Call(
-        "skinny_linear", "4 x 64 x 512", lambda: skinny_linear(x, head), lambda: torch.nn.functional.linear(x, head)
-    )
+    yield Call("skinny_linear", "4 x 64 x 512", lambda: skinny_linear(x, head), lambda: linear(x, head))
     logits = torch.randn(1, 512)
 
     def top() -> tuple[Tensor, ...]:
