@@ -641,29 +641,19 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp and entropy of each row's logits; softcap 0 is none.
+// Log-prob of the target, log-sum-exp and entropy of each row, from product[vocabulary, rows]; softcap 0 is none.
 static int linear_logprob(
-    const float* hidden, int64_t hidden_stride, const float* weight, int64_t weight_stride, const float* bias,
-    const void* target, int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob,
-    float* lse, float* entropy, int64_t rows, int64_t width, int64_t vocabulary) {
+    const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
+    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
   }
-  const int64_t stride = padded(width), columns = padded(vocabulary);
-  float* input = scratch(rows * (stride + columns));
-  if (!input) return OUT_OF_MEMORY;
-  float* logits = input + rows * stride;
-  for (int64_t row = 0; row < rows; ++row) {
-    normed(hidden + row * hidden_stride, nullptr, 0, width, input + row * stride);
-    pad(input + row * stride, width);
-  }
-  tiled(input, rows, weight, weight_stride, width, 0, vocabulary,
-        [&](int64_t row, int64_t first, int64_t count, const float* sum) {
-          float* to = logits + row * columns + first;
-          if (count == TILE) std::memcpy(to, sum, TILE * sizeof(float));
-          else std::memcpy(to, sum, count * sizeof(float));
-        });
+  const int64_t columns = padded(vocabulary);
+  float* logits = scratch(rows * columns);
+  if (!logits) return OUT_OF_MEMORY;
+  for (int64_t i = 0; i < vocabulary; ++i)  // rounded here, as the backward's are, and not with the bias
+    for (int64_t row = 0; row < rows; ++row) logits[row * columns + i] = product[i * rows + row] * scale;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
@@ -676,7 +666,6 @@ static int linear_logprob(
     for (int64_t i = 0; i < columns; i += LANES) {
       const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
       Lanes l = load(logit + i);
-      if (scale != 1) l *= scale;
       if (bias) l += some(bias + i, n);
       if (softcap != 0) l = tangent(l / softcap) * softcap;
       if (temperature != 1) l /= temperature;

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
@@ -30,7 +30,7 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pq pq p piq fff ppp qqq",
+    "linear_logprob": "pp piq fff ppp qq",
     "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fb_kernels import segments
+from fb_kernels import backend, segments
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.candidate_head.naive import candidate_head as naive
 from fb_kernels.testing import assert_close_to_reference, magnitude
@@ -246,6 +246,7 @@ def test_inputs_unchanged_and_repeats_equal() -> None:
 @pytest.mark.parametrize("bad", [[0, 5, 2], [3, 1, 4], [0, 2, 99], [-7, 2, 4], [1, 2, 4], [2**40, -(2**40), 4]])
 def test_bad_offsets_poison_where_the_host_does_not_read_them(bad: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "check_offsets", lambda *_: None)  # as on a device
+    monkeypatch.setattr(backend, "_overrides", backend._parse("reference"))
     hidden, norm_weight, head_weight, _ = make(4, 8, torch.float32)
     score, prob, best = candidate_head(hidden, norm_weight, head_weight, torch.tensor(bad), eps=EPS)
     assert torch.equal(score, candidate_head(hidden, norm_weight, head_weight, offsets([4]), eps=EPS)[0])

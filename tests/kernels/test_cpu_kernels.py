@@ -687,10 +687,6 @@ def test_logprob_matches_float64(
     valid = vocabulary if padding else None
     out = results(partial(linear_logprob, **options, **logprobs.ALL, valid_vocab=valid), *values)
     check_logprobs(out, values, valid, **options)
-    if rows:
-        alone = values._replace(hidden=hidden[:1], target=values.target[:1])
-        first = linear_logprob(*alone, **options, **logprobs.ALL, valid_vocab=valid)
-        torch.testing.assert_close(first, tuple(x[:1] for x in out), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
@@ -859,14 +855,12 @@ NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
     ("candidate_head", lambda: headed(ones(2, 0))),
     ("candidate_head", lambda: headed(ones(2, head_kernels.SIZE))),
     ("linear_logprob", lambda: logged(ones(2, 3).double(), ones(5, 3).double())),
-    ("linear_logprob", lambda: logged(ones(3, 2).t(), ones(5, 3))),
-    ("linear_logprob", lambda: logged(ones(2, 3), ones(3, 5).t())),
     ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), bias=ones(10)[::2])),
     ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), softcap=1e-60)),
-    ("linear_logprob", lambda: logged(ones(2, 0), ones(5, 0))),
     ("linear_logprob", lambda: logged(ones(0, 3), ones(5, 3))),
-    ("linear_logprob", lambda: logged(ones(2, 99), ones(logprob_kernels.PRODUCTS // 198 + 1, 99))),
-    ("linear_logprob", lambda: logged(ones(2, 1), ones(logprob_kernels.LOGITS // 2 + 1, 1))),
+    ("linear_logprob", lambda: logged(ones(logprob_reference.FEW_ROWS + 1, 3), ones(5, 3))),
+    ("linear_logprob", lambda: logged(ones(2, 1), ones(logprob_reference.VOCAB_BLOCK + 1, 1))),
+    ("linear_logprob", lambda: logged(ones(40, 1), ones(logprob_kernels.LOGITS // 40 + 1, 1))),
     ("qk_norm_rope", lambda: rotated(qkv=ones(2, 6).bfloat16())),
     ("qk_norm_rope", lambda: rotated(cos=ones(4, 2).half(), sin=ones(4, 2).half())),
     ("qk_norm_rope", lambda: rotated(qkv=ones(6, 2).t())),

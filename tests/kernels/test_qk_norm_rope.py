@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fb_kernels import backend
 from fb_kernels.qk_norm_rope import qk_norm_rope, reference
 from fb_kernels.qk_norm_rope.naive import qk_norm_rope as naive
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poison_
@@ -303,6 +304,7 @@ def test_a_refused_call_leaves_the_cache_alone() -> None:
 def test_out_of_range_where_the_host_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device values are not read: such rows are NaN, or not written."""
     monkeypatch.setattr(reference, "_host_reads", lambda _: False)
+    monkeypatch.setattr(backend, "_overrides", backend._parse("reference"))
     values = inputs()
     clean = qk_norm_rope(*values, **HEADS)
     values[5] = values[5].clone()
