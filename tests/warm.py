@@ -76,6 +76,6 @@ def _command(arguments: list[str], folder: Path, cwd: Path, environment: Mapping
     sys.argv = ["futurebridge", *arguments]
     os.environ.update(environment)
     os.chdir(cwd)
-    from fb_core.cli import main
+    from fb_core.__main__ import main
 
     main()
