@@ -106,8 +106,9 @@ def tally_words(counts: Mapping[str, int]) -> str:
 class Verifier:
     """Judges answers against gold answers; nothing in an answer can hang or bring down this process.
 
-    Workers start when first needed and are replaced after a kill. Verdicts are remembered by box content and gold, so
-    repeats cost nothing. Safe to share among threads; close it, or use it as a context manager.
+    Workers start when first needed and are replaced after a kill; plain integers need none. Verdicts are remembered by
+    box content and gold, so repeats cost nothing. Safe to share among threads; close it, or use it as a context
+    manager.
     """
 
     def __init__(
@@ -276,8 +277,9 @@ class Verifier:
         return self._judge([(question, gold)])[question, gold]
 
     def _judge(self, pairs: list[Pair]) -> dict[Pair, str]:
+        judged = {pair: outcome for pair in pairs if (outcome := _of_integers(*pair)) is not None}
         with self._lock:
-            judged = {pair: self._known[pair] for pair in pairs if pair in self._known}
+            judged |= {pair: self._known[pair] for pair in pairs if pair in self._known}
         todo = deque(dict.fromkeys(pair for pair in pairs if pair not in judged))
 
         def work() -> None:
@@ -435,11 +437,16 @@ def _serve() -> None:
                 return
 
 
+def _of_integers(question: str, gold: str) -> str | None:
+    """What math-verify says of two plain integers, without it; None for all else."""
+    if INTEGER.fullmatch(gold) and (box := INTEGER_BOX.fullmatch(question)):
+        return "correct" if int(box[1]) == int(gold) else "wrong"
+    return None
+
+
 def _judge(question: str, gold: str) -> str:
     from math_verify import parse, verify
 
-    if INTEGER.fullmatch(gold) and (box := INTEGER_BOX.fullmatch(question)):
-        return "correct" if int(box[1]) == int(gold) else "wrong"  # as math-verify says, far sooner
     wanted = parse(_in_box(gold), parsing_timeout=None)
     if all(isinstance(reading, str) for reading in wanted):
         return BAD_GOLD

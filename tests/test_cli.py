@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from warm import futurebridge
 
 from fb_core.cli import SHIPPED, _folder
 from fb_core.config import RunSettings, settings_of
@@ -222,14 +223,14 @@ def test_generate_takes_a_pair_of_the_demo():
 
     prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
     room = ["--max-length", "96", "--max-new-tokens", "45"]
-    result = run("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    result = futurebridge("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 0, result.stderr
     assert "boxed" in result.stdout
-    result = run("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
+    result = futurebridge("generate", "hello", "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 2
     assert "futurebridge: prompt: expected words of the tokenizer's vocabulary, got 'hello'" in result.stderr
     assert "Traceback" not in result.stderr
-    result = run("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
+    result = futurebridge("generate", prompt, "--slm", "demo:nope", "--llm", "demo:nope")
     assert result.returncode == 2
     assert "expected one of plans" in result.stderr
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import futurebridge
 
 from benchmarks import figures
 
@@ -50,14 +49,14 @@ def test_the_citation_names_this_version_and_the_paper():
 def test_stages_of_the_readme_can_be_planned(command, tmp_path):
     arguments = [*shlex.split(command)[1:], "--run-dir", str(tmp_path / "run")]
     arguments = [one for one in arguments if one != "--advise"] + ["--dry-run"]
-    done = run(arguments, tmp_path)
+    done = futurebridge(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "at most" in done.stdout
 
 
 def test_the_pair_of_the_readme_answers(tmp_path):
     (command,) = (one for one in COMMANDS if one.split()[1] == "generate")
-    done = run(shlex.split(command)[1:], tmp_path)
+    done = futurebridge(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "boxed" in done.stdout
 
@@ -65,8 +64,3 @@ def test_the_pair_of_the_readme_answers(tmp_path):
 def test_every_command_of_the_readme_is_tried_or_needs_a_server():
     tried = {one for one in COMMANDS if one.split()[1] in (*STAGES, "generate", "env")}
     assert [one for one in COMMANDS if one not in tried and "--server" not in one] == []
-
-
-def run(arguments, folder):
-    code = "from fb_core.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.progress import TimeElapsedColumn
 from fb_core.config import RunSettings
 from fb_core.demo import pairs
 from fb_core.experiment.gather import gather
-from fb_core.experiment.run import LOG, PREPARED, begin, make, prepare, waves
+from fb_core.experiment.run import LOG, PREPARED, make, prepare, processes, waves
 from fb_core.experiment.tables import TABLES, Changes, Plan, Variant
 from fb_core.experiment.variants import changed, plan_of
 from fb_core.progress import Board
@@ -134,7 +133,7 @@ def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
     with (
         Board(TimeElapsedColumn(), transient=True) as board,
         ThreadPoolExecutor(len(runs)) as threads,  # each waits for the parts of one run
-        ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), begin) as pool,
+        processes(os.cpu_count()) as pool,
     ):
         jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
         try:

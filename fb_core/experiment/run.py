@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 
 import torch
@@ -148,7 +148,7 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: RunSettings, run: Path
         for variant, judge in wave:
             done(variant, make(variant, values, run, judge))
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), begin) as pool:
+    with processes(workers) as pool:
         jobs = {pool.submit(make, variant, values, run, judge): variant for variant, judge in wave}
         try:
             for job in as_completed(jobs):
@@ -158,6 +158,13 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: RunSettings, run: Path
                 f"experiment: expected {workers} worker processes to finish, got one ended from outside, perhaps for "
                 "memory; run it again with fewer --workers, what is finished is kept"
             ) from None
+
+
+def processes(workers: int | None) -> ProcessPoolExecutor:
+    """One-threaded processes that end with this one: forked, where that can be, from one that has imported this."""
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(workers, context, begin)
 
 
 def begin() -> None:

@@ -275,7 +275,7 @@ class Artefact:
         """The rows of a shard's parquet file; raises as `read`, and ValueError for a file of another format."""
         data, path = self.read(shard, "parquet"), self.path / f"{shard}.parquet"
         try:
-            table = pq.read_table(io.BytesIO(data))
+            table = pq.ParquetFile(io.BytesIO(data)).read()  # read_table would import datasets
         except pa.ArrowException as problem:
             raise ValueError(f"{path}: expected a table, got {problem}; make the shard anew") from None
         if (found := (table.schema.metadata or {}).get(IN_TABLE, b"1")) != str(FORMAT).encode():

@@ -29,6 +29,10 @@ class CalibrationStage(Stage):
     parallel = False
 
     @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
     def device(self) -> str:
         return "cpu"
 

@@ -14,24 +14,28 @@ PATIENCE = 600  # seconds for a worker to find a place when none is at work
 
 
 class Worker:
-    """A process with a core and perhaps a GPU of its own, that keeps its models between shards."""
+    """A process with a core and perhaps a GPU of its own, that keeps its models between shards and stages."""
 
-    def __init__(self, make: Callable[[], Stage]) -> None:
+    stage: Stage
+
+    def begin(self, make: Callable[[], Stage]) -> None:
+        """Turns to a stage."""
         self.stage = make()
-
-    def ready(self) -> None:
-        """Returns once the process is up."""
 
     def work(self, shard: str) -> Mapping[str, int]:
         """Compute and write a shard; what it holds, by name."""
         return work_and_put(self.stage, shard)
 
 
+_resting: list[tuple[bool, Any]] = []  # workers of this process between two stages, by whether they have a GPU
+
+
 def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
     """Compute and write shards on as many workers as the cluster has GPUs, or cores where it has none.
 
-    The shard of a worker that dies, with its process or its node, goes to another one. Without RAY_ADDRESS in the
-    environment a Ray of this machine is started, on loopback, and ended.
+    The shard of a worker that dies, with its process or its node, goes to another one. Workers then rest until the next
+    stage, or `dismiss`. Without RAY_ADDRESS in the environment a Ray of this machine is started, on loopback; it ends
+    with this process.
 
     Raises:
         ValueError: Ray is not installed, or what the work raises.
@@ -44,19 +48,24 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
 
     if not shards:
         return
-    own = not ray.is_initialized()
-    if own:
+    if not ray.is_initialized():
+        _resting.clear()
         here: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
         ray.init(log_to_driver=False, logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else here))
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0)) if stage.on_gpu else 0
     kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)
+    if any(has_gpu != bool(gpus) for has_gpu, _ in _resting):
+        dismiss()
     waiting, died = deque(shards), Counter[str]()
     under_way: dict[Any, tuple[Any, str | None]] = {}
 
     def hire() -> None:
-        worker = kind.remote(stage.elsewhere(stage.run.resolve()))
-        under_way[worker.ready.remote()] = (worker, None)  # a shard only once it is up
+        worker = _resting.pop()[1] if _resting else kind.remote()
+        under_way[worker.begin.remote(stage.elsewhere(stage.run.resolve()))] = (
+            worker,
+            None,
+        )  # a shard only once it is up
 
     try:
         for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
@@ -91,9 +100,17 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
                 following = waiting.popleft()
                 under_way[worker.work.remote(following)] = (worker, following)
             else:
-                ray.kill(worker)
+                _resting.append((bool(gpus), worker))
     finally:
         for worker, _ in under_way.values():
             ray.kill(worker)
-        if own:
-            ray.shutdown()
+
+
+def dismiss() -> None:
+    """End the workers that rest, and with them the models that they hold."""
+    while _resting:
+        import ray
+
+        _, worker = _resting.pop()
+        if ray.is_initialized():
+            ray.kill(worker)

@@ -92,7 +92,7 @@ class Stage(ABC):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a worker needs a GPU, where there are any."""
+        """Whether its work needs a GPU, where there are any."""
         return True
 
     @property
@@ -206,9 +206,12 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
         pending = [shard for shard in shards if shard not in done]
         with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
             told = _Told(board, stage, shards, done)
-            if engine == "ray" and stage.parallel:
-                from fb_core.stages.cluster import work_on_ray
+            if engine == "ray":
+                from fb_core.stages.cluster import dismiss, work_on_ray
 
+                if stage.on_gpu and not stage.parallel:
+                    dismiss()  # the GPU is this process's now
+            if engine == "ray" and stage.parallel:
                 work_on_ray(stage, pending, told.shard_done)
             elif stage.at_once > 1:
                 _work_in_threads(stage, pending, told.shard_done)

@@ -76,6 +76,10 @@ class PolicyStage(Stage):
     unit = "policies"
     parallel = False
 
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
     def shards(self) -> dict[str, int]:
         return {"policy": 1}
 

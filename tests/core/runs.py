@@ -8,12 +8,11 @@ import os
 import random
 import signal
 import time
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 from limits import HANG
+from warm import context
 
 from fb_core.config import RunSettings
 
@@ -107,15 +106,6 @@ def _die_in_write(number: int, random: random.Random) -> None:
             end()
 
     files.os = type("os", (), {**vars(os), "fsync": staticmethod(fsync), "replace": staticmethod(rename)})  # type: ignore[attr-defined]
-
-
-def context() -> ForkServerContext:
-    """Processes forked from one that has imported everything: a start costs little."""
-    made = get_context("forkserver")
-    made.set_forkserver_preload(
-        ["runs", "fb_core.stages.commands", "fb_core.demo.pairs", "transformers.models.qwen3.modeling_qwen3"]
-    )
-    return made
 
 
 def start(command: str, chosen: RunSettings, run: Path, *, dies: int | None = None, seed: int = 0) -> Any:

@@ -1,8 +1,8 @@
-"""One process of a sweep, for the test that starts two: `torchrun sweep_process.py <folder>`."""
+"""One process of a sweep, for the test that starts two."""
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
 
 import torch
@@ -38,7 +38,10 @@ def sweep(accelerator=None, seed: int = 0) -> Sweep:
     return Sweep(runs, trajectories(), Recipe(1e-2, groups_per_step=6, microbatches=3), accelerator)
 
 
-if __name__ == "__main__":
+def train(folder: Path, launched: dict[str, str]) -> None:
+    """The whole sweep as one of two processes, by the environment of a launcher; what it ends with, in the folder."""
+    os.environ.update(launched)
+    torch.set_num_threads(1)
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -46,5 +49,5 @@ if __name__ == "__main__":
     trained = sweep(accelerator, seed=accelerator.process_index)  # the second one's adapters must not count
     while trained.step < trained.total:
         trained.advance()
-    save_file(trained.state(), Path(sys.argv[1]) / f"{accelerator.process_index}.safetensors")
+    save_file(trained.state(), folder / f"{accelerator.process_index}.safetensors")
     accelerator.end_training()

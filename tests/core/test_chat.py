@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from test_server import Handler, probs, says, scripted
 from tiny import EOS, V, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
@@ -51,17 +51,6 @@ def pair(tmp_path_factory):
     return folder
 
 
-def run(*arguments, typed=None, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", "from fb_core.cli import main; main()", *map(str, arguments)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | environment,
-    )
-
-
 def options(pair, **more):
     given = {"slm": pair / "slm", "llm": pair / "llm", "threshold": 1.2, "max-new-tokens": 12, "max-length": 64} | more
     return [word for name, value in given.items() for word in (f"--{name}", value)]
@@ -74,7 +63,7 @@ def expected(pair, text):
 
 
 def test_generate_prints_the_decoders_text(pair):
-    done = run("generate", "w7 w8", *options(pair))
+    done = futurebridge("generate", "w7 w8", *options(pair))
     want = expected(pair, "w7 w8 w4")
     words = [f"w{token}" for token in want.token_ids.tolist() if token > 2]
     assert done.returncode == 0, done.stderr
@@ -86,7 +75,7 @@ def test_generate_prints_the_decoders_text(pair):
 def test_generate_with_an_adapter_from_a_file(pair, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("w7 w8")
-    done = run("generate", *options(pair, adapter=pair / "adapter", file=prompt))
+    done = futurebridge("generate", *options(pair, adapter=pair / "adapter", file=prompt))
     assert done.returncode == 0, done.stderr
     assert "tokens in" in done.stderr
 
@@ -103,10 +92,10 @@ def test_a_certain_llm_overrides_the_adapter(pair):
 
 
 def test_chat_goes_on_until_an_empty_line(pair):
-    done = run("chat", *options(pair), typed="w7 w8\nw9\n\n")
+    done = futurebridge("chat", *options(pair), typed="w7 w8\nw9\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens in") == 2
-    ended = run("chat", *options(pair), typed="")
+    ended = futurebridge("chat", *options(pair), typed="")
     assert ended.returncode == 0
     assert "tokens in" not in ended.stderr
 
@@ -193,7 +182,7 @@ def test_errors_are_one_message(pair, change, words):
     if change.get("llm", "") is None:
         place = arguments.index("--llm")
         del arguments[place : place + 2]
-    done = run("generate", "w7 w8", *arguments)
+    done = futurebridge("generate", "w7 w8", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -203,7 +192,7 @@ def test_errors_are_one_message(pair, change, words):
 def test_models_of_two_families_are_refused(pair, tmp_path):
     tiny("qwen3", 2, vocab_size=V + 1).save_pretrained(tmp_path)
     tokenizer(V + 1).save_pretrained(tmp_path)
-    done = run("generate", "w7", *options(pair, llm=tmp_path))
+    done = futurebridge("generate", "w7", *options(pair, llm=tmp_path))
     assert done.returncode == 2
     assert "tokenizer: expected SLM and LLM to share one vocabulary" in done.stderr
 
@@ -225,7 +214,7 @@ def test_the_llm_may_be_behind_a_server(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
         arguments = ("--slm", tmp_path, "--server", url, "--threshold", 1.2, "--max-new-tokens", 12, "--max-length", 64)
-        done = run("generate", "hello", *arguments)
+        done = futurebridge("generate", "hello", *arguments)
         process.stdin.close()
     decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
     want = decoder.generate(torch.tensor(words("hello")["input_ids"]), 12)
@@ -338,7 +327,7 @@ def test_generate_passes_nothing_to_the_terminal(dictated):
     there.script = there.words.encode(text, add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
     for environment in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}):
-        done = run("generate", "hi", *options, "--max-new-tokens", "600", **environment)
+        done = futurebridge("generate", "hi", *options, "--max-new-tokens", "600", **environment)
         assert done.returncode == 0, done.stderr
         assert f"{len(there.script) + 1} tokens in" in done.stderr
         written = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
@@ -354,7 +343,7 @@ def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
     options, there = dictated
     there.script = there.words.encode("yes", add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
-    done = run("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
+    done = futurebridge("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("yes") == 1  # the third turn has the first before it, and its prompt another length
     assert done.stderr.count("tokens in") == 2
@@ -365,7 +354,9 @@ def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
 
 def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
     said = [f"w{number} w8 w9" for number in range(3, 11)]
-    done = run("chat", *options(pair, **{"max-length": 48}), typed="\n".join([*said, "w5 " * 60, "w7", "", ""]))
+    done = futurebridge(
+        "chat", *options(pair, **{"max-length": 48}), typed="\n".join([*said, "w5 " * 60, "w7", "", ""])
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens in") == 9
     found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of --max-length", done.stdout)

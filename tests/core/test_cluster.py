@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from limits import HANG
 from runs import SMALL, contents, settings
+from warm import launched, start_futurebridge
 
 from fb_core.stages.stage import Output, run_stage
 from fb_core.stages.trajectories import TrajectoryStage
@@ -25,50 +27,48 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 ON_RAY = """
 import pathlib, sys
 import ray
+import test_cluster
 from fb_core.config import RunSettings
 from fb_core.stages.commands import run_command
+from fb_core.stages.stage import run_stage
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-settings, run = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
+settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
+try:
+    run_stage(test_cluster.RefusingStage(settings, folder / "refused"), "ray")
+except ValueError as problem:
+    print(problem)
+run_stage(test_cluster.DyingStage(settings, folder / "died"), "ray")
 for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
-    run_command(command, settings, run, "ray")
+    run_command(command, settings, folder / "run", "ray")
 ray.shutdown()
 """
 
-STAGE_ON_RAY = """
-import pathlib, sys
-import test_cluster
-from fb_core.config import RunSettings
-from fb_core.stages.stage import run_stage
 
-stage = getattr(test_cluster, sys.argv[1])(RunSettings.model_validate_json(sys.argv[2]), pathlib.Path(sys.argv[3]))
-try:
-    run_stage(stage, "ray")
-except ValueError as problem:
-    print(problem)
-"""
+@pytest.fixture(scope="session")
+def on_ray(once) -> Path:
+    """A folder with what one process did on two workers of one Ray, and `shown`, what it printed."""
+    pytest.importorskip("ray")
 
+    def make(folder: Path) -> None:
+        paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
+        done = subprocess.run(
+            [sys.executable, "-c", ON_RAY, settings().model_dump_json(), str(folder)],
+            env=ONE_THREAD | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (folder / "shown").write_text(done.stdout)
 
-def alone(code: str, *arguments: str) -> str:
-    """What a process prints that runs the code."""
-    paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=ONE_THREAD | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return once("on_ray", make)
 
 
 @pytest.mark.slow
-def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, tmp_path):
-    pytest.importorskip("ray")
-    shown = alone(ON_RAY, settings().model_dump_json(), str(tmp_path / "run"))
-    assert "valid group" in shown
-    assert contents(tmp_path / "run") == contents(undisturbed[0]["evaluate"])
+def test_ray_with_two_workers_gives_the_bytes_of_one_process(undisturbed, on_ray):
+    assert "valid group" in (on_ray / "shown").read_text()
+    assert contents(on_ray / "run") == contents(undisturbed[0]["evaluate"])
 
 
 DEADLY = ("train-00001", "train-00002", "validation-00000")
@@ -86,13 +86,11 @@ class DyingStage(TrajectoryStage):
 
 
 @pytest.mark.slow
-def test_a_task_whose_process_is_killed_is_run_again(undisturbed, tmp_path):
-    pytest.importorskip("ray")
-    alone(STAGE_ON_RAY, "DyingStage", settings().model_dump_json(), str(tmp_path))
-    assert len(list(tmp_path.glob("*.died"))) == len(DEADLY)
+def test_a_task_whose_process_is_killed_is_run_again(undisturbed, on_ray):
+    assert len(list((on_ray / "died").glob("*.died"))) == len(DEADLY)
     expected = contents(undisturbed[0]["evaluate"])
     assert (
-        contents(tmp_path / "trajectories").items()
+        contents(on_ray / "died" / "trajectories").items()
         == {
             name.removeprefix("trajectories/"): value
             for name, value in expected.items()
@@ -109,15 +107,16 @@ class RefusingStage(TrajectoryStage):
 
 
 @pytest.mark.slow
-def test_a_mistake_in_a_task_is_the_users_error_and_not_retried(tmp_path):
-    pytest.importorskip("ray")
-    shown = alone(STAGE_ON_RAY, "RefusingStage", settings().model_dump_json(), str(tmp_path))
-    assert "expected another shard" in shown
+def test_a_mistake_in_a_task_is_the_users_error_and_not_retried(on_ray):
+    assert "expected another shard" in (on_ray / "shown").read_text()
 
 
 @pytest.mark.slow
 def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
-    done, run = trained_by_two(undisturbed[0]["rollouts"], tmp_path, SMALL)
+    run, called = trains(undisturbed[0]["rollouts"], tmp_path, SMALL)
+    launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
+    command = [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", "fb_core", *called]
+    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(run) == contents(undisturbed[0]["train"])
 
@@ -125,40 +124,45 @@ def test_two_training_processes_give_the_bytes_of_one(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
     values = {**SMALL, "train": {**SMALL["train"], "microbatches": 1}}
-    done, _ = trained_by_two(undisturbed[0]["rollouts"], tmp_path, values)
-    assert done.returncode != 0
-    assert "expected at most one a microbatch" in done.stderr
+    _, called = trains(undisturbed[0]["rollouts"], tmp_path, values)
+    for rank, process in enumerate(both(called, tmp_path)):
+        process.join(HANG)
+        assert process.exitcode == 2
+        assert "expected at most one a microbatch" in (tmp_path / str(rank) / "stderr").read_text()
 
 
 @pytest.mark.slow
 def test_two_training_processes_killed_and_started_again_give_the_bytes_of_one(undisturbed, tmp_path):
-    run, command = by_two(undisturbed[0]["rollouts"], tmp_path, SMALL)
-    both = subprocess.Popen(command, env=ONE_THREAD, start_new_session=True, stdout=subprocess.DEVNULL)
+    run, called = trains(undisturbed[0]["rollouts"], tmp_path, SMALL)
+    processes = both(called, tmp_path / "first")
     while not list((run / "training").glob("step-*.json")):
-        assert both.poll() is None
+        assert all(process.is_alive() for process in processes)
         time.sleep(0.01)
-    os.killpg(both.pid, signal.SIGKILL)
-    both.wait()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
     assert not (run / "reranker").exists()
-    done = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for rank, process in enumerate(both(called, tmp_path / "again")):
+        process.join(HANG)
+        assert process.exitcode == 0, (tmp_path / "again" / str(rank) / "stderr").read_text()[-3000:]
     assert contents(run) == contents(undisturbed[0]["train"])
 
 
-def trained_by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """`futurebridge train` by two processes to its end, and the run's folder."""
-    run, command = by_two(scored, folder, values)
-    return subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True, timeout=HANG), run
+def both(called: list[str], folder: Path) -> list[BaseProcess]:
+    """`futurebridge` by two processes that know each other as a launcher would have them."""
+    places = [folder / str(rank) for rank in range(2)]
+    for place in places:
+        place.mkdir(parents=True)
+    return [start_futurebridge(called, place, **own) for place, own in zip(places, launched(2), strict=True)]
 
 
-def by_two(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[Path, list[str]]:
-    """A run's folder, and `futurebridge train` on it by two processes."""
+def trains(scored: Path, folder: Path, values: dict[str, Any]) -> tuple[Path, list[str]]:
+    """A run's folder, and the arguments with which `futurebridge` trains on it."""
     run, config = folder / "run", folder / "small.yaml"
     shutil.copytree(scored, run)
     config.write_text(yaml.safe_dump(values))
-    launch = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
-    train = ["fb_core", "train", "--config", str(config), "--run-dir", str(run)]
-    return run, [sys.executable, "-m", *launch, "--rdzv-endpoint", "127.0.0.1:0", "-m", *train]
+    return run, ["train", "--config", str(config), "--run-dir", str(run)]
 
 
 def test_the_local_engine_runs_the_same_stage(tmp_path):

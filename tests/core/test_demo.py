@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from importlib import resources
 from pathlib import Path
@@ -17,6 +13,7 @@ import torch
 from limits import HANG
 from runs import children_of, ended, receipts, settings
 from typer.testing import CliRunner
+from warm import context
 
 from fb_core import CollaborativeDecoder, FutureBridgeSelector, RandomChoice, RequestPolicy, TokenReranker, statistics
 from fb_core.cli import app
@@ -132,17 +129,9 @@ def test_two_seeds_give_different_rows_of_the_same_methods(demo):
 
 @pytest.mark.slow
 def test_a_broken_off_demo_goes_on(tmp_path):
-    chosen = small(0, experiment={"quantiles": []})
-    code = (
-        "import sys; from pathlib import Path; from fb_core.config import RunSettings; "
-        "from fb_core.demo.run import run_demo\n"
-        "if __name__ == '__main__': run_demo({'tiny': RunSettings.model_validate_json(sys.argv[1])}, Path(sys.argv[2]))"
-    )
-    script = tmp_path / "demo.py"
-    script.write_text(code)
-    out = tmp_path / "out"
-    called = [sys.executable, str(script), chosen.model_dump_json(), str(out)]
-    process = subprocess.Popen(called, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    chosen, out = small(0, experiment={"quantiles": []}), tmp_path / "out"
+    process = context().Process(target=run_demo, args=({"tiny": chosen}, out))
+    process.start()
     variants = out / "runs" / "tiny-seed-0" / "variants"
 
     def finished():
@@ -151,12 +140,13 @@ def test_a_broken_off_demo_goes_on(tmp_path):
 
     try:
         while not finished():
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.05)
-        workers = children_of(process.pid)
+        workers = {worker for server in children_of(process.pid) for worker in children_of(server)}
+        assert workers
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     deadline = time.monotonic() + HANG
     while not all(map(ended, workers)):  # nobody is left that holds a folder
         assert time.monotonic() < deadline

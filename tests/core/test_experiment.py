@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import yaml
 from limits import HANG
 from runs import children_of, contents, ended, linked, receipts, settings
 from typer.testing import CliRunner
+from warm import futurebridge, start_futurebridge
 
 from fb_core import statistics
 from fb_core.cli import app
@@ -510,16 +509,8 @@ def test_a_table_that_is_not_there_is_one_sentence():
         CliRunner().invoke(app, ["experiment", "poles", "--config", "tiny"], catch_exceptions=False)
 
 
-def begin(run: Path, config: Path, table: str, workers: int) -> subprocess.Popen:
-    called = [sys.executable, "-m", "fb_core", "experiment", table, "--config", str(config), "--run-dir", str(run)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [*called, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def is_worker(process: int) -> bool:
-    return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+def calls(run: Path, config: Path, table: str, workers: int) -> list[object]:
+    return ["experiment", table, "--config", config, "--run-dir", run, "--workers", workers]
 
 
 @pytest.mark.slow
@@ -528,24 +519,25 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
     chosen = settings(compare={"methods": METHODS})
     config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
-    process = begin(run, config, "pools", 2)
-    variants = run / "variants"
+    called, variants = calls(run, config, "pools", 2), run / "variants"
+    process = start_futurebridge(called, tmp_path)
     try:
         while not (finished := [path.parent for path in variants.glob("*/comparison/manifest.json")]):
-            assert process.poll() is None, process.stderr.read()
+            assert process.is_alive(), (tmp_path / "stderr").read_text()
             time.sleep(0.05)
         finished = [path for path in finished if Artefact(path.parent, "comparison").manifest()["complete"]]
-        workers = children_of(process.pid)
+        workers = {worker for server in children_of(process.pid) for worker in children_of(server)}
         assert workers
         if killed == "worker":
-            os.kill(next(filter(is_worker, workers)), signal.SIGKILL)
-            _, said = process.communicate(timeout=HANG)
-            assert process.returncode == 2
+            os.kill(next(iter(workers)), signal.SIGKILL)
+            process.join(HANG)
+            said = (tmp_path / "stderr").read_text()
+            assert process.exitcode == 2
             assert "got one ended from outside" in said
             assert "Traceback" not in said
     finally:
         process.kill()
-        process.wait()
+        process.join()
     deadline = time.monotonic() + HANG
     while not all(ended(worker) for worker in workers):  # nobody is left that holds a folder
         assert time.monotonic() < deadline
@@ -554,9 +546,8 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
     done = [path.parent for path in done if Artefact(path.parent, "comparison").manifest()["complete"]]
     before = {path: receipts(path) for path in done}
     assert len(done) < 6
-    process = begin(run, config, "pools", 2)
-    _, said = process.communicate(timeout=HANG)
-    assert process.returncode == 0, said
+    again = futurebridge(*called)
+    assert again.returncode == 0, again.stderr
     assert {path.name for path in variants.iterdir()} == {
         *("greedy", "direct", "futurebridge", "pool-slm", "pool-llm", "pool-slm-wide")
     }
@@ -574,10 +565,9 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
         evaluate={"limit": 6},
     )
     config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
-    process = begin(run, config, "all", 2)
-    out, said = process.communicate(timeout=HANG)
-    assert process.returncode == 0, said
-    assert "not made" not in out
+    done = futurebridge(*calls(run, config, "all", 2))
+    assert done.returncode == 0, done.stderr
+    assert "not made" not in done.stdout
     assert not list(run.rglob(PROBLEM))
     assert (run / "report" / "report.html").stat().st_size > 10_000
     assert (run / "report" / "report.md").stat().st_size > 1000

@@ -1,34 +1,46 @@
-"""The demo's pair through the six commands, driven by a shell script that kills each of them once."""
+"""The demo's pair through the six commands, each of them killed once from outside and then run to its end."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import yaml
-from limits import HANG
 from runs import SMALL, contents
+from warm import futurebridge, start_futurebridge
 
-SCRIPT = Path(__file__).parent / "run_and_kill.sh"
+COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
 
 
 @pytest.mark.slow
 def test_the_six_commands_killed_and_run_again_end_in_their_tables(undisturbed, tmp_path):
-    config, run = tmp_path / "small.yaml", tmp_path / "run"
+    config, run, shown = tmp_path / "small.yaml", tmp_path / "run", []
     config.write_text(yaml.safe_dump(SMALL))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [str(SCRIPT), str(config), str(run)],
-        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("killed at") == 6
+    run.mkdir()
+    for command in COMMANDS:
+        called = [command, "--config", config, "--run-dir", run]
+        _kill_in_its_shards(called, run, tmp_path)
+        done = futurebridge(*called)
+        assert done.returncode == 0, done.stderr[-3000:]
+        shown.append(done.stdout)
     for words in ("answer-verified future", "valid group", "by seed", "minus greedy"):
-        assert words in done.stdout
+        assert words in "".join(shown)
     assert contents(run) == contents(undisturbed[0]["evaluate"])
+
+
+def _kill_in_its_shards(called: list[object], run: Path, folder: Path) -> None:
+    """The command, ended by SIGKILL once it has finished some of its shards."""
+    before = _shards(run)
+    process = start_futurebridge(called, folder)
+    while _shards(run) <= before:
+        assert process.is_alive(), (folder / "stderr").read_text()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _shards(run: Path) -> int:
+    return sum(path.name != "manifest.json" for path in run.rglob("*.json"))

@@ -22,6 +22,7 @@ import torch
 import yaml
 from runs import SMALL, contents, settings
 from tiny import tiny
+from warm import futurebridge
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
 from fb_core.config import RunSettings, TrainSettings
@@ -257,13 +258,11 @@ def test_checkpoints_on_disk_do_as_the_demo_and_changes_of_theirs_are_named(fold
     vocabulary = changed["model"]["vocab"]
     vocabulary["0"], vocabulary["1"] = vocabulary["1"], vocabulary["0"]
     tokenizer.write_text(json.dumps(changed))
-    code = "import sys; from fb_core.cli import main; main()"
     config = run.parent / "run.yaml"
     config.write_text(yaml.safe_dump(values))
 
     def again(command: str) -> str:
-        called = [sys.executable, "-c", code, command, "--config", str(config), "--run-dir", str(run)]
-        done = subprocess.run(called, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = futurebridge(command, "--config", config, "--run-dir", run)
         assert done.returncode == 2, done.stderr[-2000:]
         assert "Traceback" not in done.stderr
         return done.stderr

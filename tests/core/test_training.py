@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import chain, combinations
-from pathlib import Path
 
 import pytest
 import sweep_process
@@ -15,12 +11,11 @@ import torch
 from limits import HANG
 from safetensors.torch import load_file, save_file
 from tiny import V, tiny
+from warm import context, launched
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
 from fb_core.training import Run, Sweep, _hinge, validate
 from fb_kernels import group_cross_entropy
-
-HERE = Path(__file__).parent
 
 
 def trajectories(n=6, seed=0, rule=None):
@@ -388,11 +383,12 @@ def test_a_state_of_another_sweep_is_refused():
 
 
 def test_two_processes_have_the_bytes_of_one(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    script = [str(HERE / "sweep_process.py"), str(tmp_path)]
-    done = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    processes = [context().Process(target=sweep_process.train, args=(tmp_path, one)) for one in launched(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANG)
+        assert process.exitcode == 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -20,7 +20,7 @@ from limits import HANG
 from fb_core import verify
 from fb_core.verify import LONGEST_CONTENT, Verifier, boxed
 
-LIMIT = 1.0  # seconds for one answer
+LIMIT = 0.5  # seconds of CPU for one answer
 HANGING = r"\boxed{9^{9^{9^{9}}}}"
 
 
@@ -149,7 +149,7 @@ def test_verdicts(verifier: Verifier, answer: str, gold: str, verdict: str) -> N
     assert verifier.verify(answer, gold) == verdict
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(900, marks=pytest.mark.slow)])
 def test_verdicts_are_those_of_math_verify(count: int) -> None:
     answers, golds = zip(*ordinary(count, seed=count), strict=True)
     with Verifier() as patient:
@@ -159,10 +159,11 @@ def test_verdicts_are_those_of_math_verify(count: int) -> None:
 
 
 def test_integers_need_no_math_verify() -> None:
-    texts = ["0", "-0", "7", "007", "-7", "70", "999999999999999999", "-999999999999999999", "1000000000000000000"]
-    for answer in texts:
-        for gold in texts:
-            assert verify._judge(rf"\boxed{{{answer}}}", gold) == by_math_verify(rf"\boxed{{{answer}}}", gold)
+    texts = ["0", "-0", "7", "007", "-7", "70", "999999999999999999", "-999999999999999999"]
+    pairs = [(rf"\boxed{{{answer}}}", gold) for answer in texts for gold in texts]
+    with Verifier() as verifier:
+        assert verifier.verify_many(*zip(*pairs, strict=True)) == [by_math_verify(*pair) for pair in pairs]
+        assert verifier._workers[0].process is None
 
 
 def test_workers_parse_quickly() -> None:
@@ -347,14 +348,14 @@ def test_nothing_is_left_after_hostile_answers() -> None:
 def test_remembered_verdicts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "REMEMBERED", 10)
     with Verifier() as verifier:
-        assert set(verifier.verify_many([rf"\boxed{{{n}}}" for n in range(100)], ["7"] * 100)) == {"correct", "wrong"}
+        assert set(verifier.verify_many([rf"\boxed{{{n}.5}}" for n in range(40)], ["7.5"] * 40)) == {"correct", "wrong"}
         assert len(verifier._known) == 10
 
 
 def test_a_worker_over_its_memory_does_not_take_the_next_answer_with_it() -> None:
     with Verifier(timeout=LIMIT, memory_bytes=256 << 20) as small:
         assert small.verify(r"\boxed{2^{2^{36}}}", "5") in ("wrong", "unparsable", "timeout")
-        assert small.verify(r"\boxed{15}", "15") == "correct"
+        assert small.verify(r"\boxed{1.5}", "1.5") == "correct"
 
 
 def test_repeats_ask_no_worker(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,29 +366,29 @@ def test_repeats_ask_no_worker(verifier: Verifier, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_killed_worker_is_replaced(verifier: Verifier) -> None:
-    assert verifier.verify(r"\boxed{21}", "21") == "correct"
+    assert verifier.verify(r"\boxed{2.1}", "2.1") == "correct"
     pid = worker_pid(verifier)
     os.kill(pid, signal.SIGKILL)
-    assert verifier.verify(r"\boxed{22}", "22") == "correct"
+    assert verifier.verify(r"\boxed{2.2}", "2.2") == "correct"
     assert worker_pid(verifier) != pid
     assert not is_child(pid)
 
 
 def test_a_worker_that_dies_over_an_answer_counts_as_timeout() -> None:
     with Verifier(timeout=60.0) as patient, ThreadPoolExecutor(1) as thread:
-        assert patient.verify(r"\boxed{15}", "15") == "correct"
+        assert patient.verify(r"\boxed{1.5}", "1.5") == "correct"
         pid = worker_pid(patient)
         verdict = thread.submit(patient.verify, HANGING, "5")
         time.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         assert verdict.result(HANG) == "timeout"
-        assert patient.verify(r"\boxed{16}", "16") == "correct"
+        assert patient.verify(r"\boxed{1.6}", "1.6") == "correct"
 
 
 def test_a_worker_killed_among_many_answers_costs_one_at_most() -> None:
     answers, golds = zip(*ordinary(400, seed=1), strict=True)
     with Verifier(workers=2) as pair, ThreadPoolExecutor(1) as thread:
-        assert pair.verify_many(answers[:2], golds[:2])
+        assert pair.verify_many([r"\boxed{1.5}", r"\boxed{2.5}"], ["1.5", "2.5"]) == ["correct"] * 2  # both start
         pid = worker_pid(pair)
         verdicts = thread.submit(pair.verify_many, answers, golds)
         time.sleep(0.1)
@@ -402,7 +403,7 @@ def test_a_worker_killed_among_many_answers_costs_one_at_most() -> None:
 @contextmanager
 def stopped_at_work(verifier: Verifier, question: str, gold: str) -> Iterator[Future[str]]:
     """The verdict to come of an answer over which the worker is stopped; it goes on at the end."""
-    assert verifier.verify(r"\boxed{15}", "15") == "correct"
+    assert verifier.verify(r"\boxed{1.5}", "1.5") == "correct"
     pid = worker_pid(verifier)
     before = cpu_seconds([pid])
     with ThreadPoolExecutor(1) as thread:
@@ -433,7 +434,7 @@ def test_a_worker_that_gets_no_cpu_at_all_is_given_up(monkeypatch: pytest.Monkey
     with Verifier(timeout=5.0) as patient:
         with stopped_at_work(patient, HANGING, "5") as verdict:
             assert verdict.result() == "timeout"
-        assert patient.verify(r"\boxed{16}", "16") == "correct"
+        assert patient.verify(r"\boxed{1.6}", "1.6") == "correct"
 
 
 @pytest.mark.parametrize("question", [HANGING, r"\boxed{0.5}"], ids=["hanging", "idle"])
@@ -470,10 +471,10 @@ def test_a_fork_is_refused(verifier: Verifier) -> None:
 
 
 def test_many_answers_keep_their_order_over_workers_and_threads() -> None:
-    answers = [rf"\boxed{{{n % 7}}}" for n in range(60)] + [HANGING, "none", r"\boxed{3}"]
+    answers = [rf"\boxed{{{n % 7}.5}}" for n in range(60)] + [HANGING, "none", r"\boxed{3.5}"]
     expected = ["correct" if n % 7 == 3 else "wrong" for n in range(60)] + ["timeout", "unparsable", "correct"]
     with Verifier(workers=2, timeout=LIMIT) as pair, ThreadPoolExecutor(3) as threads:
-        results = [threads.submit(pair.verify_many, answers, ["3"] * len(answers)) for _ in range(3)]
+        results = [threads.submit(pair.verify_many, answers, ["3.5"] * len(answers)) for _ in range(3)]
         assert [result.result() for result in results] == [expected] * 3
         processes = [worker.process for worker in pair._workers]
     assert all(process is None or process.returncode is not None for process in processes)
@@ -485,13 +486,15 @@ def test_no_process_before_the_first_answer_or_after_close() -> None:
     assert verifier.verify("no box", "15") == "unparsable"
     assert verifier._workers[0].process is None
     assert verifier.verify(r"\boxed{15}", "15") == "correct"
+    assert verifier._workers[0].process is None  # for integers none is needed
+    assert verifier.verify(r"\boxed{1.5}", "1.5") == "correct"
     pid = worker_pid(verifier)
     verifier.close()
     verifier.close()
     assert not is_child(pid)
-    for repeated in ("15", "16"):  # remembered or not
+    for repeated in ("1.5", "1.6", "15"):  # remembered or not
         with pytest.raises(ValueError, match="closed"):
-            verifier.verify(rf"\boxed{{{repeated}}}", "15")
+            verifier.verify(rf"\boxed{{{repeated}}}", "1.5")
     with pytest.raises(ValueError, match="closed"):
         verifier.equivalent("1", "1")
 
@@ -518,7 +521,7 @@ def test_an_unparsable_gold_is_the_fault_of_the_data(verifier: Verifier, gold: s
     with pytest.raises(ValueError, match="gold must be") as raised:
         verifier.verify(r"\boxed{15}", gold)
     assert repr(gold[:80]) in str(raised.value)
-    assert verifier.verify(r"\boxed{15}", "15") == "correct"
+    assert verifier.verify(r"\boxed{1.5}", "1.5") == "correct"
 
 
 def test_arguments_are_checked(verifier: Verifier) -> None:
@@ -543,7 +546,7 @@ def test_workers_do_not_run_the_calling_script_again(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
         "import sys\nprint('running')\nfrom fb_core.verify import Verifier\n"
-        "with Verifier() as verifier:\n    print(verifier.verify(r'\\boxed{15}', '15'))\n"
+        "with Verifier() as verifier:\n    print(verifier.verify(r'\\boxed{1.5}', '1.5'))\n"
         "print(sorted({'torch', 'sympy', 'math_verify'} & set(sys.modules)))\n"
     )
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=HANG, check=False)
