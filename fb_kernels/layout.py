@@ -186,8 +186,15 @@ def memory_of(indices: Indices) -> _Memory | None:
 
 
 def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returned for the tensors as they are; it is called once a layout, anew where one was changed."""
+    """What `make` returned for the tensors as they are; it is called once a layout, anew where one was changed.
+
+    On a device once a stream; in a captured graph every time, so that replays see what the tensors hold then.
+    """
     memory = memory_of(indices)
+    if indices[0].is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return make()
+        name = name, torch.cuda.current_stream(indices[0].device).cuda_stream
     given = [x for x in indices if x is not None]
     if memory is None or any(x.is_inference() for x in given):  # of which no version says whether they were changed
         return make()

@@ -19,7 +19,7 @@ from torch import Tensor
 from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward as branch_attention_backward
-from fb_kernels.branch_attention.triton_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh
 
 SPLITS = 64
@@ -27,7 +27,7 @@ SPLITS = 64
 WORKSPACE = 1 << 28
 """Float32 elements of partial results at most; what needs more takes the tile kernel."""
 LOG2_E = math.log2(math.e)
-LENGTHS = ["rows", "branches", "groups", "capacity", "pages", "window", "table_row"]
+LENGTHS = ["rows", "capacity", "pages", "window", "table_row"]
 
 
 @triton.jit
@@ -177,11 +177,11 @@ def _attend_whole_blocks(
 
 
 @triton.jit
-def _row_starts(cu_branch, row, first_branch, last_branch):
+def _row_starts(branches, row, first_branch, last_branch):
     """First row[M] of each row's branch."""
     start = row
     for branch in range(first_branch, last_branch + 1):
-        begin = tl.load(cu_branch + branch).to(tl.int32)
+        begin = tl.load(branches + branch)
         start = tl.where(row >= begin, begin, start)
     return start
 
@@ -234,14 +234,12 @@ def _branch_attention_tile_kernel(
     prefix_v,
     out,
     lse,
-    cu_branch,
-    cu_group,
+    tiles,
+    branches,
     prefix_start,
     prefix_len,
     block_table,
     rows,
-    branches,
-    groups,
     kv_heads,
     capacity,
     page_size,
@@ -272,14 +270,15 @@ def _branch_attention_tile_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One tile of packed rows and one key head: the prefix, then each branch that the tile meets."""
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     column = tl.arange(0, BLOCK_E)
-    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
-    if not sound:
+    group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, tile, COLUMNS)
+    if group == -2:
         flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         flat_row, flat_head = (flat // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + flat % REPEAT
         flat_at = out + ((flat_row * (kv_heads * REPEAT) + flat_head) * HEAD_DIM)[:, None] + column[None, :]
@@ -289,7 +288,6 @@ def _branch_attention_tile_kernel(
         tl.store(flat_at, spread, mask=exists[:, None] & (column < HEAD_DIM)[None, :])
         tl.store(lse + flat_head * rows + flat_row, nothing, mask=exists)
         return
-    group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK_M, OFFSETS)
     if group < 0:
         return
     start, length, fits = prefix_slice(
@@ -305,15 +303,11 @@ def _branch_attention_tile_kernel(
         PAGED,
         OFFSETS,
     )
-    low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
-    group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
     valid = row < group_end
     first_row = group_row + place * BLOCK_M // REPEAT
     last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
-    first_branch = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
-    last_branch = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
     if ALIGNED:
@@ -325,7 +319,7 @@ def _branch_attention_tile_kernel(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
     )
-    row_start = _row_starts(cu_branch, row, first_branch, last_branch) if WINDOW else row
+    row_start = _row_starts(branches, row, first_branch, last_branch) if WINDOW else row
     prefix_k += kv_head.to(tl.int64) * prefix_k_head
     prefix_v += kv_head.to(tl.int64) * prefix_v_head
     if PAGED:
@@ -342,7 +336,7 @@ def _branch_attention_tile_kernel(
     if OWN:
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
-        begin = tl.load(cu_branch + first_branch).to(tl.int32)
+        begin = tl.load(branches + first_branch)
         alone = first_branch == last_branch  # only then do all rows see a key of theirs
         size = tl.where(alone, last_row + 1 - begin, 0)
         state, full = _attend_whole_blocks(
@@ -352,8 +346,7 @@ def _branch_attention_tile_kernel(
             WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         for branch in range(first_branch, last_branch + 1):
-            begin = tl.load(cu_branch + branch).to(tl.int32)
-            end = tl.load(cu_branch + branch + 1).to(tl.int32)
+            begin, end = tl.load(branches + branch), tl.load(branches + branch + 1)
             last = tl.where((row >= begin) & (row < end), row - begin, -1)
             size = tl.minimum(end, last_row + 1) - begin
             state = _attend(
@@ -382,14 +375,12 @@ def _branch_attention_split_kernel(
     partial_out,
     partial_top,
     partial_total,
-    cu_branch,
-    cu_group,
+    tiles,
+    branches,
     prefix_start,
     prefix_len,
     block_table,
     rows,
-    branches,
-    groups,
     kv_heads,
     splits,
     capacity,
@@ -416,6 +407,7 @@ def _branch_attention_split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -423,10 +415,7 @@ def _branch_attention_split_kernel(
     """One tile of packed rows, one key head and one piece of the prefix; out[splits, T, Hq, E] is not divided yet."""
     kv_head, split = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads % splits
     tile = tl.program_id(0) // kv_heads // splits
-    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
-    if not sound:
-        return
-    group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK_M, OFFSETS)
+    group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, tile, COLUMNS)
     if group < 0:
         return
     start, length, _ = prefix_slice(
@@ -445,18 +434,12 @@ def _branch_attention_split_kernel(
     piece = tl.cdiv(tl.cdiv(length, CHUNK), splits) * CHUNK
     if split * piece >= length:
         return
-    low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
-    group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
     valid = row < group_end
     row_start = row
     if WINDOW:
-        first_row = group_row + place * BLOCK_M // REPEAT
-        last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
-        first_branch = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
-        last_branch = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
-        row_start = _row_starts(cu_branch, row, first_branch, last_branch)
+        row_start = _row_starts(branches, row, first_branch, last_branch)
     column = tl.arange(0, BLOCK_E)
     inside = valid[:, None] & (column < HEAD_DIM)[None, :]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
@@ -497,14 +480,11 @@ def _branch_attention_combine_kernel(
     partial_total,
     out,
     lse,
-    cu_branch,
-    cu_group,
+    each_row,
     prefix_start,
     prefix_len,
     block_table,
     rows,
-    branches,
-    groups,
     heads,
     splits,
     capacity,
@@ -538,10 +518,9 @@ def _branch_attention_combine_kernel(
     acc = tl.zeros([BLOCK_E], tl.float32)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], float("nan"), tl.float32)
-    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
-    if sound:
-        branch = count_up_to(cu_branch, 0, branches, row, OFFSETS)
-        group = count_up_to(cu_group, 0, groups, branch, OFFSETS)
+    each_row += 2 * row.to(tl.int64)
+    group, begin = tl.load(each_row), tl.load(each_row + 1)
+    if group >= 0:
         _, length, fits = prefix_slice(
             prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
             PAGED, OFFSETS,
@@ -565,7 +544,6 @@ def _branch_attention_combine_kernel(
         if OWN:
             q_at = q + row.to(tl.int64) * q_row + head * q_head + column
             query = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
-            begin = tl.load(cu_branch + branch).to(tl.int32)
             for key in range(tl.maximum(begin, row + 1 - window), row + 1):
                 at = tl.cast(key, tl.int64)
                 k_at = k + at * k_row + head // REPEAT * k_head + column
@@ -623,7 +601,8 @@ def branch_attention(
     q, own_k, own_v, prefix_k, prefix_v = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
     if max(x.stride(-3) for x in (own_k, own_v, prefix_k, prefix_v)) >= 1 << 23:  # offsets in a block are 32-bit
         return NotImplemented
-    layout = (*(x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)), table)
+    indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
+    slices = (prefix_start.contiguous(), prefix_len.contiguous(), table)
     places = (capacity, max(page_size, 1), prefix_k.shape[0])
     if softcap is None:
         numbers = (window, scale * LOG2_E, 0.0)
@@ -651,23 +630,24 @@ def branch_attention(
         partial_out = q.new_empty((splits, rows, heads, width), dtype=torch.float32)
         partial_top, partial_total = q.new_empty((2, splits, rows, heads), dtype=torch.float32)
         partial = (partial_out, partial_top, partial_total)
-        tiles = triton.cdiv(rows * repeat, launch["BLOCK_M"]) + min(groups, rows)
+        tiles, starts, each_row = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"], each_row=True)
         if capacity:
-            _branch_attention_split_kernel[(tiles * splits * kv_heads,)](
-                q, prefix_k, prefix_v, *partial, *layout, rows, branches, groups, kv_heads, splits, *places, *numbers,
-                *q.stride()[:2], *prefix, *table.stride(), WINDOW=windowed, ALIGNED=aligned, **constants, **launch,
+            _branch_attention_split_kernel[(len(tiles) * splits * kv_heads,)](
+                q, prefix_k, prefix_v, *partial, tiles, starts, *slices, rows, kv_heads, splits, *places, *numbers,
+                *q.stride()[:2], *prefix, *table.stride(), COLUMNS=branch_layout.COLUMNS, WINDOW=windowed,
+                ALIGNED=aligned, **constants, **launch,
             )  # fmt: skip
         _branch_attention_combine_kernel[(rows * heads,)](
-            q, own_k, own_v, *partial, out, lse, *layout, rows, branches, groups, heads, splits, *places, *numbers,
+            q, own_k, own_v, *partial, out, lse, each_row, *slices, rows, heads, splits, *places, *numbers,
             *q.stride()[:2], *own, *table.stride(), OWN=k is not None, **constants, CHUNK=launch["CHUNK"],
             BLOCK_S=8, num_warps=4, maxnreg=128,
         )  # fmt: skip
         return out, lse
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
-    tiles = triton.cdiv(rows * repeat, launch["BLOCK_M"]) + min(groups, rows)
-    _branch_attention_tile_kernel[(tiles * kv_heads,)](
-        q, own_k, own_v, prefix_k, prefix_v, out, lse, *layout, rows, branches, groups, kv_heads, *places, *numbers,
-        *q.stride()[:2], *own, *prefix, *table.stride(), OWN=k is not None, WINDOW=windowed,
-        ALIGNED=aligned, **constants, **launch,
+    tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
+    _branch_attention_tile_kernel[(len(tiles) * kv_heads,)](
+        q, own_k, own_v, prefix_k, prefix_v, out, lse, tiles, starts, *slices, rows, kv_heads, *places, *numbers,
+        *q.stride()[:2], *own, *prefix, *table.stride(), COLUMNS=branch_layout.COLUMNS, OWN=k is not None,
+        WINDOW=windowed, ALIGNED=aligned, **constants, **launch,
     )  # fmt: skip
     return out, lse

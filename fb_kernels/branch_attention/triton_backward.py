@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
-from fb_kernels.branch_attention.triton_layout import count_up_to, find_tile, prefix_slice, rises
+from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
 from fb_kernels.triton.functions import tanh
 
 PROGRAMS = 128
@@ -146,37 +146,27 @@ def _add_keys(
 
 
 @triton.jit
-def _branch_bounds(cu_branch, row, low, high, first_row, last_row, OFFSETS: tl.constexpr):
-    """(first row, end)[M] of the branch of each row from first_row to last_row, of a group of branches low .. high."""
-    first = low + count_up_to(cu_branch, low, high, first_row, OFFSETS)
-    last = low + count_up_to(cu_branch, low, high, last_row, OFFSETS)
+def _branch_bounds(branches, row, first, last, last_row):
+    """(first row, end)[M] of the branch of each row up to last_row, in one of the branches first .. last."""
     row = tl.minimum(row, last_row)[:, None]
     begin = tl.zeros_like(row)
     end = tl.zeros_like(row) + 0x7FFFFFFF
     for branch in range(first, last + 1, 32):
         branch = branch + tl.arange(0, 32)
-        begins = tl.load(cu_branch + branch, mask=branch <= last, other=0).to(tl.int32)[None, :]
-        ends = tl.load(cu_branch + branch + 1, mask=branch <= last, other=0).to(tl.int32)[None, :]
+        begins = tl.load(branches + branch, mask=branch <= last, other=0)[None, :]
+        ends = tl.load(branches + branch + 1, mask=branch <= last, other=0)[None, :]
         begin = tl.maximum(begin, tl.max(tl.where(begins <= row, begins, 0), 1)[:, None])
         end = tl.minimum(end, tl.min(tl.where(ends > row, ends, 0x7FFFFFFF), 1)[:, None])
     return tl.max(begin, 1), tl.max(end, 1)
 
 
 @triton.jit
-def _find_rows(layout, tile, REPEAT: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr):
-    """(group, its first branch and that behind it, its first row and that behind it, tile of the group).
-
-    The group is -1 behind all tiles. A layout that does not fit is as one group of all rows.
-    """
-    cu_branch, cu_group, groups, rows, sound = layout
-    group, place = 0, tile
-    low, high, first_row, end_row = 0, 0, 0, tl.cast(rows, tl.int32)
-    if sound:
-        group, place = find_tile(cu_branch, cu_group, groups, tile, REPEAT, BLOCK, OFFSETS)
-        if group >= 0:
-            low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
-            first_row, end_row = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
-    return group, low, high, first_row, end_row, place
+def _find_rows(table, rows, tile, COLUMNS: tl.constexpr):
+    """`read_tile`, after whether the layout fits; one that does not is as one group of all rows."""
+    group, place, first_row, end_row, first, last = read_tile(table, tile, COLUMNS)
+    sound = group != -2
+    place, first_row = tl.where(sound, place, tile), tl.where(sound, first_row, 0)
+    return sound, group, place, first_row, tl.where(sound, end_row, rows), first, last
 
 
 @triton.jit
@@ -199,16 +189,17 @@ def _query_program(
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dq[T, Hq, E] of a tile and a key head over a piece of the prefix, the last one also over the own branch."""
     dq, q, grad, out, lse, own_k, own_v, prefix_k, prefix_v = tensors
-    cu_branch, sound = layout[0], layout[4]
+    tile_table, branches, rows = layout
     prefix_start, prefix_len, block_table, capacity, page_size, pages, table_row, table_column = slices
     window, scale, multiplier, inner = numbers
     column = tl.arange(0, BLOCK_E)
-    group, low, high, group_row, end_row, place = _find_rows(layout, tile, REPEAT, BLOCK_M, OFFSETS)
+    sound, group, place, group_row, end_row, first_branch, last_branch = _find_rows(tile_table, rows, tile, COLUMNS)
     packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
     valid = row < end_row
@@ -218,9 +209,8 @@ def _query_program(
         nothing = tl.full([BLOCK_M, BLOCK_E], float("nan"), tl.float32)
         tl.store(_places(dq, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
     elif group >= 0:
-        first_row = group_row + place * BLOCK_M // REPEAT
         last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, end_row - 1)
-        begin, _end = _branch_bounds(cu_branch, row, low, high, first_row, last_row, OFFSETS)
+        begin, _end = _branch_bounds(branches, row, first_branch, last_branch, last_row)
         start, length, fits = prefix_slice(
             prefix_start, prefix_len, block_table, group, capacity, page_size, pages, table_row, table_column,
             PAGED, OFFSETS,
@@ -296,16 +286,16 @@ def _key_program(
     REPEAT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     KEYS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
 ):
     """The dk and dv[T, Hkv, E] of a tile of keys and a key head, whose query heads are added in order."""
     dk, dv, q, grad, out, lse, own_k, own_v = tensors
-    cu_branch, sound = layout[0], layout[4]
+    tile_table, branches, rows = layout
     window, scale, multiplier, inner = numbers
     column = tl.arange(0, BLOCK_E)
-    group, low, high, group_row, end_row, place = _find_rows(layout, tile, 1, KEYS, OFFSETS)
+    sound, group, place, group_row, end_row, first_branch, last_branch = _find_rows(tile_table, rows, tile, COLUMNS)
     first_key = group_row + place * KEYS
     key = first_key + tl.arange(0, KEYS)
     offset = (key.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
@@ -316,7 +306,7 @@ def _key_program(
         tl.store(_places(dv, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
     elif group >= 0:
         last_key = tl.minimum(first_key + KEYS, end_row) - 1
-        _begin, end = _branch_bounds(cu_branch, key, low, high, first_key, last_key, OFFSETS)
+        _begin, end = _branch_bounds(branches, key, first_branch, last_branch, last_key)
         if WINDOW:
             end = tl.minimum(end, key + window)
         stop = tl.max(tl.where(key < end_row, end, 0), 0)
@@ -345,7 +335,7 @@ def _key_program(
 
 @triton.jit(
     do_not_specialize=[
-        *("rows", "branches", "groups", "tiles", "splits", "capacity", "pages", "window"),
+        *("rows", "tiles", "splits", "capacity", "pages", "window"),
         *("lse_head", "table_row"),
     ]
 )
@@ -361,14 +351,13 @@ def _branch_attention_bwd_kernel(
     dq,
     dk,
     dv,
-    cu_branch,
-    cu_group,
+    table,
+    key_table,
+    branches,
     prefix_start,
     prefix_len,
     block_table,
     rows,
-    branches,
-    groups,
     kv_heads,
     tiles,
     splits,
@@ -408,6 +397,7 @@ def _branch_attention_bwd_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr,
@@ -418,8 +408,6 @@ def _branch_attention_bwd_kernel(
     A tile of BLOCK_M packed rows meets BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.
     """
     kv_head = tl.program_id(0) % kv_heads
-    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
-    layout = (cu_branch, cu_group, groups, rows, sound)
     numbers = (window, scale, multiplier, inner)
     q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
     out, lse = (out, out_row, out_head), (lse, lse_head, lse_row)
@@ -431,13 +419,15 @@ def _branch_attention_bwd_kernel(
         split, tile = tl.program_id(0) // kv_heads % splits, tl.program_id(0) // kv_heads // splits
         dq += split.to(tl.int64) * rows * (kv_heads * REPEAT) * HEAD_DIM
         _query_program(
-            (dq, q, grad, out, lse, k, v, prefix_k, prefix_v), layout, slices, numbers, tile, kv_head, kv_heads,
-            split, splits, OWN, PAGED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, BLOCK_M, BLOCK_N,
+            (dq, q, grad, out, lse, k, v, prefix_k, prefix_v), (table, branches, rows), slices, numbers, tile, kv_head,
+            kv_heads, split, splits, OWN, PAGED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, COLUMNS,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
     elif OWN:
         _key_program(
-            (dk, dv, q, grad, out, lse, k, v), layout, numbers, tl.program_id(0) // kv_heads - tiles * splits, kv_head,
-            kv_heads, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
+            (dk, dv, q, grad, out, lse, k, v), (key_table, branches, rows), numbers,
+            tl.program_id(0) // kv_heads - tiles * splits, kv_head, kv_heads, ALIGNED, WINDOW, SOFTCAP, REPEAT,
+            HEAD_DIM, BLOCK_E, COLUMNS, KEYS, KEY_ROWS,
         )  # fmt: skip
 
 
@@ -488,10 +478,10 @@ def branch_attention_backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
+    indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     windowed, everything = window is not None, rows + capacity + 1
     window = everything if window is None else min(window, everything)
-    layout = [x.contiguous() for x in (cu_branch, cu_group, prefix_start, prefix_len)]
-    table = layout[0][None] if block_table is None else block_table
+    table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
     given = [grad_out, q, q if k is None else k, q if v is None else v, prefix_k, prefix_v, out]
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
@@ -501,26 +491,24 @@ def branch_attention_backward(
     launch = tuning.branch_attention_backward(
         q.dtype, width, repeat, triton.cdiv(rows, filled), "aligned" if aligned else "unaligned"
     )
-    tiles, key_tiles = (
-        (count + filled * (block - 1)) // block
-        for count, block in ((rows * repeat, launch["BLOCK_M"]), (rows, launch["KEYS"]))
-    )
-    key_tiles = 0 if k is None else key_tiles
+    tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
+    key_tiles = tiles[:0] if k is None else branch_layout.tables(indices, rows, 1, launch["KEYS"]).tiles
     bound = capacity if max_prefix_len is None else min(capacity, max_prefix_len)
-    splits = max(1, min(bound // PIECE, PROGRAMS // (tiles * kv_heads)))
+    splits = max(1, min(bound // PIECE, PROGRAMS // (len(tiles) * kv_heads)))
     pieces = dq if splits == 1 else q.new_empty((splits, *q.shape), dtype=torch.float32)
     if softcap is None:
         numbers = (window, scale, scale * LOG2_E, 0.0)
     else:
         numbers = (window, scale, softcap * LOG2_E, scale / softcap)
     strides = [n for x in given for n in x.stride()[:-1]]
-    _branch_attention_bwd_kernel[((tiles * splits + key_tiles) * kv_heads,)](
+    _branch_attention_bwd_kernel[((len(tiles) * splits + len(key_tiles)) * kv_heads,)](
         *given, lse, pieces, dk, dv,
-        *layout, table,
-        rows, branches, groups, kv_heads, tiles, splits, capacity, max(page_size, 1), prefix_k.shape[0],
+        tiles, key_tiles, starts, prefix_start.contiguous(), prefix_len.contiguous(), table,
+        rows, kv_heads, len(tiles), splits, capacity, max(page_size, 1), prefix_k.shape[0],
         *numbers, *strides, *lse.stride(), *table.stride(), OWN=k is not None, PAGED=block_table is not None,
         ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
-        BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS, **launch,
+        BLOCK_E=max(16, tuning.next_power_of_2(width)), OFFSETS=branch_layout.OFFSETS,
+        COLUMNS=branch_layout.COLUMNS, **launch,
     )  # fmt: skip
     if splits > 1:
         _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](

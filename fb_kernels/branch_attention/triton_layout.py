@@ -1,16 +1,51 @@
 """What a program of a `branch_attention` kernel reads of the layout: groups, branches and prefix slices, all checked.
 
-A layout that does not fit makes rows NaN; nothing is read or written by an index that was not checked.
+Offsets are searched and checked once a layout, by a launch of its own, into tables that the other kernels read. A
+layout that does not fit makes rows NaN; nothing is read or written by an index that was not checked.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fb_kernels import layout
+
 OFFSETS = 256
 """Offsets, or pages, that a program looks at together."""
+COLUMNS = 8
+"""Numbers of a tile in its table, of which six are used."""
+
+
+class Tables(NamedTuple):
+    """A layout for tiles of some packed rows."""
+
+    tiles: Tensor  # [tiles, COLUMNS]
+    branches: Tensor  # [B + 1]: cu_branch, where it is sound
+    rows: Tensor  # [T, 2]: group and first row of its branch; [0, 2] where not asked for
+
+
+def tables(indices: layout.Indices, rows: int, repeat: int, block: int, *, each_row: bool = False) -> Tables:
+    """What the layout keeps of itself for such tiles."""
+
+    def make() -> Tables:
+        cu_branch, cu_group = (x.contiguous() for x in indices[:2])
+        branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
+        filled = max(1, min(groups, rows))
+        tiles, copies = (rows * repeat + filled * (block - 1)) // block, triton.cdiv(branches + 1, OFFSETS)
+        counts = tiles * COLUMNS, branches + 1, 2 * rows * each_row
+        made = [torch.empty(count, dtype=torch.int32, device=cu_branch.device) for count in counts]
+        _branch_attention_layout_kernel[(tiles + copies + rows * each_row,)](
+            *made, cu_branch, cu_group, rows, branches, groups, tiles, copies,
+            REPEAT=repeat, BLOCK_M=block, OFFSETS=OFFSETS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return Tables(made[0].view(tiles, COLUMNS), made[1], made[2].view(-1, 2))
+
+    return layout.remembered(indices, ("tables", rows, repeat, block, each_row), make)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -65,6 +100,72 @@ def find_tile(cu_branch, cu_group, groups, tile, REPEAT: tl.constexpr, BLOCK_M: 
         place += tl.sum(tl.where(mine, ends - 1 - tile, 0))
         before += tl.sum(tiles)
     return group, place
+
+
+@triton.jit(do_not_specialize=["rows", "branches", "groups", "tiles", "copies"])
+def _branch_attention_layout_kernel(
+    table,
+    starts,
+    each_row,
+    cu_branch,
+    cu_group,
+    rows,
+    branches,
+    groups,
+    tiles,
+    copies,
+    REPEAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs for the tiles of `Tables`, behind them for the offsets of its branches, behind these for its rows."""
+    program = tl.program_id(0)
+    sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
+    if program < tiles:
+        group, place, group_row, group_end, first_branch, last_branch = -2, 0, 0, 0, 0, 0
+        if sound:
+            group, place = find_tile(cu_branch, cu_group, groups, program, REPEAT, BLOCK_M, OFFSETS)
+            if group >= 0:
+                low, high = tl.load(cu_group + group).to(tl.int32), tl.load(cu_group + group + 1).to(tl.int32)
+                group_row, group_end = tl.load(cu_branch + low).to(tl.int32), tl.load(cu_branch + high).to(tl.int32)
+                first = group_row + place * BLOCK_M // REPEAT
+                last = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
+                first_branch = low + count_up_to(cu_branch, low, high, first, OFFSETS)
+                last_branch = low + count_up_to(cu_branch, low, high, last, OFFSETS)
+        table += program.to(tl.int64) * COLUMNS
+        tl.store(table, group)
+        tl.store(table + 1, place)
+        tl.store(table + 2, group_row)
+        tl.store(table + 3, group_end)
+        tl.store(table + 4, first_branch)
+        tl.store(table + 5, last_branch)
+    elif program < tiles + copies:
+        i = (program - tiles) * OFFSETS + tl.arange(0, OFFSETS)
+        tl.store(starts + i, tl.load(cu_branch + i, mask=i <= branches, other=0).to(tl.int32), mask=i <= branches)
+    else:
+        row = program - tiles - copies
+        group, begin = -2, 0
+        if sound:
+            branch = count_up_to(cu_branch, 0, branches, row, OFFSETS)
+            group = count_up_to(cu_group, 0, groups, branch, OFFSETS)
+            begin = tl.load(cu_branch + branch).to(tl.int32)
+        each_row += 2 * row.to(tl.int64)
+        tl.store(each_row, group)
+        tl.store(each_row + 1, begin)
+
+
+@triton.jit
+def read_tile(table, tile, COLUMNS: tl.constexpr):
+    """(group, tile of the group, its first row and that behind it, the tile's first and last branch).
+
+    The group is -1 behind all tiles, -2 in a layout that does not fit.
+    """
+    table += tile.to(tl.int64) * COLUMNS
+    return (
+        tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3), tl.load(table + 4),
+        tl.load(table + 5),
+    )  # fmt: skip
 
 
 @triton.jit

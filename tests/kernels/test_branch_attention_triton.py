@@ -286,6 +286,28 @@ def test_bad_layouts_are_nan(name: str, bad: list, poisoned: range | list[int], 
 
 
 @pytest.mark.parametrize("longest", [TILE, SPLIT])
+def test_offsets_are_searched_once_a_layout(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search, launched = branch_layout._branch_attention_layout_kernel, []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launched.append(grid)
+            return search[grid]
+
+    monkeypatch.setattr(branch_layout, "_branch_attention_layout_kernel", Spy())
+    case = make([[1, 1], [1]], [(1, 6), (8, 3)], HEADS, dtype=torch.float32)
+    layout = BranchLayout(**case.layout, max_branch_len=longest)
+    first, second = (branch_attention(*case.tensors, layout) for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(launched) == 1
+    for name, values in (("cu_group", [0, 1, 3]), ("cu_branch", [0, 0, 1, 3])):
+        getattr(layout, name).copy_(torch.tensor(values))
+        alike = BranchLayout(**{n: getattr(layout, n).clone() for n in list(case.layout)[:4]}, max_branch_len=longest)
+        assert torch.equal(*(branch_attention(*case.tensors, each) for each in (layout, alike)))
+    assert len(launched) == 5
+
+
+@pytest.mark.parametrize("longest", [TILE, SPLIT])
 def test_strided_indices(longest: int) -> None:
     case = make([[1, 1], [1]], [(1, 6), (8, 3)], HEADS, dtype=torch.float32)
     layout = dict(case.layout)
