@@ -40,27 +40,15 @@ def _capped(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state,
-    q,
-    keys,
-    values,
-    table,
-    first,
-    last,
-    low,
-    high,
-    size,
-    multiplier,
-    inner,
-    MASKED: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    state, q,  # (acc[M, E], top[M], total[M]), [M, E]
+    keys, values, table,  # (pointer, row, page) twice, (table, column, start, page size)
+    first, last,  # [M]: keys that each row sees
+    low, high, size,  # key blocks, end of the keys
+    multiplier, inner,  # of scores, in the soft-cap
+    MASKED: tl.constexpr, BY_ROW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
 
     Without MASKED every row sees all of these keys; with it those below `size`, and BY_ROW those from first[M] to
@@ -70,16 +58,16 @@ def _attend(
     keys, key_row, key_page = keys
     values, value_row, value_page = values
     table, table_column, start, page_size = table
-    place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)  # [N], [E]
     stages: tl.constexpr = 1 if MASKED and BLOCK_N >= 64 else None  # masked blocks are few and short of registers
     for n in tl.range(low, high, BLOCK_N, num_stages=stages):
-        key = n + place
+        key = n + place  # [N]
         if PAGED:
             at = start + key
             entry = table + tl.cast(at // page_size, tl.int64) * table_column
             page = (tl.load(entry, mask=key < size, other=0) if MASKED else tl.load(entry)).to(tl.int64)
             slot = (at % page_size).to(tl.int64)
-            key_at = (keys + page * key_page + slot * key_row)[:, None] + column[None, :]
+            key_at = (keys + page * key_page + slot * key_row)[:, None] + column[None, :]  # [N, E]
             value_at = (values + page * value_page + slot * value_row)[:, None] + column[None, :]
         else:
             key_at = keys + tl.cast(n, tl.int64) * key_row + ((place * key_row)[:, None] + column[None, :])
@@ -94,24 +82,24 @@ def _attend(
             inside = (column < HEAD_DIM)[None, :]
             k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
         else:
-            k, v = tl.load(key_at), tl.load(value_at)
+            k, v = tl.load(key_at), tl.load(value_at)  # [N, E]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if SOFTCAP:
             scores = _capped(scores * inner, q.dtype == tl.float32)
         if BY_ROW:
-            seen = (key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None])
+            seen = (key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None])  # [M, N]
             scores = tl.where(seen, scores, float("-inf"))
         elif MASKED:
             scores = tl.where((key < size)[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)
+        new_top = tl.maximum(top, tl.max(scores, 1) * multiplier)  # [M]
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores * multiplier - shift[:, None])
-        decay = tl.exp2(top - shift)
+        p = tl.exp2(scores * multiplier - shift[:, None])  # [M, N]
+        decay = tl.exp2(top - shift)  # [M]
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         top = new_top
         if BY_ROW:  # 0 times what is not finite would show an unseen value
-            finite = tl.abs(v.to(tl.float32)) < float("inf")
+            finite = tl.abs(v.to(tl.float32)) < float("inf")  # [N, E]
             acc = tl.dot(p.to(v.dtype), tl.where(finite, v, tl.zeros_like(v)), acc, input_precision="ieee")
             if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
                 for i in range(n, tl.minimum(n + BLOCK_N, size)):
@@ -132,28 +120,14 @@ def _attend(
 
 @triton.jit
 def _attend_whole_blocks(
-    state,
-    q,
-    keys,
-    values,
-    table,
-    first,
-    last,
-    lowest,
-    highest,
-    begin,
-    whole,
-    size,
-    multiplier,
-    inner,
-    WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    state, q,
+    keys, values, table,  # as in _attend
+    first, last,
+    lowest, highest, begin, whole, size,  # where keys are seen by some rows, and by all
+    multiplier, inner,
+    WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The state after the keys from `begin`, a block's first, up to the end of the whole blocks, and that end.
 
     No row sees a key below `lowest`, every row those from `highest` below `whole`; only blocks of these are unmasked.
@@ -188,30 +162,17 @@ def _row_starts(branches, row, first_branch, last_branch):
 
 @triton.jit
 def _prefix_stretch(
-    state,
-    query,
-    prefix_k,
-    prefix_v,
-    table,
-    row,
-    valid,
-    row_start,
-    length,
-    begin,
-    size,
+    state, query,
+    prefix_k, prefix_v, table,  # as in _attend
+    row, valid, row_start,  # [M]
+    length, begin, size,
     window,
-    multiplier,
-    inner,
-    WINDOW: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    multiplier, inner,
+    WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The state after the keys from `begin` below `size` of a slice of `length` keys."""
-    first = length + row - row_start + 1 - window
+    first = length + row - row_start + 1 - window  # [M]: the first key in each row's window
     lowest = tl.min(tl.where(valid, first, length), 0)
     highest = tl.max(tl.where(valid, first, -window), 0)
     last = tl.zeros_like(row) + (length - 1)
@@ -227,53 +188,17 @@ def _prefix_stretch(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _branch_attention_tile_kernel(
-    q,
-    k,
-    v,
-    prefix_k,
-    prefix_v,
-    out,
-    lse,
-    tiles,
-    branches,
-    prefix_start,
-    prefix_len,
-    block_table,
-    rows,
-    kv_heads,
-    capacity,
-    page_size,
-    pages,
-    window,
-    multiplier,
-    inner,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    prefix_k_page,
-    prefix_k_row,
-    prefix_k_head,
-    prefix_v_page,
-    prefix_v_row,
-    prefix_v_head,
-    table_row,
-    table_column,
-    OWN: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q, k, v, prefix_k, prefix_v, out, lse,  # tensors
+    tiles, branches, prefix_start, prefix_len, block_table,  # the layout
+    rows, kv_heads, capacity, page_size, pages,  # sizes
+    window, multiplier, inner,  # numbers
+    q_row, q_head, k_row, k_head, v_row, v_head,  # strides
+    prefix_k_page, prefix_k_row, prefix_k_head, prefix_v_page, prefix_v_row, prefix_v_head,
+    table_row, table_column,
+    OWN: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One tile of packed rows and one key head: the prefix, then each branch that the tile meets."""
     tile, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     column = tl.arange(0, BLOCK_E)
@@ -303,16 +228,16 @@ def _branch_attention_tile_kernel(
         PAGED,
         OFFSETS,
     )
-    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT  # [M]
     valid = row < group_end
     first_row = group_row + place * BLOCK_M // REPEAT
     last_row = tl.minimum(group_row + (place * BLOCK_M + BLOCK_M - 1) // REPEAT, group_end - 1)
-    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]  # [M, E]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
     if ALIGNED:
         q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
-    query = tl.load(q_at, mask=inside, other=0.0)
+    query = tl.load(q_at, mask=inside, other=0.0)  # [M, E]
 
     state = (
         tl.zeros([BLOCK_M, BLOCK_E], tl.float32),
@@ -369,49 +294,17 @@ def _branch_attention_tile_kernel(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_split_kernel(
-    q,
-    prefix_k,
-    prefix_v,
-    partial_out,
-    partial_top,
-    partial_total,
-    tiles,
-    branches,
-    prefix_start,
-    prefix_len,
-    block_table,
-    rows,
-    kv_heads,
-    splits,
-    capacity,
-    page_size,
-    pages,
-    window,
-    multiplier,
-    inner,
-    q_row,
-    q_head,
-    prefix_k_page,
-    prefix_k_row,
-    prefix_k_head,
-    prefix_v_page,
-    prefix_v_row,
-    prefix_v_head,
-    table_row,
-    table_column,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    q, prefix_k, prefix_v, partial_out, partial_top, partial_total,  # tensors
+    tiles, branches, prefix_start, prefix_len, block_table,  # the layout
+    rows, kv_heads, splits, capacity, page_size, pages,  # sizes
+    window, multiplier, inner,  # numbers
+    q_row, q_head,  # strides
+    prefix_k_page, prefix_k_row, prefix_k_head, prefix_v_page, prefix_v_row, prefix_v_head,
+    table_row, table_column,
+    PAGED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One tile of packed rows, one key head and one piece of the prefix; out[splits, T, Hq, E] is not divided yet."""
     kv_head, split = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads % splits
     tile = tl.program_id(0) // kv_heads // splits
@@ -434,18 +327,18 @@ def _branch_attention_split_kernel(
     piece = tl.cdiv(tl.cdiv(length, CHUNK), splits) * CHUNK
     if split * piece >= length:
         return
-    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT  # [M]
     valid = row < group_end
     row_start = row
     if WINDOW:
         row_start = _row_starts(branches, row, first_branch, last_branch)
     column = tl.arange(0, BLOCK_E)
-    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]  # [M, E]
     q_at = (q + row.to(tl.int64) * q_row + head * q_head)[:, None] + column[None, :]
     if ALIGNED:
         q_at = tl.max_contiguous(tl.multiple_of(q_at, (1, 16)), (1, 8))
-    query = tl.load(q_at, mask=inside, other=0.0)
+    query = tl.load(q_at, mask=inside, other=0.0)  # [M, E]
     state = (
         tl.zeros([BLOCK_M, BLOCK_E], tl.float32),
         tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -472,50 +365,21 @@ def _branch_attention_split_kernel(
 
 @triton.jit(do_not_specialize=[*LENGTHS, "splits"])
 def _branch_attention_combine_kernel(
-    q,
-    k,
-    v,
-    partial_out,
-    partial_top,
-    partial_total,
-    out,
-    lse,
-    each_row,
-    prefix_start,
-    prefix_len,
-    block_table,
-    rows,
-    heads,
-    splits,
-    capacity,
-    page_size,
-    pages,
-    window,
-    multiplier,
-    inner,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    table_row,
-    table_column,
-    OWN: tl.constexpr,
-    PAGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    q, k, v, partial_out, partial_top, partial_total, out, lse,  # tensors
+    each_row, prefix_start, prefix_len, block_table,  # the layout
+    rows, heads, splits, capacity, page_size, pages,  # sizes
+    window, multiplier, inner,  # numbers
+    q_row, q_head, k_row, k_head, v_row, v_head,  # strides
+    table_row, table_column,
+    OWN: tl.constexpr, PAGED: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
-):
+):  # fmt: skip
     """One row and one query head: what the pieces of the prefix say, BLOCK_S at a time, then the row's own keys."""
     row, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     column = tl.arange(0, BLOCK_E)
     inside = column < HEAD_DIM
-    acc = tl.zeros([BLOCK_E], tl.float32)
+    acc = tl.zeros([BLOCK_E], tl.float32)  # [E]
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], float("nan"), tl.float32)
     each_row += 2 * row.to(tl.int64)
@@ -528,22 +392,22 @@ def _branch_attention_combine_kernel(
         total = tl.where(fits, 0.0, float("nan"))
         pieces = tl.cdiv(length, tl.maximum(tl.cdiv(tl.cdiv(length, CHUNK), splits), 1) * CHUNK)
         for first in range(0, pieces, BLOCK_S):
-            split = first + tl.arange(0, BLOCK_S)
+            split = first + tl.arange(0, BLOCK_S)  # [S]
             used = split < pieces
             at = (split.to(tl.int64) * rows + row) * heads + head
             tops = tl.load(partial_top + at, mask=used, other=float("-inf"))
             totals = tl.load(partial_total + at, mask=used, other=0.0)
             outs = partial_out + at[:, None] * HEAD_DIM + column[None, :]
-            outs = tl.load(outs, mask=used[:, None] & inside[None, :], other=0.0)
+            outs = tl.load(outs, mask=used[:, None] & inside[None, :], other=0.0)  # [S, E]
             new_top = tl.maximum(top, tl.max(tops, 0))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights, decay = tl.exp2(tops - shift), tl.exp2(top - shift)
+            weights, decay = tl.exp2(tops - shift), tl.exp2(top - shift)  # [S], []
             acc = acc * decay + tl.sum(outs * weights[:, None], 0)
             total = total * decay + tl.sum(totals * weights, 0)
             top = new_top
         if OWN:
             q_at = q + row.to(tl.int64) * q_row + head * q_head + column
-            query = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
+            query = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)  # [E]
             for key in range(tl.maximum(begin, row + 1 - window), row + 1):
                 at = tl.cast(key, tl.int64)
                 k_at = k + at * k_row + head // REPEAT * k_head + column

@@ -79,28 +79,14 @@ def _load_rows(
 
 @triton.jit
 def _add_keys(
-    acc,
-    state,
-    keys,
-    values,
-    table,
-    first,
-    last,
-    low,
-    high,
-    gap,
-    skip,
-    size,
-    multiplier,
-    inner,
-    MASKED: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    acc, state,  # dq[M, E], (q[M, E], dout[M, E], lse[M], delta[M])
+    keys, values, table,  # (pointer, page, row) twice, (table, column, start, page size)
+    first, last,  # [M]: keys that each row sees
+    low, high, gap, skip, size,  # key blocks, end of the keys
+    multiplier, inner,  # of scores, in the soft-cap
+    MASKED: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """acc[M, E] + ds . k over the key blocks from `low` below `high`; those from `gap` on lie `skip` keys further.
 
     Without MASKED every row sees all of these keys, and they are finite; with it those from first[M] to last[M], all
@@ -114,7 +100,7 @@ def _add_keys(
     for n in range(low, high, BLOCK_N):
         if MASKED:
             n += tl.where(n >= gap, skip, 0)
-        key = n + tl.arange(0, BLOCK_N)
+        key = n + tl.arange(0, BLOCK_N)  # [N]
         if PAGED:
             place = start + key
             entry = table + tl.cast(place // page_size, tl.int64) * table_column
@@ -134,9 +120,9 @@ def _add_keys(
             inside = (column < HEAD_DIM)[None, :]
             k, v = tl.load(key_at, mask=inside, other=0.0), tl.load(value_at, mask=inside, other=0.0)
         else:
-            k, v = tl.load(key_at), tl.load(value_at)
+            k, v = tl.load(key_at), tl.load(value_at)  # [N, E]
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")  # [M, N]
-        products = tl.dot(upstream, tl.trans(v), input_precision="ieee")
+        products = tl.dot(upstream, tl.trans(v), input_precision="ieee")  # [M, N]
         _p, ds = _weights(scores, products, lse[:, None], delta[:, None], multiplier, inner, SOFTCAP)
         if MASKED:
             ds = tl.where((key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None]), ds, 0.0)
@@ -171,28 +157,12 @@ def _find_rows(table, rows, tile, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _query_program(
-    tensors,
-    layout,
-    slices,
-    numbers,
-    tile,
-    kv_head,
-    kv_heads,
-    split,
-    splits,
-    OWN: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    tensors, layout, slices, numbers,
+    tile, kv_head, kv_heads, split, splits,
+    OWN: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dq[T, Hq, E] of a tile and a key head over a piece of the prefix, the last one also over the own branch."""
     dq, q, grad, out, lse, own_k, own_v, prefix_k, prefix_v = tensors
     tile_table, branches, rows = layout
@@ -200,11 +170,11 @@ def _query_program(
     window, scale, multiplier, inner = numbers
     column = tl.arange(0, BLOCK_E)
     sound, group, place, group_row, end_row, first_branch, last_branch = _find_rows(tile_table, rows, tile, COLUMNS)
-    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)
+    packed = place * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     row, head = group_row + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
     valid = row < end_row
     offset = (row.to(tl.int64) * (kv_heads * REPEAT) + head) * HEAD_DIM
-    inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+    inside = valid[:, None] & (column < HEAD_DIM)[None, :]  # [M, E]
     if not sound:
         nothing = tl.full([BLOCK_M, BLOCK_E], float("nan"), tl.float32)
         tl.store(_places(dq, offset, ALIGNED, BLOCK_E), nothing, mask=inside)
@@ -240,14 +210,14 @@ def _query_program(
             values += start.to(tl.int64) * value_row
         keys, values = (keys, key_page, key_row), (values, value_page, value_row)
         table = (block_table, table_column, start, page_size)
-        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)  # dq[M, E]
         acc = _add_keys(
             acc, state, keys, values, table, first, last, middle * BLOCK_N, full * BLOCK_N, 0, 0, length,
             multiplier, inner, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         strange = ~(tl.abs(acc) < float("inf")) & (valid & (state[2] == state[2]))[:, None]
         if tl.max(strange.to(tl.int32)) > 0:  # a key that is not finite: all of them once more, masked
-            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)  # dq[M, E]
             full = middle
         acc = _add_keys(
             acc, state, keys, values, table, first, last, lowest * BLOCK_N, (highest - full + middle) * BLOCK_N,
@@ -274,22 +244,12 @@ def _query_program(
 
 @triton.jit
 def _key_program(
-    tensors,
-    layout,
-    numbers,
-    tile,
-    kv_head,
-    kv_heads,
-    ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    KEYS: tl.constexpr,
+    tensors, layout, numbers,
+    tile, kv_head, kv_heads,
+    ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
     KEY_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """The dk and dv[T, Hkv, E] of a tile of keys and a key head, whose query heads are added in order."""
     dk, dv, q, grad, out, lse, own_k, own_v = tensors
     tile_table, branches, rows = layout
@@ -297,7 +257,7 @@ def _key_program(
     column = tl.arange(0, BLOCK_E)
     sound, group, place, group_row, end_row, first_branch, last_branch = _find_rows(tile_table, rows, tile, COLUMNS)
     first_key = group_row + place * KEYS
-    key = first_key + tl.arange(0, KEYS)
+    key = first_key + tl.arange(0, KEYS)  # [KEYS]
     offset = (key.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
     inside = (key < end_row)[:, None] & (column < HEAD_DIM)[None, :]
     if not sound:
@@ -314,16 +274,16 @@ def _key_program(
         v, v_row, v_head = own_v
         k_at = _places(k + kv_head.to(tl.int64) * k_head, key.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
         v_at = _places(v + kv_head.to(tl.int64) * v_head, key.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
-        k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
+        k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)  # [KEYS, E]
         k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
         for m in range(0, (stop - first_key) * REPEAT, KEY_ROWS):
-            packed = m + tl.arange(0, KEY_ROWS)
+            packed = m + tl.arange(0, KEY_ROWS)  # [M]
             row, head = first_key + packed // REPEAT, kv_head.to(tl.int64) * REPEAT + packed % REPEAT
             query, upstream, total, delta = _load_rows(
                 q, grad, out, lse, row, head, row < stop, ALIGNED, HEAD_DIM, BLOCK_E
             )
             scores = tl.dot(k, tl.trans(query), input_precision="ieee")  # [KEYS, M]
-            products = tl.dot(v, tl.trans(upstream), input_precision="ieee")
+            products = tl.dot(v, tl.trans(upstream), input_precision="ieee")  # [KEYS, M]
             p, ds = _weights(scores, products, total[None, :], delta[None, :], multiplier, inner, SOFTCAP)
             seen = (row[None, :] >= key[:, None]) & (row[None, :] < end[:, None])
             p, ds = tl.where(seen, p, 0.0).to(query.dtype), tl.where(seen, ds, 0.0).to(query.dtype)
@@ -340,69 +300,19 @@ def _key_program(
     ]
 )
 def _branch_attention_bwd_kernel(
-    grad,
-    q,
-    k,
-    v,
-    prefix_k,
-    prefix_v,
-    out,
-    lse,
-    dq,
-    dk,
-    dv,
-    table,
-    key_table,
-    branches,
-    prefix_start,
-    prefix_len,
-    block_table,
-    rows,
-    kv_heads,
-    tiles,
-    splits,
-    capacity,
-    page_size,
-    pages,
-    window,
-    scale,
-    multiplier,
-    inner,
-    grad_row,
-    grad_head,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    prefix_k_page,
-    prefix_k_row,
-    prefix_k_head,
-    prefix_v_page,
-    prefix_v_row,
-    prefix_v_head,
-    out_row,
-    out_head,
-    lse_head,
-    lse_row,
-    table_row,
-    table_column,
-    OWN: tl.constexpr,
-    PAGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-):
+    grad, q, k, v, prefix_k, prefix_v, out, lse,  # tensors
+    dq, dk, dv,  # results
+    table, key_table, branches, prefix_start, prefix_len, block_table,  # the layout
+    rows, kv_heads, tiles, splits, capacity, page_size, pages,  # sizes
+    window, scale, multiplier, inner,  # numbers
+    grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head,  # strides
+    prefix_k_page, prefix_k_row, prefix_k_head, prefix_v_page, prefix_v_row, prefix_v_head,
+    out_row, out_head, lse_head, lse_row, table_row, table_column,
+    OWN: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
+    OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
+):  # fmt: skip
     """dq[splits, T, Hq, E] of a tile, a key head and a piece of the prefix; behind these programs dk, dv of KEYS keys.
 
     A tile of BLOCK_M packed rows meets BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.

@@ -104,21 +104,11 @@ def find_tile(cu_branch, cu_group, groups, tile, REPEAT: tl.constexpr, BLOCK_M: 
 
 @triton.jit(do_not_specialize=["rows", "branches", "groups", "tiles", "copies"])
 def _branch_attention_layout_kernel(
-    table,
-    starts,
-    each_row,
-    cu_branch,
-    cu_group,
-    rows,
-    branches,
-    groups,
-    tiles,
-    copies,
-    REPEAT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    table, starts, each_row,  # written, as in `Tables`
+    cu_branch, cu_group,
+    rows, branches, groups, tiles, copies,  # sizes
+    REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, OFFSETS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Programs for the tiles of `Tables`, behind them for the offsets of its branches, behind these for its rows."""
     program = tl.program_id(0)
     sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
@@ -170,18 +160,10 @@ def read_tile(table, tile, COLUMNS: tl.constexpr):
 
 @triton.jit
 def prefix_slice(
-    prefix_start,
-    prefix_len,
-    block_table,
-    group,
-    capacity,
-    page_size,
-    pages,
-    table_row,
-    table_column,
-    PAGED: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
+    prefix_start, prefix_len, block_table,
+    group, capacity, page_size, pages, table_row, table_column,
+    PAGED: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
     """(start, length, whether it fits) of a group's slice; one that does not fit counts as empty."""
     start, length = tl.load(prefix_start + group).to(tl.int64), tl.load(prefix_len + group).to(tl.int64)
     fits = (start >= 0) & (length >= 0) & ((length == 0) | ((start <= capacity) & (length <= capacity - start)))
