@@ -1,0 +1,130 @@
+"""The two ways of a call, past torch's dispatcher and through it: which is taken when, and that they are one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from cases import NAMES, Case, case
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fb_kernels import rms_norm
+from fb_kernels._op import Op, eager
+
+SHORT = {  # ops that have the short way
+    *("branch_attention", "branch_attention_qkv", "candidate_head", "linear_logprob", "merge_attention_states"),
+    *("qk_norm_rope", "rms_norm", "skinny_linear", "swiglu", "topk_entropy"),
+}
+
+
+def has_short_way(example: Case) -> bool:
+    return example.op in SHORT and not any(name.startswith("kv_out") for name in example.written)
+
+
+PLAIN = [name for name in NAMES if has_short_way(case(name))]
+
+
+@contextmanager
+def dispatcher_closed() -> Iterator[None]:
+    """Calls through the dispatcher fail."""
+
+    def refuse(self: Op, *_: Any) -> None:
+        raise AssertionError(f"{self.name} went through the dispatcher")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "__call__", refuse)
+        yield
+
+
+def test_every_op_with_a_short_way_is_here() -> None:
+    assert {case(name).op for name in PLAIN} == SHORT
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_call_goes_past_the_dispatcher_and_is_the_same(name: str) -> None:
+    with dispatcher_closed():
+        short = case(name).run()
+        with torch.inference_mode():
+            case(name).run()
+    module = sys.modules[case(name).function.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "eager", lambda *_: False)
+        long = case(name).run()
+    torch.testing.assert_close(short, long, rtol=0, atol=0, equal_nan=True)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+X = torch.randn(3, 8)
+CONJUGATED = torch.randn(3, 8, dtype=torch.complex64).conj().imag
+assert CONJUGATED.is_neg()
+
+
+@pytest.mark.parametrize(
+    ("x", "inside"),
+    [
+        (X.clone().requires_grad_(), nullcontext),
+        (torch.nn.Parameter(X), nullcontext),
+        (X.as_subclass(Subclass), nullcontext),
+        (X.to_sparse(), nullcontext),
+        (torch.nested.nested_tensor([X, X[:2]]), nullcontext),
+        (CONJUGATED, nullcontext),
+        (None, nullcontext),
+        ([1.0], nullcontext),
+        (X, Mode),
+        (X, lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+        (X, forward_ad.dual_level),
+        (X, torch.profiler.profile),
+    ],
+    ids=str,
+)
+def test_what_goes_through_it(x: Any, inside: Callable[[], AbstractContextManager]) -> None:
+    with inside():
+        assert not eager((x,))
+        assert eager((X,), (x,)) == (x is None)
+
+
+def test_transforms_tracing_and_compilation_go_through_it() -> None:
+    seen = []
+
+    def watch(x: Tensor) -> Tensor:
+        seen.append(eager((x,)))
+        return x.sum()
+
+    torch.func.grad(watch)(X)
+    torch.func.vmap(watch)(X)
+    torch.jit.trace(watch, X, check_trace=False)
+    assert not any(seen)
+    assert torch.compile(lambda x: x + eager((x,)), backend="eager", fullgraph=True)(torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_what_needs_no_gradient_goes_past_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    assert eager((X, X[:, ::2], X.T, X.bfloat16(), torch.empty(0, 8)), (None, weight.detach()))
+    with dispatcher_closed(), torch.no_grad():
+        rms_norm(X, weight, 1e-6)
+    assert rms_norm(X, weight, 1e-6)[0].requires_grad
+
+
+def test_a_negated_view_is_taken_as_it_reads() -> None:
+    weight = torch.ones(8)
+    assert torch.equal(rms_norm(CONJUGATED, weight, 1e-6)[0], rms_norm(CONJUGATED.clone(), weight, 1e-6)[0])
+
+
+def test_a_profile_names_ops() -> None:
+    with torch.profiler.profile() as profile:
+        rms_norm(X, torch.ones(8), 1e-6)
+    assert "fb::rms_norm" in {event.key for event in profile.key_averages()}
