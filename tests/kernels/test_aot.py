@@ -38,7 +38,7 @@ def test_compiles_without_a_fault(op: str) -> None:
     for kernel in {(row["kernel"], row["shape"]) for row in rows}:
         variants = {(row["arch"], row["variant"]) for row in rows if (row["kernel"], row["shape"]) == kernel}
         assert variants == {("sm_90", "aligned"), ("sm_90", "unaligned"), ("sm_90", "ones")}
-    assert {row["kernel"] for row in rows} == kernels_of(op)
+    assert {row["kernel"] for row in rows} == {kernel for source in sources_of(op) for kernel in kernels_in(source)}
 
 
 def tolerated(fault: str) -> bool:
@@ -48,19 +48,24 @@ def tolerated(fault: str) -> bool:
     return newer and spilled is not None and int(spilled[1]) <= 64
 
 
-def kernels_of(op: str) -> set[str]:
-    """The launchable kernels that the op's source defines."""
-    source = (ROOT / "fb_kernels" / "triton" / f"{op}.py").read_text(encoding="utf-8")
+def sources_of(op: str) -> set[Path]:
+    """The files whose kernels the cases of an op launch."""
+    folder, backward = ROOT / "fb_kernels" / op.removesuffix("_backward"), op.endswith("_backward")
+    return {folder / ("triton_backward.py" if backward else "triton.py"), *folder.glob("triton_layout.py")}
+
+
+def kernels_in(source: Path) -> set[str]:
+    """The launchable kernels that a file defines."""
     return {
         line.removeprefix("def ").partition("(")[0]
-        for line in source.splitlines()
+        for line in source.read_text(encoding="utf-8").splitlines()
         if line.startswith("def _") and "_kernel(" in line
     }
 
 
 def test_every_kernel_file_has_its_cases() -> None:
-    with_kernels = {path.stem for path in (ROOT / "fb_kernels" / "triton").glob("*.py") if kernels_of(path.stem)}
-    assert with_kernels == set(OPS)
+    with_kernels = {path for path in (ROOT / "fb_kernels").glob("**/triton*.py") if kernels_in(path)}
+    assert with_kernels == {source for op in OPS for source in sources_of(op)}
 
 
 def test_a_fault_fails_the_command() -> None:

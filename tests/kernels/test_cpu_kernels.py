@@ -639,8 +639,9 @@ def check_logprobs(out: tuple[Tensor, ...], values: logprobs.Inputs, valid: int 
     given = (values.hidden, values.weight, values.target, values.bias)
     wide = [x if x is None or not x.is_floating_point() else x.double() for x in given]
     expected, plain = (call_reference(arguments, **options) for arguments in (wide, given))
-    terms = logprobs.Inputs(*(x if x is None or not x.is_floating_point() else magnitude(x) for x in given))
-    size = logprobs.naive_logits(terms, abs(options["logit_scale"]), None, options["temperature"])[..., :valid].amax(-1)
+    terms = magnitude(values.hidden) @ magnitude(values.weight).T * abs(options["logit_scale"])
+    terms = terms if values.bias is None else terms + magnitude(values.bias)
+    size = (terms / options["temperature"])[..., :valid].amax(-1)
     for place in range(3):
         scale = (1 + size) * (5 if place == 2 else 1)  # of the entropy: a probability is off by ulps of its logit
         assert_close_to_reference(out[place], expected[place], plain[place], scale=scale)
