@@ -68,8 +68,8 @@ class Subclass(Tensor):
     pass
 
 
-X = torch.randn(3, 8)
-CONJUGATED = torch.randn(3, 8, dtype=torch.complex64).conj().imag
+X = torch.linspace(-1, 2, 24).view(3, 8)
+CONJUGATED = torch.complex(X, 2 * X).conj().imag
 assert CONJUGATED.is_neg()
 
 
@@ -89,7 +89,10 @@ assert CONJUGATED.is_neg()
         (X, forward_ad.dual_level),
         (X, torch.profiler.profile),
     ],
-    ids=str,
+    ids=[
+        *("gradient", "parameter", "subclass", "sparse", "nested", "negated", "none", "list"),
+        *("mode", "autocast", "dual", "profile"),
+    ],
 )
 def test_what_goes_through_it(x: Any, inside: Callable[[], AbstractContextManager]) -> None:
     with inside():
