@@ -94,7 +94,6 @@ class Op:
         torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
         self._op = getattr(torch.ops.fb, name).default
         self._function: type[torch.autograd.Function] | None = None
-        self._on_cpu = self._run["cpu"]
 
     def __call__(self, *arguments: Any) -> Any:
         """Through the dispatcher."""
@@ -110,7 +109,7 @@ class Op:
     def direct(self, first: Tensor, *rest: Any) -> Any:
         """Past the dispatcher, where `eager` said that it may."""
         if first.is_cpu:
-            return self._on_cpu(first, *rest)
+            return self._run["cpu"](first, *rest)
         if first.is_cuda:
             return self._run["cuda"](first, *rest)
         return self._op(first, *rest)

@@ -62,10 +62,8 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
 
     def hire() -> None:
         worker = _resting.pop()[1] if _resting else kind.remote()
-        under_way[worker.begin.remote(stage.elsewhere(stage.run.resolve()))] = (
-            worker,
-            None,
-        )  # a shard only once it is up
+        begun = worker.begin.remote(stage.elsewhere(stage.run.resolve()))
+        under_way[begun] = (worker, None)  # a shard only once it is up
 
     try:
         for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
