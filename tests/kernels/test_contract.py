@@ -1,363 +1,315 @@
-"""What every public op promises, whatever it computes; first, any strides and nothing touched between elements."""
+"""What every op promises in every implementation, at sizes that its declaration in cases/ draws."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-import os
-import re
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, Case, case
-from hypothesis import given, settings
+from cases import OPS
+from cases.base import Case, Op, Way, generator, listed, seeds
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launches import count_kernels
+from layouts import LAYOUTS, outside
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from ways import names, running
 
-import fb_kernels
-from fb_kernels import backend, checks
-from fb_kernels.testing import poison_
+from fb_kernels import backend
+from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poisoned_memory
 
-BACKENDS = ("reference", "auto", pytest.param("triton", marks=pytest.mark.slow))  # auto: what is compiled for the CPU
-PAD = 5
-
-
-def laid(x: Tensor, *, step: int = 1, pad: int = 0, reverse: bool = False) -> Tensor:
-    """The values of x at a step in each dimension, `pad` places behind each row, in memory that is poison elsewhere."""
-    order = list(range(x.ndim))[:: -1 if reverse else 1]
-    sizes = [step * x.shape[dimension] + pad for dimension in order]
-    flat = poison_(x.new_empty(torch.Size(sizes).numel() + 2 * PAD))
-    view = flat[PAD : len(flat) - PAD].view(sizes)
-    for place, dimension in enumerate(order):
-        view = view.narrow(place, 0, step * x.shape[dimension])
-    view = view[tuple(slice(None, None, step) for _ in order)].permute([order.index(d) for d in range(x.ndim)])
-    with torch.no_grad():
-        return view.copy_(x)
+STRANGE = (torch.nan, torch.inf, -torch.inf, 0.0, 1e4, -1e4)
+HOSTILE = ((torch.nan, True), (torch.inf, False), (-torch.inf, False))  # in a whole row, or in its last element
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "offset": laid,
-    "steps of 2": lambda x: laid(x, step=2),
-    "rows apart": lambda x: laid(x, pad=3),
-    "transposed": lambda x: laid(x, reverse=True),
-    "transposed, steps of 3": lambda x: laid(x, step=3, reverse=True),
-    "expanded": lambda x: laid(x[:1]).expand_as(x) if x.ndim else x,
-    "expanded columns": lambda x: laid(x[..., :1]).expand_as(x) if x.ndim else x,
-}
-ROUGH = "transposed, steps of 3"
+def declared(name: str, way: str) -> tuple[Op, Way]:
+    return OPS[name], OPS[name].ways[way.partition(" ")[0]]
 
 
-@pytest.fixture
-def kernels(which: str) -> Iterator[None]:
-    if which == "triton" and os.environ["TRITON_INTERPRET"] != "1":
-        pytest.skip("kernels run on a GPU here: see tests/gpu")
-    with backend.override(which):
-        yield
+EVERY = [(op, way) for op in OPS for way in names(OPS[op])]
+DIFFERENTIABLE = [(op, way) for op, way in EVERY if OPS[op].make(**OPS[op].typical).gradients]
 
 
-def outcome(call: Callable[[], list[Tensor]]) -> list[Tensor] | str:
-    try:
-        return [x.clone() for x in call()]
-    except ValueError as problem:
-        return str(problem)
+def promised(pairs: list[tuple[str, str]]) -> Callable:
+    """Once for each implementation of each op."""
+    return pytest.mark.parametrize(("name", "way"), pairs)
 
 
-def assert_same(one: list[Tensor] | str, other: list[Tensor] | str, what: str) -> None:
-    if isinstance(one, str) or isinstance(other, str):
-        assert one == other, what
+def evaluate(
+    case: Case, function: Callable[[Case], list[Tensor]] = Case.run, pulled: Sequence[Tensor] = ()
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, then gradients of all that has one for given gradients of the results, or fixed ones."""
+    if not case.gradients:
+        return function(case), []
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in case.gradients}
+    results = function(case.with_(**leaves))
+    carriers = [results[place] for place in case.outputs]
+    given = [g.to(x.dtype) for g, x in zip(pulled or upstream(case, results), carriers, strict=True)]
+    grads = torch.autograd.grad(carriers, list(leaves.values()), given, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values(), strict=True)]
+    return [x.detach() for x in results], filled
+
+
+def upstream(case: Case, results: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the results."""
+    return [
+        torch.randn(results[place].shape, generator=generator(place)).to(results[place].dtype) for place in case.outputs
+    ]
+
+
+def check(op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], which_strange: bool = True) -> None:
+    """Against the definition in float64, and plain PyTorch in each result's dtype."""
+    truths: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    pulled = upstream(case, results) if grads else []
+    wide = op.cast(case, torch.float64)
+    for dtype in {torch.float64, *(x.dtype for x in (*results, *grads) if x.is_floating_point())}:
+        truths[dtype] = evaluate(op.cast(case, dtype), lambda each: op.truth(each, results), pulled)
+    truth, exact = truths[torch.float64]
+    scales = op.scales(wide, truth) if op.scales else [None] * len(truth)
+    for place, (mine, want, scale) in enumerate(zip(results, truth, scales, strict=True)):
+        if mine.is_floating_point():
+            if not op.which_strange:
+                mine, want = (x.masked_fill(~x.isfinite(), torch.nan) for x in (mine, want))
+            assert_close_to_reference(mine, want, truths[mine.dtype][0][place], scale=scale)
+        else:
+            assert torch.equal(mine, want)
+    if not grads:
         return
-    for mine, expected in zip(one, other, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    scales = op.gradient_scales(wide, truth, pulled) if op.gradient_scales else [None] * len(grads)
+    for place, (mine, want, scale) in enumerate(zip(grads, exact, scales, strict=True)):
+        assert mine.dtype == case.tensors[case.gradients[place]].dtype
+        assert_close_to_reference(mine, want, truths[mine.dtype][1][place], scale=scale)
 
 
-def outside(view: Tensor) -> Tensor:
-    """The elements of the view's memory that are not its own."""
-    flat = view.new_empty(0).set_(view.untyped_storage())
-    own = torch.zeros(flat.shape, dtype=torch.bool)
-    own.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
-    return flat[~own].clone()
-
-
-def test_every_op_has_a_case() -> None:
-    functions = {name for name in fb_kernels.__all__ if name not in ("BranchLayout", "DecodeState", "Halt")}
-    assert {case(name).op for name in NAMES} == functions
-
-
-def relaid(example: Case, which: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Each tensor in each layout; where calls take long, as in the interpreter, all tensors in one."""
-    if which == "triton":
-        yield ROUGH, {name: LAYOUTS[ROUGH](x) for name, x in example.tensors.items()}
-        return
-    for name, x in example.tensors.items():
-        for layout, lay in LAYOUTS.items():
-            yield f"{name}, {layout}", {name: lay(x)}
-
-
-def compact(views: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: view.contiguous().clone() for name, view in views.items()}
-
-
-@pytest.mark.parametrize("which", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usefixtures("kernels")
-def test_any_strides(name: str, which: str) -> None:
-    for what, views in relaid(case(name), which):
-        example = case(name)
-        before = [outside(view) for view in views.values()]
-        if any(argument in example.written and 0 in view.stride() for argument, view in views.items()):
-            shown = re.split("[.,]", what)[0]
-            with pytest.raises(ValueError, match=rf"^{example.op}: {shown}.*; clone it$"):
-                example.run(**views)
-            continue
-        expected = outcome(lambda views=views: case(name).run(**compact(views)))
-        assert_same(outcome(lambda example=example, views=views: example.run(**views)), expected, what)
-        after = [outside(view) for view in views.values()]
-        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True, msg=what)
-
-
-def gradients(example: Case, changes: dict[str, Tensor], upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The gradients to all arguments that have one, from values laid out by `upstream`."""
-    leaves = {name: changes.get(name, example.tensors[name]).detach().requires_grad_() for name in example.gradients}
-    results = example.run(**changes | leaves)
-    outputs = [results[place] for place in example.outputs]
-    ramps = [torch.linspace(-1, 2 + place, x.numel(), dtype=x.dtype) for place, x in enumerate(outputs)]
-    grads = [upstream(ramp.view(x.shape)) for ramp, x in zip(ramps, outputs, strict=True)]
-    return list(torch.autograd.grad(outputs, list(leaves.values()), grads))
-
-
-@pytest.mark.parametrize("which", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
-@pytest.mark.usefixtures("kernels")
-def test_any_strides_in_gradients(name: str, which: str) -> None:
-    example = case(name)
-    for what, views in relaid(example, which):
-        if all(view.is_floating_point() for view in views.values()) or which == "triton":
-            expected = gradients(example, compact(views), torch.clone)
-            assert_same(gradients(example, views, torch.clone), expected, what)
-    for layout in (ROUGH, "expanded") if which == "triton" else LAYOUTS:
-        lay = LAYOUTS[layout]
-        expected = gradients(example, {}, lambda x, lay=lay: lay(x).contiguous().clone())
-        assert_same(gradients(example, {}, lay), expected, f"gradient of the result, {layout}")
-
-
-WRITING = [
-    (name, argument, other)
-    for name in NAMES
-    for place, argument in enumerate(case(name).written)
-    for other in case(name).tensors
-    if other not in case(name).written[: place + 1]
-]
-
-
-def beside(x: Tensor, y: Tensor, start: int, pitch: int | None = None) -> tuple[Tensor, Tensor]:
-    """Both in one buffer, y from byte `start` on; with a pitch, so many bytes from element to element."""
-    buffer = torch.zeros(2 * (x.numel() + y.numel() + 1) * 16, dtype=torch.uint8)
-    views = []
-    for value, first in ((x, 0), (y, start)):
-        size = value.element_size()
-        flat = buffer[first:][: (len(buffer) - first) // 8 * 8].view(value.dtype)[:: (pitch or size) // size]
-        views.append(flat[: value.numel()].unflatten(0, value.shape) if value.ndim else flat[0])
-    return views[0].copy_(x), views[1].copy_(y)
-
-
-@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
-def test_what_is_written_overlaps_nothing(name: str, argument: str, other: str) -> None:
-    example = case(name)
-    x, y = example.tensors[argument], example.tensors[other]
-    for start in (0, (x.nbytes - 1) // 8 * 8):  # the last element is enough
-        one, two = beside(x, y, start)
-        before = one.clone()
-        with pytest.raises(
-            ValueError, match=rf"^{example.op}: .*memory of its own, apart from .*; clone one$"
-        ) as raised:
-            example.run(**{argument: one, other: two})
-        inner, outer = (
-            n if n.startswith("state") else n.replace(".", "[") + "]" * ("." in n) for n in (argument, other)
-        )
-        assert f"{example.op}: {inner}: " in str(raised.value)
-        assert f"apart from {outer}," in str(raised.value)
-        torch.testing.assert_close(one, before, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("name", "argument", "other"), WRITING)
-def test_what_is_written_may_lie_between_other_elements(name: str, argument: str, other: str) -> None:
-    example = case(name)
-    one, two = beside(example.tensors[argument], example.tensors[other], 8, pitch=16)
-    expected = case(name).run()
-    mine = example.run(**{argument: one, other: two})
-    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-LAID = st.tuples(
-    st.sampled_from([torch.float16, torch.int32, torch.float64]),
-    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24])), max_size=3),
-    st.integers(0, 40),
-)
-
-
-def addresses(x: Tensor) -> list[int]:
-    """Of each byte of each element."""
-    places = itertools.product(*map(range, x.shape))
-    first = [x.data_ptr() + sum(map(operator.mul, place, x.stride())) * x.element_size() for place in places]
-    return [address + byte for address in first for byte in range(x.element_size())]
-
-
-@settings(max_examples=300)
-@given(one=LAID, other=LAID)
-def test_overlaps_are_found_as_by_counting(one: tuple, other: tuple) -> None:
-    buffer = torch.zeros(1000, dtype=torch.float64)
-    x, y = (
-        buffer.view(dtype).as_strided([n for n, _ in dims], [step for _, step in dims], start)
-        for dtype, dims, start in (one, other)
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Bit by bit, but for which NaN it is."""
+    return all(
+        torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and torch.equal(a.isnan(), b.isnan())
+        for a, b in zip(one, other, strict=True)
     )
-    mine, theirs = addresses(x), addresses(y)
-
-    def refused(check: Callable[..., None], *arguments: Any) -> bool:
-        try:
-            check("op", *arguments)
-        except ValueError:
-            return True
-        return False
-
-    assert refused(checks.apart, [("x", x)], [("y", y)]) == bool(set(mine) & set(theirs))
-    assert refused(checks.writable, "x", x) == (len(set(mine)) < len(mine))
 
 
-def test_caches_of_one_buffer_are_apart() -> None:
-    """As engines lay them out: side by side in a slot, in a head, or one behind the other."""
-    buffer = torch.zeros(64, 2, 4, 16)
-    for k, v in (
-        buffer.unbind(1),
-        buffer.split(8, -1),
-        buffer.split(2, 2),
-        buffer.split(32),
-        (buffer[::2], buffer[1::2]),
-    ):
-        checks.apart("op", [("k", k), ("v", v)], [])
-    with pytest.raises(ValueError, match=r"op: k: .* apart from v"):
-        checks.apart("op", [("k", buffer[:33]), ("v", buffer[32:])], [])
+@promised(EVERY)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=25)
+@given(data=st.data())
+def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
+    """Within rounding, whatever lies around its arguments, which stay as they are; and each time the same."""
+    op, taken = declared(name, way)
+    sizes, dtype = data.draw(op.sizes if taken.sizes is None else taken.sizes), data.draw(st.sampled_from(taken.dtypes))
+    small, pick = data.draw(st.booleans()), random.Random(data.draw(seeds))
+    case, share = op.cast(op.make(**sizes), dtype), data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in op.rows if each in case.tensors})
+    laid = {each: pick.choice(taken.layouts) for each in case.tensors}
+    with running(way), taken.small() if small else nullcontext():
+        runs = []
+        for memory in (poisoned_memory, nullcontext):
+            views = {each: LAYOUTS[layout](case.tensors[each]) for each, layout in laid.items()}
+            around, own = [outside(x) for x in views.values()], {each: x.clone() for each, x in views.items()}
+            with memory():  # what is not written is NaN
+                runs.append(evaluate(case.with_(**views)))
+            given = [x.untyped_storage().data_ptr() for x in views.values()]
+            assert all(x.is_contiguous() or x.untyped_storage().data_ptr() in given for x in runs[-1][0])
+            kept = [each for each in views if each not in case.written]
+            assert same([views[each] for each in kept], [own[each] for each in kept])
+            assert same([outside(x) for x in views.values()], around)
+    (results, grads), again = runs
+    assert same(results, again[0])
+    assert same(grads, again[1])
+    check(op, case, results, [] if share else grads)
 
 
-def test_tensors_without_memory_pass() -> None:
-    meta = torch.zeros(3, device="meta")
-    with FakeTensorMode():
-        fake = torch.zeros(3)
-    for x in (meta, fake, torch.zeros(0)):
-        checks.apart("op", [("x", x), ("y", x)], [("z", x)])
-        checks.writable("op", "x", x)
+@promised([(op, way) for op, way in EVERY if declared(op, way)[1].also])
+def test_it_is_the_definition_past_a_block(name: str, way: str) -> None:
+    op, taken = declared(name, way)
+    for sizes in taken.also:
+        for dtype in taken.dtypes:
+            case = op.cast(op.make(**sizes), dtype)
+            with running(way):
+                check(op, case, *evaluate(case))
 
 
-PRODUCTS = {"branch_attention", "linear_logprob", "linear_logprob_partials", "skinny_linear"}
-OWN_DTYPE = {"lse_a", "lse_b", "cos", "sin", "threshold", "entropy"}  # whatever the others have
+def hostile(x: Tensor, share: float, pick: random.Random) -> Tensor:
+    """x with other values in some places."""
+    source = generator(pick.randrange(100))
+    chosen = torch.tensor(STRANGE, dtype=x.dtype)[torch.randint(0, len(STRANGE), x.shape, generator=source)]
+    return torch.where(torch.rand(x.shape, generator=source) < share, chosen, x)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_autocast_casts_as_torch_does(name: str) -> None:
-    """Products in the region's dtype, others in the widest, nothing where an argument is written."""
-    op, arguments = case(name).op, case(name).tensors
-    floats = [name for name, x in arguments.items() if x.is_floating_point() and name not in OWN_DTYPE]
-    given = {name: arguments[name].to([torch.bfloat16, torch.float32][place % 2]) for place, name in enumerate(floats)}
-    wide = max((x.dtype for x in given.values()), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    cast = {name: x.to(torch.bfloat16 if op in PRODUCTS else wide) for name, x in given.items()}
-    if len(floats) > 1 and op != "candidate_head":  # whose weights may be float32
-        refusal = pytest.raises(TypeError, match=rf"^{op}: .*expected dtype .*, got b?float.*; ")
-        with refusal:
-            case(name).run(**given)
-        if op.endswith("_qkv") or case(name).written:
-            with torch.autocast("cpu", dtype=torch.bfloat16), refusal:
-                case(name).run(**given)
-            return
-    expected = case(name).run(**cast)
-    double = {name: x.double() for name, x in arguments.items() if x.is_floating_point()}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine = case(name).run(**given)
-        assert torch.float32 not in {x.dtype for x in case(name).run(**double)}
-    torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+@promised([(op, way) for op, way in EVERY if OPS[op].rows])
+def test_a_row_is_its_own(name: str, way: str) -> None:
+    """What it holds reaches no other, and shows in it as it does in the definition."""
+    op, taken = declared(name, way)
+    for dtype in taken.dtypes[:1] if way == "triton" else taken.dtypes:
+        case = op.cast(op.make(**op.typical), dtype)
+        with running(way), taken.small():
+            clean = evaluate(case)
+            for row, (argument, (value, whole)) in enumerate(itertools.product(op.rows, HOSTILE)):
+                x, place = case.tensors[argument].clone(), op.rows[argument]
+                others = torch.tensor([other for other in range(x.shape[place]) if other != row % x.shape[place]])
+                mine = x.select(place, row % x.shape[place])
+                (mine if whole else mine[..., -1]).fill_(value)
+                results, grads = evaluate(case.with_(**{argument: x}))
+                pairs = list(zip(results, clean[0], op.result_rows, strict=False))
+                own = zip(case.gradients, grads, clean[1], strict=True)
+                pairs += [(grad, before, op.rows[leaf]) for leaf, grad, before in own if leaf in op.rows]
+                for out, before, dimension in pairs:
+                    assert same([out.index_select(dimension, others)], [before.index_select(dimension, others)])
+                check(op, case.with_(**{argument: x}), results, [])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
-def test_gradients_of_autocast_reach_the_tensors_given(name: str) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients(case(name), {}, torch.clone)
-    for grad, expected in zip(found, gradients(case(name), {}, torch.clone), strict=True):
-        assert grad.dtype == torch.float32
-        assert (grad - expected).norm() <= 0.05 * expected.norm()
+@promised([(op, way) for op, way in EVERY if OPS[op].alone])
+def test_a_row_alone_has_the_same_bits(name: str, way: str) -> None:
+    op, taken = declared(name, way)
+    for dtype in taken.dtypes:
+        case = op.cast(op.make(**op.typical), dtype)
+        with running(way):
+            together = case.run()
+            for row in (0, 2, 5):
+                one = {
+                    argument: case.tensors[argument].narrow(place, row, 1).clone()
+                    for argument, place in op.rows.items()
+                }
+                for mine, whole, place in zip(case.run(**one), together, op.result_rows, strict=True):
+                    assert torch.equal(mine, whole.narrow(place, row, 1))
 
 
-def test_autocast_compiles() -> None:
-    given = case("linear_logprob").arguments
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return fb_kernels.linear_logprob(hidden, weight, given["target"])
-
-    tensors = given["hidden"].bfloat16(), given["weight"]
-    assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), loss(*tensors))
-
-
-DIFFERENTIABLE = [name for name in NAMES if case(name).gradients]
-
-
-def loss_of(example: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A scalar of the results that carry gradients, and the tensors that it is a function of."""
-    weights = [torch.linspace(1, 2 + place, x.numel()).view(x.shape) for place, x in enumerate(example.run())]
-
-    def loss(*values: Tensor) -> Tensor:
-        results = example.run(**dict(zip(example.gradients, values, strict=True)))
-        return torch.stack([(results[place] * weights[place]).sum() for place in example.outputs]).sum()
-
-    return loss, [example.tensors[name] for name in example.gradients]
+@promised(DIFFERENTIABLE)
+def test_a_gradient_alone_is_the_same(name: str, way: str) -> None:
+    """And the gradients through each result sum up to those through all."""
+    op, taken = declared(name, way)
+    case = op.cast(op.make(**op.typical), taken.dtypes[0])
+    with running(way), taken.small():
+        every = evaluate(case)[1]
+        for leaf, whole in zip(case.gradients, every, strict=True):
+            assert same(evaluate(replace(case, gradients=(leaf,)))[1], [whole])
+        pulled = upstream(case, case.run())
+        each = [
+            evaluate(replace(case, outputs=(place,)), pulled=[g])[1]
+            for place, g in zip(case.outputs, pulled, strict=True)
+        ]
+        for parts, whole in zip(zip(*each, strict=True), every, strict=True):
+            torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_by_transforms(name: str) -> None:
-    """torch.func.grad, and vmap of it for the gradients of each sample, are what autograd says."""
-    loss, values = loss_of(case(name))
-    leaves = [x.clone().requires_grad_() for x in values]
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    grad = torch.func.grad(loss, argnums=tuple(range(len(values))))
-    torch.testing.assert_close(grad(*values), expected)
-    samples = torch.func.vmap(grad)(*(torch.stack((2 * x, x)) for x in values))
-    torch.testing.assert_close(tuple(x[1] for x in samples), expected)
+class Seen(TorchDispatchMode):
+    """The calls of `fb::` ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "fb":
+            self.calls.append((func, args))
+        return func(*args, **kwargs or {})
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", NAMES)
-def test_vmap_is_a_loop(name: str) -> None:
-    example, expected = case(name), case(name).run()
-    changing = next(n for n in example.tensors if n not in example.written)
-    x = example.tensors[changing]
-
-    def run(value: Tensor) -> tuple[Tensor, ...]:
-        return tuple(example.run(**{changing: value}))
-
-    if example.written or example.op == "branch_attention_qkv":
-        with pytest.raises(NotImplementedError, match=rf"^{example.op}.*: expected .*, got .*; loop over the calls$"):
-            torch.func.vmap(run)(torch.stack((x, x)))
-    else:
-        torch.testing.assert_close([y[1] for y in torch.func.vmap(run)(torch.stack((x, x)))], expected)
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_no_tangent_is_lost(name: str) -> None:
-    loss, values = loss_of(case(name))
-    refusal = pytest.raises(NotImplementedError, match=rf"^{case(name).op}: expected .* reverse, got forward mode; use")
-    with refusal:
-        torch.func.jvp(loss, tuple(values), tuple(values))
-    with refusal, forward_ad.dual_level():
-        loss(*(forward_ad.make_dual(x, x) for x in values))
-    if not hasattr(torch.ops.fb, f"{case(name).op}_backward"):
-        return  # its gradient is made of torch's operations, which have their own
-    with pytest.raises(NotImplementedError, match=rf"^{case(name).op}: only first derivatives exist; "):
-        torch.func.jacrev(torch.func.grad(loss))(*values)
+@promised(EVERY)
+def test_opcheck(name: str, way: str) -> None:
+    """Every operator that a call and its gradients come to, as they call it."""
+    op, taken = declared(name, way)
+    case = op.cast(op.make(**op.typical), taken.dtypes[-1])
+    with running(way):
+        with Seen() as seen:
+            evaluate(case)
+        assert seen.calls
+        trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
+        for operator, arguments in seen.calls:
+            given = [
+                x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments
+            ]
+            if operator._schema.name.endswith("_backward"):
+                given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+            torch.library.opcheck(operator, tuple(given))
 
 
-def test_no_tangent_is_lost_where_there_is_no_gradient() -> None:
-    x, weight = torch.ones(2, 3), torch.ones(4, 3)
-    with pytest.raises(ValueError, match=r"^skinny_linear: x: expected a tensor without a tangent, got a dual one; "):
-        torch.func.jvp(lambda x: fb_kernels.skinny_linear(x, weight), (x,), (x,))
+@pytest.mark.parametrize("name", [name for name, way in DIFFERENTIABLE if way == "reference"])
+def test_gradcheck(name: str) -> None:
+    op = OPS[name]
+    for sizes in op.tiny:
+        case = op.make(**sizes)
+
+        def run(*leaves: Tensor, case: Case = case) -> list[Tensor]:
+            results = case.run(**dict(zip(case.gradients, leaves, strict=True)))
+            return [results[place] for place in case.outputs]
+
+        leaves = [case.tensors[leaf].requires_grad_() for leaf in case.gradients]
+        assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_it_compiles_whole(name: str) -> None:
+    op = OPS[name]
+    case = op.cast(op.make(**op.typical), torch.float32)
+    keys = [key for key in case.tensors if case.tensors[key].is_floating_point()]
+
+    def run(*values: Tensor) -> list[Tensor]:
+        return replace(case, arguments=case.changed(**dict(zip(keys, values, strict=True)))).run()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+
+    def through(function: Callable, case: Case) -> list[Tensor]:
+        return listed(function(*(case.tensors[key] for key in keys)))
+
+    eager, mine = (evaluate(case, partial(through, function)) for function in (run, compiled))
+    assert same(eager[0], mine[0])
+    assert same(eager[1], mine[1])
+
+
+@promised(EVERY)
+def test_one_launch_and_no_sync(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, taken = declared(name, way)
+    case = op.cast(op.make(**op.typical), taken.dtypes[0])
+    kernels = count_kernels(monkeypatch, import_module(f"fb_kernels.{name}.triton")) if way == "triton" else []
+    with running(way):
+        case.run()
+        assert len(kernels) == (taken.kernels if way == "triton" else 0)
+        with count_launches() as launches, count_syncs() as syncs:
+            case.run()
+        assert (sum(n for each, n in launches.by_op.items() if each.startswith("fb::")), syncs.total) == (1, 0)
+        with count_syncs() as syncs:
+            evaluate(case)
+        assert syncs.total == 0
+
+
+REFUSED = [(op, way) for op, way in EVERY if way != "reference"]
+
+
+@promised(REFUSED)
+def test_what_it_was_not_made_for_is_left_to_others(name: str, way: str) -> None:
+    op, taken = declared(name, way)
+    kind = way.partition(" ")[0]
+    double = [partial(op.make, **op.typical)] if torch.float64 not in taken.dtypes else []
+    for make in (*double, *taken.refused):
+        case = make()
+        with running(way):
+            with pytest.raises(ValueError, match=f"{op.name}: expected arguments that the {kind} kernel takes"):
+                case.run()
+            with backend.override("reference"):
+                expected = case.run()
+            with backend.override("auto"):
+                assert same(case.run(), expected)
+
+
+WRONG = [(op, *wrong) for op in OPS for wrong in OPS[op].wrong]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "changes", "error"),
+    [pytest.param(*wrong, id=f"{wrong[0]}-{wrong[1]}-{place}") for place, wrong in enumerate(WRONG)],
+)
+def test_bad_arguments(name: str, argument: str, changes: dict[str, Any], error: type[Exception]) -> None:
+    op = OPS[name]
+    case = op.cast(op.make(**op.typical), torch.float32)
+    with pytest.raises(error, match=rf"^{name}: {argument}: expected .*, got .*; .+") as raised:
+        case.run(**changes)
+    assert raised.type is error
+    case.run()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import hashlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +16,14 @@ import test_branch_attention as branches
 import test_branch_attention_qkv as attention
 import test_candidate_head as heads
 import test_linear_logprob as logprobs
-import test_merge_attention_states as states
 import test_qk_norm_rope as rotation
-import test_rms_norm as norms
 import test_skinny_linear as linear
-import test_swiglu as gates
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_topk_entropy import HOSTILE, assert_matches
 from torch import Tensor
+from ways import BITS, running
 
 from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
@@ -44,24 +37,19 @@ from fb_kernels.layout import BranchLayout
 from fb_kernels.linear_logprob import cpu as logprob_kernels
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.linear_logprob import reference as logprob_reference
-from fb_kernels.merge_attention_states import cpu as state_kernels
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.merge_attention_states import reference as state_reference
 from fb_kernels.qk_norm_rope import cpu as rotation_kernels
 from fb_kernels.qk_norm_rope import qk_norm_rope
 from fb_kernels.qk_norm_rope import reference as rotation_reference
-from fb_kernels.rms_norm import cpu as norm_kernels
 from fb_kernels.rms_norm import rms_norm
 from fb_kernels.skinny_linear import cpu as linear_kernels
 from fb_kernels.skinny_linear import reference as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
-from fb_kernels.swiglu import cpu as gate_kernels
 from fb_kernels.swiglu import swiglu
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
 from fb_kernels.topk_entropy import topk_entropy
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
 NAN, INF = float("nan"), float("inf")
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
 given_here = settings(
@@ -69,46 +57,10 @@ given_here = settings(
 )
 
 
-NARROWED = """
-#include <cstdlib>
-#include <cstring>
-static bool allowed(const char* name) {
-  return std::atoi(std::getenv("WIDEST_HERE")) >= (std::strstr(name, "avx512") ? 512 : 256);
-}
-#define __builtin_cpu_supports(name) (__builtin_cpu_supports(name) && allowed(name))
-#include "cpu.cpp"
-"""  # the library, which takes no wider vectors than it is told when it is loaded
-
-
-@cache
-def built(widest: int) -> ctypes.CDLL:
-    """The library of the sources as they are with vectors of so many bits, compiled once for all and all processes."""
-    digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
-    digest.update(NARROWED.encode())
-    target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_file():
-            compiler = shutil.which("g++") or shutil.which("clang++")
-            if compiler is None:
-                pytest.skip("no C++ compiler")
-            unfinished = target.with_suffix(".unfinished")
-            command = [compiler, *FLAGS, f"-I{SOURCES}", "-x", "c++", "-", "-o", str(unfinished)]
-            subprocess.run(command, input=NARROWED, check=True, capture_output=True, text=True)
-            os.replace(unfinished, target)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WIDEST_HERE", str(widest))
-        found = cpu.opened(Path(shutil.copy(target, folder)))  # a file of its own is loaded anew
-    assert isinstance(found, ctypes.CDLL), found
-    return found
-
-
-@pytest.fixture(autouse=True, params=[128, 256, 512])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True, params=[f"cpu {bits}" for bits in BITS])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every op runs its compiled CPU kernel, and refuses arguments that it was not made for."""
-    library = built(request.param)
-    monkeypatch.setattr(cpu, "library", lambda: library)
-    with backend.override("cpu"):
+    with running(request.param):
         yield
 
 
@@ -538,69 +490,6 @@ given_share = st.sampled_from([0.0, 0.0, 0.02, 0.2])
 
 @given_here
 @given(
-    rows=st.lists(st.integers(1, 4), max_size=2),
-    width=st.sampled_from((*WIDTHS, 1030)),
-    with_residual=st.booleans(),
-    share=given_share,
-    seed=st.integers(0, 99),
-)
-def test_norm_matches_float64(rows: list[int], width: int, with_residual: bool, share: float, seed: int) -> None:
-    x, weight, residual = map(beside_poison, norms.inputs(tuple(rows), width, seed=seed))
-    x.copy_(hostile(x, share, seed))
-    given = residual if with_residual else None
-    normed, summed = results(rms_norm, x, weight, norms.EPS, given)
-    expected = norms.naive(summed.double(), weight.double(), norms.EPS)[0]
-    assert_close_to_reference(normed, expected, norms.naive(summed, weight, norms.EPS)[0])
-    torch.testing.assert_close(summed, x if given is None else x + residual, rtol=0, atol=0, equal_nan=True)
-    for row in range(rows[0] if rows else 0):
-        alone = rms_norm(x[row], weight, norms.EPS, None if given is None else given[row])
-        torch.testing.assert_close(alone[0], normed[row], rtol=0, atol=0, equal_nan=True)
-
-
-@given_here
-@given(
-    rows=st.lists(st.integers(1, 4), max_size=2),
-    half=st.sampled_from(WIDTHS),
-    share=given_share,
-    seed=st.integers(0, 99),
-)
-def test_swiglu_matches_float64(rows: list[int], half: int, share: float, seed: int) -> None:
-    x = beside_poison(hostile(gates.inputs(*rows, 2 * half, seed=seed), share, seed, (NAN, INF, -INF, -60.0, 95.0)))
-    (out,) = results(swiglu, x)
-    assert_close_to_reference(out, gates.naive(x.double()), torch.nn.functional.silu(x[..., :half]) * x[..., half:])
-    for row in range(rows[0] if rows else 0):
-        torch.testing.assert_close(swiglu(x[row]), out[row], rtol=0, atol=0, equal_nan=True)
-
-
-@given_here
-@given(
-    rows=st.integers(0, 4),
-    count=st.integers(0, 3),
-    width=st.sampled_from((0, *WIDTHS)),
-    share=given_share,
-    shift=st.sampled_from([0.0, 1e4, -1e4]),
-    seed=st.integers(0, 99),
-)
-def test_merged_states_match_float64(rows: int, count: int, width: int, share: float, shift: float, seed: int) -> None:
-    arguments = [beside_poison(x) for x in states.make(rows, count, width, torch.float32, seed)]
-    for place, x in enumerate(arguments):
-        x.copy_(hostile(x + shift * (place % 2), share, seed + place, (NAN, INF, -INF, -INF, -INF)))
-    out, lse = results(merge_attention_states, *arguments)
-    expected = state_reference.merge_attention_states(*(x.double() for x in arguments))
-    plain = state_reference.merge_attention_states(*arguments)
-    sizes = [magnitude(x) for x in arguments]
-    assert_close_to_reference(lse, expected[1], plain[1], scale=1 + sizes[1] + sizes[3])
-    size = (sizes[0] + sizes[2]) * (1 + (sizes[1] + sizes[3]).mT[..., None])  # a weight is off by ulps of its lse
-    assert_close_to_reference(out, expected[0], plain[0], scale=size)
-    for row in range(rows):
-        alone = [x[row : row + 1] if x.ndim == 3 else x[:, row : row + 1].contiguous() for x in arguments]
-        torch.testing.assert_close(
-            merge_attention_states(*alone)[0], out[row : row + 1], rtol=0, atol=0, equal_nan=True
-        )
-
-
-@given_here
-@given(
     sizes=st.lists(st.integers(0, 9), max_size=5),
     tail=st.integers(0, 3),
     width=st.sampled_from((*WIDTHS, 1030)),
@@ -828,26 +717,6 @@ def logged(hidden: Tensor, weight: Tensor, **options: Any) -> Any:
 
 
 NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
-    ("rms_norm", lambda: rms_norm(ones(2, 3).double(), ones(3).double(), 0.1)),
-    ("rms_norm", lambda: rms_norm(ones(3, 2).t(), ones(3), 0.1)),
-    ("rms_norm", lambda: rms_norm(ones(2, 3), ones(6)[::2], 0.1)),
-    ("rms_norm", lambda: rms_norm(ones(2, 3), ones(3), 0.1, ones(3, 2).t())),
-    ("rms_norm", lambda: rms_norm(ones(0, 3), ones(3), 0.1)),
-    ("rms_norm", lambda: rms_norm(ones(2, norm_kernels.SIZE), ones(norm_kernels.SIZE), 0.1)),
-    ("swiglu", lambda: swiglu(ones(2, 4).half())),
-    ("swiglu", lambda: swiglu(ones(4, 2).t())),
-    ("swiglu", lambda: swiglu(ones(2, 0))),
-    ("swiglu", lambda: swiglu(ones(2, gate_kernels.SIZE))),
-    ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4))),
-    ("merge_attention_states", lambda: merge_attention_states(*states.make(2, 3, 4, torch.bfloat16))),
-    (
-        "merge_attention_states",
-        lambda: merge_attention_states(ones(2, 3, 4), ones(2, 3).t(), ones(2, 3, 4), ones(3, 2)),
-    ),
-    (
-        "merge_attention_states",
-        lambda: merge_attention_states(*states.make(9, 9, state_kernels.SIZE // 80, torch.float32)),
-    ),
     ("candidate_head", lambda: headed(ones(2, 3).double())),
     ("candidate_head", lambda: headed(ones(2, 3).half(), head_weight=ones(3))),
     ("candidate_head", lambda: headed(ones(3, 2).t())),
@@ -981,7 +850,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
         branch_attention_qkv(**attention.case(1, dtype=torch.float32))
         rms_norm(ones(2, 3), ones(3), 0.1)
         swiglu(ones(2, 4))
-        merge_attention_states(*states.make(2, 3, 4, torch.float32))
+        merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))
         headed(ones(2, 3))
         logged(ones(2, 3), ones(5, 3))
         rotated()

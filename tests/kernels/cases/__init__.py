@@ -3,81 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fb_kernels
+from cases import merge_attention_states, rms_norm, swiglu
+from cases.base import Case, Op, ids, randn
 from fb_kernels import BranchLayout, DecodeState
-
-INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
-
-
-@dataclass
-class Case:
-    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument."""
-
-    op: str
-    arguments: dict[str, Any]
-    written: tuple[str, ...] = ()  # tensors that the op writes to
-    gradients: tuple[str, ...] = ()  # tensors that gradients reach
-    outputs: tuple[int, ...] = (0,)  # the results that carry them
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        return getattr(fb_kernels, self.op)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, value in self.arguments.items():
-            if isinstance(value, DecodeState):
-                found |= {f"{name}.{each}": x for each, x in value._asdict().items()}
-            elif isinstance(value, BranchLayout):
-                fields = {each: getattr(value, each) for each in INDICES}
-                found |= {f"{name}.{each}": x for each, x in fields.items() if x is not None}
-            elif isinstance(value, tuple):
-                found |= {f"{name}.{place}": x for place, x in enumerate(value) if isinstance(x, Tensor)}
-            elif isinstance(value, Tensor):
-                found[name] = value
-        return found
-
-    def changed(self, **changes: Any) -> dict[str, Any]:
-        """The arguments with others in their places; names with a dot reach inside."""
-        built = dict(self.arguments)
-        for name, value in changes.items():
-            outer, _, inner = name.partition(".")
-            whole = built.get(outer)
-            if isinstance(whole, DecodeState) and inner:
-                built[outer] = whole._replace(**{inner: value})
-            elif isinstance(whole, BranchLayout) and inner:
-                built[outer] = replace(whole, **{inner: value})
-            elif inner:
-                built[outer] = (*whole[: int(inner)], value, *whole[int(inner) + 1 :])
-            else:
-                built[outer] = value
-        return built
-
-    def run(self, **changes: Any) -> list[Tensor]:
-        """What it returns, then what it wrote."""
-        built = self.changed(**changes)
-        out = self.function(**built)
-        results = [] if out is None else [out] if isinstance(out, Tensor) else list(out)
-        now = Case(self.op, built).tensors
-        return [*results, *(now[name] for name in self.written)]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Float32, the same for a shape and seed."""
-    generator = torch.Generator().manual_seed(seed + sum(size * 7**place for place, size in enumerate(shape)))
-    return torch.randn(shape, generator=generator)
-
-
-def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """An index tensor."""
-    return torch.tensor(values, dtype=dtype)
 
 
 def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
@@ -230,12 +163,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         gradients=("hidden", "weight_shard", "bias"),
         outputs=(1, 2),
     ),
-    "merge_attention_states": lambda: Case(
-        "merge_attention_states",
-        {"out_a": randn(5, 4, 8), "lse_a": randn(4, 5), "out_b": randn(5, 4, 8, seed=1), "lse_b": randn(4, 5, seed=1)},
-        gradients=("out_a", "lse_a", "out_b", "lse_b"),
-        outputs=(0, 1),
-    ),
     "qk_norm_rope": lambda: Case(
         "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
     ),
@@ -247,25 +174,19 @@ _CASES: dict[str, Callable[[], Case]] = {
         _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
         written=("kv_out.0", "kv_out.1"),
     ),
-    "rms_norm": lambda: Case(
-        "rms_norm",
-        {"x": randn(3, 4, 16), "weight": randn(16), "eps": 1e-6, "residual": randn(3, 4, 16, seed=1)},
-        gradients=("x", "weight", "residual"),
-        outputs=(0, 1),
-    ),
-    "rms_norm, no residual": lambda: Case(
-        "rms_norm", {"x": randn(5, 16), "weight": randn(16), "eps": 1e-6}, gradients=("x", "weight")
-    ),
     "skinny_linear": lambda: Case("skinny_linear", _linear(3, "bias", "norm_weight")),
     "skinny_linear, one row": lambda: Case("skinny_linear", _linear(1, "residual")),
     "skinny_linear, residual": lambda: Case("skinny_linear", _linear(3, "bias", "residual")),
     "skinny_linear, gated": lambda: Case("skinny_linear", _linear(3, "bias", "swiglu")),
     "skinny_linear, many rows": lambda: Case("skinny_linear", _linear(20, "bias", "norm_weight", "residual")),
-    "swiglu": lambda: Case("swiglu", {"gate_up": randn(3, 4, 16)}, gradients=("gate_up",)),
     "topk_entropy": lambda: Case("topk_entropy", {"logits": randn(2, 3, 40), "k": 5}),
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
+_DECLARED = (merge_attention_states, rms_norm, swiglu)
+OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
+for _module in _DECLARED:
+    _CASES |= _module.EXAMPLES
 NAMES = tuple(_CASES)
 
 

@@ -1,0 +1,179 @@
+"""What the tests know of an op: how to call it at any size, what it should say, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from layouts import WHOLE
+from torch import Tensor
+
+import fb_kernels
+from fb_kernels import BranchLayout, DecodeState, tuning
+
+Sizes = dict[str, Any]
+INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
+CONTIGUOUS = ("offset",)
+WIDTHS = st.sampled_from((1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129))  # around those of vectors
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Case:
+    """One call; `names` are those of its tensors, `state.halt` or `kv_out.0` where one lies inside an argument."""
+
+    op: str
+    arguments: dict[str, Any]
+    written: tuple[str, ...] = ()  # tensors that the op writes to
+    gradients: tuple[str, ...] = ()  # tensors that gradients reach
+    outputs: tuple[int, ...] = (0,)  # the results that carry them
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return getattr(fb_kernels, self.op)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, DecodeState):
+                found |= {f"{name}.{each}": x for each, x in value._asdict().items()}
+            elif isinstance(value, BranchLayout):
+                fields = {each: getattr(value, each) for each in INDICES}
+                found |= {f"{name}.{each}": x for each, x in fields.items() if x is not None}
+            elif isinstance(value, tuple):
+                found |= {f"{name}.{place}": x for place, x in enumerate(value) if isinstance(x, Tensor)}
+            elif isinstance(value, Tensor):
+                found[name] = value
+        return found
+
+    def changed(self, **changes: Any) -> dict[str, Any]:
+        """The arguments with others in their places; names with a dot reach inside."""
+        built = dict(self.arguments)
+        for name, value in changes.items():
+            outer, _, inner = name.partition(".")
+            whole = built.get(outer)
+            if isinstance(whole, DecodeState) and inner:
+                built[outer] = whole._replace(**{inner: value})
+            elif isinstance(whole, BranchLayout) and inner:
+                built[outer] = replace(whole, **{inner: value})
+            elif inner:
+                built[outer] = (*whole[: int(inner)], value, *whole[int(inner) + 1 :])
+            else:
+                built[outer] = value
+        return built
+
+    def with_(self, **changes: Any) -> Case:
+        """The case with other arguments."""
+        return replace(self, arguments=self.changed(**changes))
+
+    def run(self, **changes: Any) -> list[Tensor]:
+        """What it returns, then what it wrote."""
+        built = self.changed(**changes)
+        out = self.function(**built)
+        results = [] if out is None else listed(out)
+        now = Case(self.op, built).tensors
+        return [*results, *(now[name] for name in self.written)]
+
+
+def listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+@dataclass(frozen=True)
+class Way:
+    """An implementation: what it takes, and launches in which a few elements fill several blocks."""
+
+    dtypes: tuple[torch.dtype, ...] = LOW
+    sizes: st.SearchStrategy[Sizes] | None = None  # where it takes less than the op
+    layouts: tuple[str, ...] = WHOLE
+    kernels: int = 1  # of Triton, in a typical call
+    small: Callable[[], AbstractContextManager[Any]] = nullcontext
+    also: Sequence[Sizes] = ()  # sizes past a block
+    refused: Sequence[Callable[[], Case]] = ()  # left to others, besides float64
+
+
+@dataclass(frozen=True, repr=False)
+class Op:
+    """One op, declared once for all of its implementations; the promises are in test_contract.py.
+
+    Attributes:
+        name: of the function in fb_kernels.
+        make: a call in float64 from sizes, options and a seed.
+        sizes: what `make` takes, from empty to odd.
+        typical: sizes with six rows or more, for what needs no search.
+        tiny: sizes for gradcheck.
+        truth: what the call should return, in the dtype of its arguments; it may read the results, where a rounded
+            one decides the next.
+        scales: of each result, the magnitude at which units in the last place count; see `assert_close_to_reference`.
+        gradient_scales: the same of each gradient, from the upstream ones.
+        wide: floats that stay in float32 when the others are narrower.
+        rows: tensors whose rows are independent of each other, and in which dimension they lie.
+        result_rows: the dimension of rows in each result.
+        which_strange: NaN and either infinity come where they do in the definition, not just one of the three.
+        alone: a row is the same bit by bit if it is the only one.
+        wrong: (argument, changes, error) of calls that are refused.
+    """
+
+    name: str
+    make: Callable[..., Case]
+    sizes: st.SearchStrategy[Sizes]
+    truth: Callable[[Case, Sequence[Tensor]], list[Tensor]]
+    ways: dict[str, Way]
+    typical: Sizes = field(default_factory=dict)
+    tiny: Sequence[Sizes] = ()
+    scales: Callable[[Case, Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
+    gradient_scales: Callable[[Case, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
+    wide: tuple[str, ...] = ()
+    rows: dict[str, int] = field(default_factory=dict)
+    result_rows: tuple[int, ...] = (0,)
+    which_strange: bool = True
+    alone: bool = False
+    wrong: Sequence[tuple[str, dict[str, Any], type[Exception]]] = ()
+
+    def cast(self, case: Case, dtype: torch.dtype) -> Case:
+        """The case with its floats in a dtype."""
+        own = torch.promote_types(dtype, torch.float32)
+        floats = {name: x for name, x in case.tensors.items() if x.is_floating_point()}
+        return case.with_(**{name: x.to(own if name in self.wide else dtype) for name, x in floats.items()})
+
+
+def single(case: Case) -> Case:
+    """Its floats in float32."""
+    return case.with_(**{name: x.float() for name, x in case.tensors.items() if x.is_floating_point()})
+
+
+@contextmanager
+def launched(**choices: Any) -> Iterator[None]:
+    """Fixed launch configurations in place of those of tuning.py."""
+    mocks = {name: mock.Mock(return_value=choice) for name, choice in choices.items()}
+    with mock.patch.multiple(tuning, **mocks):
+        yield
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Float32, the same for a shape and seed."""
+    return torch.randn(shape, generator=generator(seed + sum(size * 7**place for place, size in enumerate(shape))))
+
+
+def normal(seed: int, *shapes: Sequence[int]) -> list[Tensor]:
+    """Float64 tensors, one after the other from one source."""
+    source = generator(seed)
+    return [torch.randn(*shape, generator=source, dtype=torch.float64) for shape in shapes]
+
+
+def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """An index tensor."""
+    return torch.tensor(values, dtype=dtype)
+
+
+seeds = st.integers(0, 99)

@@ -1,0 +1,97 @@
+"""How `rms_norm` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, launched, listed, normal, randn, seeds, single
+from fb_kernels.rms_norm import cpu
+from fb_kernels.rms_norm.naive import rms_norm as naive
+from fb_kernels.testing import magnitude
+
+EPS = 1e-6
+
+
+def make(rows: Sequence[int], width: int, residual: bool = True, seed: int = 0) -> Case:
+    x, added, weight = normal(seed, (*rows, width), (*rows, width), (width,))
+    arguments = {"x": 3 * x, "weight": weight, "eps": EPS, "residual": 3 * added if residual else None}
+    return Case("rms_norm", arguments, gradients=("x", "weight", "residual")[: 2 + residual], outputs=(0, 1))
+
+
+def gradient_scales(case: Case, truth: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of |terms|, which may cancel."""
+    weight = case.arguments["weight"]
+    x, weight, g, on_total = (magnitude(value) for value in (truth[1], weight, *upstream))
+    root = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    x, pulled = x * root, weight * g
+    terms = root * (pulled + x * (pulled * x).mean(-1, keepdim=True)) + on_total
+    return [terms, (g * x).sum_to_size(weight.shape), terms][: len(case.gradients)]
+
+
+def small() -> object:
+    """Rows of several blocks, and several rows a program."""
+    return launched(rms_norm={"BLOCK": 8, "num_warps": 1}, rms_norm_backward={"BLOCK": 8, "ROWS": 3, "num_warps": 1})
+
+
+def sizes(least: int, widths: st.SearchStrategy[int]) -> st.SearchStrategy:
+    rows = st.lists(st.integers(least, 4), min_size=min(least, 1), max_size=2)
+    return st.fixed_dictionaries({"rows": rows, "width": widths, "residual": st.booleans(), "seed": seeds})
+
+
+BAD_EPS = [("eps", {"eps": value}, ValueError) for value in (0.0, float("nan"))]
+OP = Op(
+    "rms_norm",
+    make,
+    sizes(0, st.integers(0, 40)),
+    lambda case, _: listed(naive(**case.arguments)),
+    {
+        "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        "triton": Way(small=small, also=[{"rows": (2,), "width": 8200}]),
+        "cpu": Way(
+            (torch.float32,),
+            sizes(1, WIDTHS),
+            also=[{"rows": (3,), "width": 1030}],
+            layouts=CONTIGUOUS,
+            refused=[
+                lambda: single(make((3,), 2)).with_(x=torch.ones(2, 3).T),
+                lambda: single(make((2,), 3)).with_(weight=torch.ones(6)[::2]),
+                lambda: single(make((2,), 3)).with_(residual=torch.ones(3, 2).T),
+                lambda: single(make((0,), 3)),
+                lambda: single(make((2,), cpu.SIZE)),
+            ],
+        ),
+    },
+    typical={"rows": (7,), "width": 29},
+    tiny=[{"rows": (2, 2), "width": 5, "residual": residual} for residual in (False, True)],
+    gradient_scales=gradient_scales,
+    rows={"x": 0, "residual": 0},
+    result_rows=(0, 0),
+    alone=True,
+    wrong=[
+        ("x", {"x": [1.0]}, TypeError),
+        ("x", {"x": torch.ones(7, 29, dtype=torch.int64)}, TypeError),
+        ("x", {"x": torch.tensor(1.0)}, ValueError),
+        ("weight", {"weight": torch.ones(28)}, ValueError),
+        ("weight", {"weight": torch.ones(29, dtype=torch.float64)}, TypeError),
+        ("weight", {"weight": torch.ones(29, device="meta")}, ValueError),
+        ("residual", {"residual": torch.ones(29)}, ValueError),
+        ("residual", {"residual": torch.ones(7, 29, dtype=torch.float16)}, TypeError),
+        ("eps", {"eps": None}, TypeError),
+        *BAD_EPS,
+    ],
+)
+EXAMPLES = {
+    "rms_norm": lambda: Case(
+        "rms_norm",
+        {"x": randn(3, 4, 16), "weight": randn(16), "eps": EPS, "residual": randn(3, 4, 16, seed=1)},
+        gradients=("x", "weight", "residual"),
+        outputs=(0, 1),
+    ),
+    "rms_norm, no residual": lambda: Case(
+        "rms_norm", {"x": randn(5, 16), "weight": randn(16), "eps": EPS}, gradients=("x", "weight")
+    ),
+}

@@ -1,0 +1,55 @@
+"""How `swiglu` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from cases.base import CONTIGUOUS, WIDTHS, Case, Op, Way, listed, normal, randn, seeds, single
+from fb_kernels.swiglu import cpu
+from fb_kernels.swiglu.naive import swiglu as naive
+
+
+def make(rows: Sequence[int], half: int, seed: int = 0) -> Case:
+    return Case("swiglu", {"gate_up": 3 * normal(seed, (*rows, 2 * half))[0]}, gradients=("gate_up",))
+
+
+def sizes(least: int, widths: st.SearchStrategy[int]) -> st.SearchStrategy:
+    rows = st.lists(st.integers(least, 4), max_size=2)
+    return st.fixed_dictionaries({"rows": rows, "half": widths, "seed": seeds})
+
+
+OP = Op(
+    "swiglu",
+    make,
+    sizes(0, st.integers(0, 40)),
+    lambda case, _: listed(naive(**case.arguments)),
+    {
+        "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        "triton": Way(also=[{"rows": (3,), "half": 2500}]),
+        "cpu": Way(
+            (torch.float32,),
+            sizes(1, WIDTHS),
+            layouts=CONTIGUOUS,
+            refused=[
+                lambda: single(make((2,), 2)).with_(gate_up=torch.ones(2, 4).half()),
+                lambda: single(make((2,), 2)).with_(gate_up=torch.ones(4, 2).T),
+                lambda: single(make((2,), 0)),
+                lambda: single(make((2,), cpu.SIZE)),
+            ],
+        ),
+    },
+    typical={"rows": (6,), "half": 20},
+    tiny=[{"rows": (3, 2), "half": 3}],
+    rows={"gate_up": 0},
+    alone=True,
+    wrong=[
+        ("gate_up", {"gate_up": [1.0, 2.0]}, TypeError),
+        ("gate_up", {"gate_up": torch.ones(2, 4, dtype=torch.int32)}, TypeError),
+        ("gate_up", {"gate_up": torch.tensor(1.0)}, ValueError),
+        ("gate_up", {"gate_up": torch.ones(2, 5)}, ValueError),
+    ],
+)
+EXAMPLES = {"swiglu": lambda: Case("swiglu", {"gate_up": randn(3, 4, 16)}, gradients=("gate_up",))}

@@ -1,0 +1,80 @@
+"""How each implementation of an op is made to run on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import emulation
+import pytest
+import torch
+from cases.base import Op
+
+from fb_kernels import backend, cpu, cuda
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
+BITS = (128, 256, 512)  # of the CPU's vectors
+NARROWED = """
+#include <cstdlib>
+#include <cstring>
+static bool allowed(const char* name) {
+  return std::atoi(std::getenv("WIDEST_HERE")) >= (std::strstr(name, "avx512") ? 512 : 256);
+}
+#define __builtin_cpu_supports(name) (__builtin_cpu_supports(name) && allowed(name))
+#include "cpu.cpp"
+"""  # the library, which takes no wider vectors than it is told when it is loaded
+
+
+@cache
+def narrowed(widest: int) -> ctypes.CDLL:
+    """The library of the sources as they are with vectors of so many bits, compiled once for all and all processes."""
+    digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
+    digest.update(NARROWED.encode())
+    target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            compiler = shutil.which("g++") or shutil.which("clang++")
+            if compiler is None:
+                pytest.skip("no C++ compiler")
+            unfinished = target.with_suffix(".unfinished")
+            command = [compiler, *FLAGS, f"-I{SOURCES}", "-x", "c++", "-", "-o", str(unfinished)]
+            subprocess.run(command, input=NARROWED, check=True, capture_output=True, text=True)
+            os.replace(unfinished, target)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WIDEST_HERE", str(widest))
+        found = cpu.opened(Path(shutil.copy(target, folder)))  # a file of its own is loaded anew
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
+def names(op: Op) -> list[str]:
+    """The implementations of an op, the CPU's once for each width of vectors."""
+    widths = [f"cpu {bits}" for bits in BITS] if "cpu" in op.ways else []
+    return [name for name in op.ways if name != "cpu"] + widths
+
+
+@contextmanager
+def running(way: str) -> Iterator[None]:
+    """Ops run one implementation, and refuse arguments that it was not made for."""
+    kind, _, bits = way.partition(" ")
+    if kind == "triton" and os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("kernels run on a GPU here: see tests/gpu")
+    with pytest.MonkeyPatch.context() as patch, backend.override(kind):
+        if kind == "cpu":
+            library = narrowed(int(bits))
+            patch.setattr(cpu, "library", lambda: library)
+        if kind == "cuda" and not torch.cuda.is_available():
+            patch.setattr(cuda, "library", emulation.library)
+            patch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
+        yield
