@@ -40,7 +40,7 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/llm.py": ["core/test_llm.py", "core/test_decoding.py"],
     "fb_kernels/layout.py": ["kernels/test_layout.py", "kernels/test_branch_attention.py"],
     "fb_kernels/segments.py": ["kernels/test_candidate_head.py", "kernels/test_group_cross_entropy.py"],
-    "fb_kernels/checks.py": ["kernels/test_bad_input.py", "kernels/test_contract.py"],
+    "fb_kernels/checks.py": ["kernels/test_bad_input.py", "kernels/test_memory.py"],
 }
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -64,10 +64,12 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 
 def sources() -> dict[str, list[str]]:
-    """Files that are changed, with their tests."""
+    """Files that are changed, with pytest's arguments for their tests."""
     found = dict(CORE)
     for folder in sorted(path.parent for path in (ROOT / "fb_kernels").glob("*/naive.py")):
-        tests = [f"kernels/test_{folder.name}.py", "kernels/test_contract.py"]
+        own = [f"kernels/test_{folder.name}.py"] if (ROOT / f"tests/kernels/test_{folder.name}.py").exists() else []
+        shared = ["kernels/test_contract.py", "kernels/test_memory.py", "kernels/test_bad_input.py"]
+        tests = [*own, *shared, "-k", folder.name]
         found |= {f"fb_kernels/{folder.name}/{name}.py": tests for name in ("__init__", "reference")}
     return found
 
@@ -126,7 +128,7 @@ def _run(folder: str, tests: list[str]) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    os._exit(int(pytest.main([*options, *(f"tests/{test}" for test in tests)])))
+    os._exit(int(pytest.main([*options, *(f"tests/{test}" if test.endswith(".py") else test for test in tests)])))
 
 
 def main() -> None:
