@@ -187,7 +187,7 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 5; }
+int fbcpu_abi_version() { return 6; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,

@@ -641,7 +641,7 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp and entropy of each row, from product[vocabulary, rows]; softcap 0 is none.
+// Log-prob of the target, log-sum-exp and entropy of each row, from product[rows, vocabulary]; softcap 0 is none.
 static int linear_logprob(
     const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
     float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
@@ -650,22 +650,18 @@ static int linear_logprob(
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
   }
   const int64_t columns = padded(vocabulary);
-  float* logits = scratch(rows * columns);
-  if (!logits) return OUT_OF_MEMORY;
-  for (int64_t i = 0; i < vocabulary; ++i)  // rounded here, as the backward's are, and not with the bias
-    for (int64_t row = 0; row < rows; ++row) logits[row * columns + i] = product[i * rows + row] * scale;
+  float* logit = scratch(columns);
+  if (!logit) return OUT_OF_MEMORY;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
       logprob[row] = lse[row] = entropy[row] = 0;
       continue;
     }
-    float* logit = logits + row * columns;
-    for (int64_t i = vocabulary; i < columns; ++i) logit[i] = 0;
     Lanes most = Lanes{} - INFINITY;
     for (int64_t i = 0; i < columns; i += LANES) {
       const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
-      Lanes l = load(logit + i);
+      Lanes l = some(product + row * vocabulary + i, n) * scale;
       if (bias) l += some(bias + i, n);
       if (softcap != 0) l = tangent(l / softcap) * softcap;
       if (temperature != 1) l /= temperature;

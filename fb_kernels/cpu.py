@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`

@@ -1,13 +1,10 @@
-"""The compiled kernel of `linear_logprob` for CPU tensors: float32, few rows over a small vocabulary.
-
-It begins with the reference's own product: the gradient is made of exp(logit - lse) with logits of that, and where a
-probability is almost 1, what its logit was rounded by has to be in lse as well.
-"""
+"""The compiled kernel of `linear_logprob` for CPU tensors: float32, few rows over a small vocabulary."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from fb_kernels import cpu
 from fb_kernels.linear_logprob import reference
@@ -45,7 +42,7 @@ def linear_logprob(
             return NotImplemented
         bias_at = bias.data_ptr()
     x = hidden if hidden.ndim == 2 else hidden.reshape(rows, hidden.shape[-1])
-    product = head @ x.T  # [V, N], contiguous
+    product = linear(x, head)  # [N, V], contiguous
     logprob = product.new_empty(target.shape)
     lse, entropy = torch.empty_like(logprob), torch.empty_like(logprob)
     code = found.fbcpu_linear_logprob(

@@ -132,8 +132,13 @@ def _project_back(
     options: Options,
     valid: int,
     needs: list[bool],
+    normed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to hidden, weight, bias of sum_n on_target * l[target] + on_exponential * exp(l - shift)."""
+    """Gradients to hidden, weight, bias of sum_n on_target * l[target] + on_exponential * exp(l - shift).
+
+    Where the shift is the lse (`normed`) and a block holds whole rows, the block's own is taken: a forward of another
+    kernel rounds its product differently, which shows where a probability is almost 1.
+    """
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     dtype = accumulation_dtype(x.dtype)
     need_hidden, need_weight, need_bias = needs
@@ -142,7 +147,9 @@ def _project_back(
     d_bias = torch.zeros(weight.shape[0] if need_bias else 0, dtype=dtype, device=x.device)
     unused = ((on_target == 0) & (on_exponential == 0))[:, None]  # their logits may be inf or NaN
     for rows, columns, logits, slope in _logit_blocks(x, weight, bias, options, valid):
-        grad = logits.sub_(shift[rows, None]).exp_().mul_(on_exponential[rows, None])
+        own = normed and logits.shape[1] == valid
+        grad = logits.softmax(1) if own else logits.sub_(shift[rows, None]).exp_()
+        grad *= on_exponential[rows, None]
         local = ids[rows] - columns.start
         inside = (local >= 0) & (local < logits.shape[1])
         grad.scatter_add_(
@@ -191,6 +198,7 @@ def linear_logprob_backward(
         options,
         options.rows(weight),
         needs,
+        normed=True,
     )
 
 
@@ -244,6 +252,7 @@ def linear_logprob_partials_backward(
         options,
         options.rows(weight_shard, vocab_start),
         needs,
+        normed=False,
     )
 
 
