@@ -123,8 +123,7 @@ class Layout:
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int32 [n + 1]: the running sum of lengths, beginning with 0."""
     sums = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    if lengths:
-        sums[1:] = torch.tensor(lengths).cumsum(0)
+    sums[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     return sums.to(device)
 
 

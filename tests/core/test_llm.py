@@ -278,14 +278,19 @@ def test_samples_repeat_with_their_seed_and_leave_the_generator_alone():
         assert [sample.tolist() for sample in samples] == [greedy(model, ids, 6)] * 2
 
 
-def test_samples_follow_the_truncated_distribution():
-    model = tiny("qwen3", 12)
+@pytest.mark.parametrize(
+    ("spread", "settings"),
+    [(3.0, {"temperature": 1.3, "top_p": 0.9, "top_k": 12}), (0.3, {})],
+    ids=["given", "default"],
+)
+def test_samples_follow_the_truncated_distribution(spread, settings):
+    model = tiny("qwen3", 12, spread=spread)
     llm = LocalLLM(model)
     (ids,) = prompts(5)
-    settings = {"temperature": 1.3, "top_p": 0.9, "top_k": 12}
-    p = (full(model, ids) / 1.3).sort(descending=True)
-    chances = p.values[:12].softmax(0)
-    kept = int((chances.cumsum(0) - chances < 0.9).sum())
+    temperature, top_p, top_k = settings.values() or (0.7, 0.8, 20)
+    p = (full(model, ids) / temperature).sort(descending=True)
+    chances = p.values[:top_k].softmax(0)
+    kept = int((chances.cumsum(0) - chances < top_p).sum())
     wanted = (chances[:kept] / chances[:kept].sum()).tolist()
     n = 3000
     drawn = [int(sample) for sample in llm.sample_many([ids], n, 1, seed=7, **settings)[0]]

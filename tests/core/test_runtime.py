@@ -402,6 +402,7 @@ def test_buffers_for_no_generation_are_refused(length):
     slm, llm = pair("qwen3")
     with pytest.raises(ValueError, match=f"max_length: expected 2 tokens or more, got {length}"):
         LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), max_length=length)
+    LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.2), max_length=2)
 
 
 def test_memory_is_reported():

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from fb_core import BranchGroup, CompatibilityScorer, LocalLLM, TokenReranker, hf
+from fb_core.scorer import token_budget
 from fb_kernels.testing import largest_tensor
 
 
@@ -103,6 +104,63 @@ def test_trajectories_equal_single_groups(data):
         for group, score in zip(groups, scores, strict=True):
             expected = full_forwards(model, tokens[: group.position], group.candidates, group.future)
             torch.testing.assert_close(score, expected, rtol=1e-5, atol=1e-5)
+
+
+def work_of(sizes):
+    """Trajectories with so many groups of two candidates each."""
+    g = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randint(V, (9,), generator=g),
+            [BranchGroup(3 + i, torch.tensor([4, 5]), torch.randint(V, (3,), generator=g)) for i in range(count)],
+        )
+        for count in sizes
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError(), MemoryError(), RuntimeError("can't allocate memory")])
+def test_a_pack_that_memory_refuses_is_halved(monkeypatch, most, problem):
+    """Down to a single group, of several trajectories or of one."""
+    scorer, work, taken = CompatibilityScorer(tiny()), work_of([1, 3, 2]), []
+    expected = scorer.score_trajectories(work, 1 << 20)
+    forward = scorer._forward
+
+    def limited(pack, local=False):
+        groups = sum(len(each) for _, each in pack)
+        if groups > most:
+            raise problem
+        taken.append(groups)
+        return forward(pack, local)
+
+    monkeypatch.setattr(scorer, "_forward", limited)
+    for mine, want in zip(scorer.score_trajectories(work, 1 << 20), expected, strict=True):
+        torch.testing.assert_close(mine, want)
+    assert taken == ([1] * 6 if most == 1 else [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("problem", "forwards"), [(torch.OutOfMemoryError(), 2), (RuntimeError("another"), 1)], ids=["memory", "another"]
+)
+def test_a_group_alone_that_fails_is_an_error(monkeypatch, problem, forwards):
+    scorer, seen = CompatibilityScorer(tiny()), []
+
+    def refuse(pack, local=False):
+        seen.append(len(pack))
+        raise problem
+
+    monkeypatch.setattr(scorer, "_forward", refuse)
+    with pytest.raises(type(problem)) as raised:
+        scorer.score_trajectories(work_of([1, 1]), 1 << 20)
+    assert raised.value is problem
+    assert len(seen) == forwards
+
+
+@pytest.mark.parametrize(("free", "rows"), [(0, 1024), (40_000_000, 1990), (1 << 40, 65_536)])
+def test_a_budget_is_of_half_the_free_memory(monkeypatch, free, rows):
+    """A row of the tiny model: 4 (6 * 32 + 3 * 48 + 2 (4 + 2 * 2) 8) bytes of activations, 8,192 of the head."""
+    monkeypatch.setattr(hf, "free_memory", lambda device: free)
+    assert token_budget(tiny("llama")) == rows
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
