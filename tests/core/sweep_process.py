@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import V, tiny
@@ -47,6 +48,11 @@ def train(folder: Path, launched: dict[str, str]) -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
     trained = sweep(accelerator, seed=accelerator.process_index)  # the second one's adapters must not count
+    trained.check_step()
+    trained.losses = [[0.0]] * accelerator.process_index  # as where one of them read an older checkpoint
+    with pytest.raises(ValueError, match=r"^processes: expected all at one step, got \[0, 1\]; "):
+        trained.check_step()
+    trained.losses = []
     while trained.step < trained.total:
         trained.advance()
     save_file(trained.state(), folder / f"{accelerator.process_index}.safetensors")

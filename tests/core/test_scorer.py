@@ -156,11 +156,12 @@ def test_a_group_alone_that_fails_is_an_error(monkeypatch, problem, forwards):
     assert len(seen) == forwards
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # with a head_dim in the config, and without
 @pytest.mark.parametrize(("free", "rows"), [(0, 1024), (40_000_000, 1990), (1 << 40, 65_536)])
-def test_a_budget_is_of_half_the_free_memory(monkeypatch, free, rows):
+def test_a_budget_is_of_half_the_free_memory(monkeypatch, family, free, rows):
     """A row of the tiny model: 4 (6 * 32 + 3 * 48 + 2 (4 + 2 * 2) 8) bytes of activations, 8,192 of the head."""
     monkeypatch.setattr(hf, "free_memory", lambda device: free)
-    assert token_budget(tiny("llama")) == rows
+    assert token_budget(tiny(family)) == rows
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
