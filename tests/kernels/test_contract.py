@@ -77,7 +77,7 @@ def check(op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor]
     for place, (mine, want, scale) in enumerate(zip(results, truth, scales, strict=True)):
         if mine.is_floating_point():
             if not op.which_strange:
-                mine, want = (x.masked_fill(~x.isfinite(), torch.nan) for x in (mine, want))
+                mine, want = (x.masked_fill(~x.to(mine.dtype).isfinite(), torch.nan) for x in (mine, want))
             assert_close_to_reference(mine, want, truths[mine.dtype][0][place], scale=scale)
         else:
             assert torch.equal(mine, want)

@@ -106,7 +106,7 @@ OP = Op(
                 for options in VARIANTS
             ],
             refused=[
-                lambda: single(plain()),
+                lambda: single(plain(20)),
                 lambda: half(plain(33)),
                 lambda: half(plain()).with_(x=torch.ones(2, 32).bfloat16()[:, ::2]),
                 lambda: half(plain()).with_(weight=torch.ones(16, 6).bfloat16().T),
