@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import ways
 from cases import OPS
 from cases.base import Case, Op, Way, generator, listed, seeds
 from hypothesis import HealthCheck, given, settings
@@ -31,7 +32,7 @@ HOSTILE = ((torch.nan, True), (torch.inf, False), (-torch.inf, False))  # in a w
 
 
 def declared(name: str, way: str) -> tuple[Op, Way]:
-    return OPS[name], OPS[name].ways[way.partition(" ")[0]]
+    return OPS[name], ways.declared(OPS[name], way)
 
 
 EVERY = [(op, way) for op in OPS for way in names(OPS[op])]

@@ -108,8 +108,8 @@ OP = Op(
         "cuda": Way(
             sizes=sizes(BATCHES, AROUND | st.just(2600), cuda.K),
             also=[
-                *orders(5003, 5),
-                *orders(40_001, 1, 64),  # 64 groups hold more than the buffer
+                *orders(5003, 1, 5),
+                *orders(40_001, 64),  # 64 groups hold more than the buffer
                 {"batch": (1,), "width": 151_936, "k": 64},
                 {"batch": (1,), "width": 2048 * 128 + 5, "k": 64},  # more groups than chunks of 128
             ],
