@@ -580,11 +580,6 @@ def rotated(rows: int = 2, **changes: Any) -> Any:
     )  # fmt: skip
 
 
-def headed(hidden: Tensor, **changes: Any) -> Any:
-    given = {"norm_weight": None, "head_weight": hidden.new_ones(hidden.shape[1])} | changes
-    return candidate_head(hidden, **given, cu_group=torch.tensor([0, len(hidden)]), eps=0.1)
-
-
 def logged(hidden: Tensor, weight: Tensor, **options: Any) -> Any:
     return linear_logprob(hidden, weight, torch.zeros(hidden.shape[:-1], dtype=torch.int64), **options)
 
@@ -696,7 +691,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
         rms_norm(ones(2, 3), ones(3), 0.1)
         swiglu(ones(2, 4))
         merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))
-        headed(ones(2, 3))
+        candidate_head(ones(2, 3), None, ones(3), torch.tensor([0, 2]), eps=0.1)
         logged(ones(2, 3), ones(5, 3))
         rotated()
         rotated(kv_out=(*torch.zeros(2, 3, 1, 2), torch.tensor([0, 2])))
