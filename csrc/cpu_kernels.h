@@ -543,7 +543,8 @@ static int topk_entropy(
       indices[row * k + j] = index;
       value[j] = x[index];
     }
-    float top = value[0], total = 0, weight = 0;
+    float top = value[0];
+    double total = 0, weight = 0;  // many small terms behind a large one
     for (int64_t j = 0; j < k; j += LANES) {
       int64_t n = k - j < LANES ? k - j : LANES;
       Lanes shifted = load(value + j, n) - top, e = exponential(shifted);
@@ -552,7 +553,7 @@ static int topk_entropy(
         if (value[j + l] != -INFINITY) weight += e[l] * shifted[l];
       }
     }
-    entropy[row] = std::isinf(top) ? NAN : std::log(total) - weight / total;
+    entropy[row] = std::isinf(top) ? NAN : static_cast<float>(std::log(total) - weight / total);
   }
   return 0;
 }

@@ -39,7 +39,11 @@ CORE = {  # source: its tests, the quickest first
     "fb_core/calibrated.py": ["core/test_calibration.py"],
     "fb_core/llm.py": ["core/test_llm.py", "core/test_decoding.py"],
     "fb_kernels/layout.py": ["kernels/test_layout.py", "kernels/test_branch_attention.py"],
-    "fb_kernels/segments.py": ["kernels/test_candidate_head.py", "kernels/test_group_cross_entropy.py"],
+    "fb_kernels/segments.py": [
+        "kernels/test_candidate_head.py",
+        "kernels/test_contract.py",
+        "kernels/test_group_cross_entropy.py",
+    ],
     "fb_kernels/checks.py": ["kernels/test_bad_input.py", "kernels/test_memory.py"],
 }
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {

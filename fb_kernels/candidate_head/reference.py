@@ -51,21 +51,20 @@ def candidate_head_backward(
     grad = grad_score.to(dtype)[:, None]  # [N, 1]
     x = torch.where(grad == 0, 0.0, hidden.to(dtype))  # 0 * NaN
     head = head_weight.to(dtype)
-    empty = x.new_empty(0)
     if norm_weight is None:
-        d_hidden = grad * head if needs[0] else empty
-        d_norm = empty
-        d_head = (grad * x).sum(0) if needs[2] else empty
+        d_hidden = grad * head if needs[0] else x.new_empty(0)
+        d_norm = x.new_empty(0)
+        d_head = (grad * x).sum(0) if needs[2] else x.new_empty(0)
     else:
         norm = norm_weight.to(dtype)
         scale = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
         normed = torch.where(grad == 0, 0.0, x * scale)
         on_normed = grad * head * norm
         pulled = scale * (on_normed - normed * (on_normed * normed).mean(1, keepdim=True))
-        d_hidden = torch.where(grad == 0, 0.0, pulled) if needs[0] else empty
-        d_norm = (grad * normed).sum(0) * head if needs[1] else empty
-        d_head = (grad * normed).sum(0) * norm if needs[2] else empty
-    d_bias = grad.sum().reshape(head_bias.shape) if needs[3] and head_bias is not None else empty
+        d_hidden = torch.where(grad == 0, 0.0, pulled) if needs[0] else x.new_empty(0)
+        d_norm = (grad * normed).sum(0) * head if needs[1] else x.new_empty(0)
+        d_head = (grad * normed).sum(0) * norm if needs[2] else x.new_empty(0)
+    d_bias = grad.sum().reshape(head_bias.shape) if needs[3] and head_bias is not None else x.new_empty(0)
     return (
         d_hidden.to(hidden.dtype),
         d_norm.to(hidden.dtype),

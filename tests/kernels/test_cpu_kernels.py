@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import test_branch_attention as branches
 import test_branch_attention_qkv as attention
-import test_candidate_head as heads
 import test_linear_logprob as logprobs
 import test_qk_norm_rope as rotation
-import test_skinny_linear as linear
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_topk_entropy import HOSTILE, assert_matches
 from torch import Tensor
 from ways import BITS, running
 
@@ -32,7 +29,6 @@ from fb_kernels.branch_attention import cpu as branch_kernels
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.candidate_head import candidate_head
-from fb_kernels.candidate_head import cpu as head_kernels
 from fb_kernels.layout import BranchLayout
 from fb_kernels.linear_logprob import cpu as logprob_kernels
 from fb_kernels.linear_logprob import linear_logprob
@@ -43,12 +39,10 @@ from fb_kernels.qk_norm_rope import cpu as rotation_kernels
 from fb_kernels.qk_norm_rope import qk_norm_rope
 from fb_kernels.qk_norm_rope import reference as rotation_reference
 from fb_kernels.rms_norm import rms_norm
-from fb_kernels.skinny_linear import cpu as linear_kernels
 from fb_kernels.skinny_linear import reference as linear_reference
 from fb_kernels.skinny_linear import skinny_linear
 from fb_kernels.swiglu import swiglu
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
-from fb_kernels.topk_entropy import topk_entropy
 
 NAN, INF = float("nan"), float("inf")
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
@@ -68,74 +62,11 @@ def wide(arguments: dict[str, Any]) -> dict[str, Any]:
     return attention.changed(arguments, Tensor.double)
 
 
-def check_linear(out: Tensor, arguments: dict[str, Any]) -> None:
-    """At the scale of the arguments without signs, of which nothing cancels."""
-    scale = linear.naive(**attention.changed(arguments, magnitude)).amax(-1, keepdim=True) if out.numel() else None
-    assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments), scale=scale)
-
-
 def apart(x: Tensor, offset: int) -> Tensor:
     """The same values in rows that lie apart, from an odd address on, with NaN around."""
     whole = torch.full((*x.shape[:-1], x.shape[-1] + offset + 3), NAN)
     whole[..., offset : offset + x.shape[-1]] = x
     return whole[..., offset : offset + x.shape[-1]]
-
-
-@given_here
-@given(
-    rows=st.integers(0, 9),
-    width=st.sampled_from(WIDTHS),
-    half=st.integers(0, 9),
-    names=linear.given_names,
-    offset=st.none() | st.integers(0, 5),
-)
-@example(rows=1, width=32, half=1, names=("swiglu",), offset=None)  # its sums cancel
-def test_linear_matches_float64(rows: int, width: int, half: int, names: tuple[str, ...], offset: int | None) -> None:
-    arguments = linear.arguments(rows, width, 2 * half, names, torch.float32)
-    if offset is not None:
-        arguments |= {name: apart(arguments[name], offset) for name in ("x", "weight")}
-        if "residual" in names:
-            arguments["residual"] = apart(arguments["residual"], offset + 1)
-    with poisoned_memory():  # what is not written is NaN
-        out = skinny_linear(**arguments)
-        assert torch.equal(out, skinny_linear(**arguments))
-    assert out.is_contiguous()
-    check_linear(out, arguments)
-    for row in range(rows):
-        alone = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
-        assert torch.equal(skinny_linear(**(arguments | alone)), out[row : row + 1])
-
-
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 512, 3072), (16, 300, 1000), (3, 4096, 10), (2, 2048, 7)])
-def test_linear_of_a_model(rows: int, width: int, outputs: int) -> None:
-    arguments = linear.arguments(rows, width, outputs, ("norm_weight", "bias"), torch.float32)
-    out = skinny_linear(**arguments)
-    check_linear(out, arguments)
-    assert torch.equal(skinny_linear(**(arguments | {"x": arguments["x"][-1:]})), out[-1:])
-
-
-@pytest.mark.parametrize(
-    "names", [("bias", "residual"), ("norm_weight", "residual"), ("norm_weight", "swiglu")], ids=str
-)
-def test_linear_hostile_values_stay_in_their_row(names: tuple[str, ...]) -> None:
-    arguments = linear.arguments(6, 37, 10, names, torch.float32)
-    clean = skinny_linear(**arguments)
-    arguments["x"][1], arguments["x"][2, 35], arguments["x"][4, 0] = NAN, INF, -INF
-    out = skinny_linear(**arguments)
-    assert torch.equal(out[[0, 3, 5]], clean[[0, 3, 5]])
-    assert out[1].isnan().all()
-    check_linear(out, arguments)
-
-
-def test_gating_of_every_size() -> None:
-    """silu from where its exponential overflows to where it vanishes."""
-    gate = torch.cat((torch.linspace(-130, 130, 4001), torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-40, -3e38, 3e38])))
-    weight = torch.cat((gate, torch.ones_like(gate)))[:, None]
-    out = skinny_linear(torch.ones(1, 1), weight, swiglu=True)[0]
-    expected = torch.nn.functional.silu(gate.double())
-    whole = (gate > -88) & (gate.abs() > 1e-37)  # below, the exponential is inf, as in PyTorch
-    torch.testing.assert_close(out[whole], expected[whole].float(), rtol=6e-7, atol=0)
-    torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
 
 
 @given_here
@@ -435,30 +366,6 @@ def test_pages_that_do_not_fit(change: dict[str, list]) -> None:
         branch_attention(case.q, case.k, case.v, *(x[:2] for x in prefix), BranchLayout(**layout))
 
 
-@given_here
-@given(data=st.data())
-def test_topk_matches_on_hostile_rows(data: st.DataObject) -> None:
-    batch = data.draw(st.sampled_from([(), (1,), (3,), (2, 4)]))
-    width = data.draw(st.sampled_from([1, 2, 7, 63, 64, 65, 127, 129, 511, 513, 1100]))
-    k = data.draw(st.one_of(st.just(min(width, 64)), st.integers(1, min(width, 64))))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    logits = torch.randn(*batch, width, generator=generator)
-    pool = torch.tensor(data.draw(st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=4)))
-    picks = torch.randint(0, len(pool), logits.shape, generator=generator)
-    hostile = torch.rand(logits.shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0]))
-    logits = torch.where(hostile, pool[picks], logits.round(decimals=1))
-    with poisoned_memory():
-        assert_matches(apart(logits, data.draw(st.integers(0, 5))), k)
-
-
-@pytest.mark.parametrize("k", [1, 2, 63, 64])
-@pytest.mark.parametrize("order", ["rising", "falling", "equal", "masked"])
-def test_topk_wherever_the_largest_lie(order: str, k: int) -> None:
-    row = torch.linspace(-5, 5, 5003)
-    row = {"rising": row, "falling": row.flip(0), "equal": row * 0, "masked": row.masked_fill(row < 4.99, -INF)}[order]
-    assert_matches(row[None], k)
-
-
 def beside_poison(x: Tensor, offset: int = 3) -> Tensor:
     """The same values, contiguous from an odd address on, with NaN around."""
     whole = torch.full((x.numel() + 2 * offset + 1,), NAN)
@@ -486,40 +393,6 @@ def hostile(x: Tensor, share: float, seed: int, values: tuple[float, ...] = (NAN
 
 
 given_share = st.sampled_from([0.0, 0.0, 0.02, 0.2])
-
-
-@given_here
-@given(
-    sizes=st.lists(st.integers(0, 9), max_size=5),
-    tail=st.integers(0, 3),
-    width=st.sampled_from((*WIDTHS, 1030)),
-    normed=st.booleans(),
-    bias=st.booleans(),
-    index=st.sampled_from([torch.int32, torch.int64]),
-    share=given_share,
-    offset=st.none() | st.integers(0, 5),
-    seed=st.integers(0, 99),
-)
-def test_head_matches_float64(
-    sizes: list[int],
-    tail: int,
-    width: int,
-    normed: bool,
-    bias: bool,
-    index: torch.dtype,
-    share: float,
-    offset: int | None,
-    seed: int,
-) -> None:
-    hidden, norm_weight, head_weight, head_bias = heads.make(sum(sizes) + tail, width, torch.float32, seed)
-    hidden = hostile(hidden, share / width, seed)
-    hidden = hidden if offset is None else apart(hidden, offset)
-    given = hidden, None if normed else norm_weight, head_weight
-    call = partial(candidate_head, eps=heads.EPS, head_bias=head_bias if bias else None)
-    out = results(call, *given, heads.offsets(sizes, index))
-    heads.compare((*given, head_bias if bias else None), sizes, out)
-    alone = call(hidden[-1:], *given[1:], heads.offsets([]))[0]
-    torch.testing.assert_close(alone, out[0][-1:], rtol=0, atol=0, equal_nan=True)
 
 
 def check_logprobs(out: tuple[Tensor, ...], values: logprobs.Inputs, valid: int | None, **options: Any) -> None:
@@ -707,23 +580,11 @@ def rotated(rows: int = 2, **changes: Any) -> Any:
     )  # fmt: skip
 
 
-def headed(hidden: Tensor, **changes: Any) -> Any:
-    given = {"norm_weight": None, "head_weight": hidden.new_ones(hidden.shape[1])} | changes
-    return candidate_head(hidden, **given, cu_group=torch.tensor([0, len(hidden)]), eps=0.1)
-
-
 def logged(hidden: Tensor, weight: Tensor, **options: Any) -> Any:
     return linear_logprob(hidden, weight, torch.zeros(hidden.shape[:-1], dtype=torch.int64), **options)
 
 
 NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
-    ("candidate_head", lambda: headed(ones(2, 3).double())),
-    ("candidate_head", lambda: headed(ones(2, 3).half(), head_weight=ones(3))),
-    ("candidate_head", lambda: headed(ones(3, 2).t())),
-    ("candidate_head", lambda: headed(ones(2, 3), norm_weight=ones(6)[::2])),
-    ("candidate_head", lambda: headed(ones(2, 3), head_weight=ones(6)[::2])),
-    ("candidate_head", lambda: headed(ones(2, 0))),
-    ("candidate_head", lambda: headed(ones(2, head_kernels.SIZE))),
     ("linear_logprob", lambda: logged(ones(2, 3).double(), ones(5, 3).double())),
     ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), bias=ones(10)[::2])),
     ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), softcap=1e-60)),
@@ -753,10 +614,6 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
     many = attention.case(33, dtype=torch.float32)
     longer = one | {"v_cache": one["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
     return [
-        ("skinny_linear", lambda: skinny_linear(**linear.arguments())),
-        ("skinny_linear", lambda: skinny_linear(**linear.arguments(17, dtype=torch.float32))),
-        ("skinny_linear", lambda: skinny_linear(torch.ones(3, 4).t(), torch.ones(5, 3))),
-        ("skinny_linear", lambda: skinny_linear(torch.ones(1, 3), torch.ones(3, 5).t())),
         ("branch_attention_qkv", lambda: branch_attention_qkv(**attention.case())),
         ("branch_attention_qkv", lambda: branch_attention_qkv(**many)),
         ("branch_attention_qkv", lambda: branch_attention_qkv(**longer)),
@@ -767,13 +624,10 @@ def calls() -> list[tuple[str, Callable[[], object]]]:
         ("branch_attention", lambda: one_row_each([(2, 0, 3)]).run(softcap=9.0)),
         ("branch_attention", lambda: branches.as_pages(one_row_each([(2, 0, 3)]), 2).run()),
         ("branch_attention", lambda: one_row_each([(1, 0, branch_kernels.PREFIX + 1)]).run()),
-        ("topk_entropy", lambda: topk_entropy(torch.ones(2, 9, dtype=torch.float64), 3)),
-        ("topk_entropy", lambda: topk_entropy(torch.ones(9, 9), 3)),
-        ("topk_entropy", lambda: topk_entropy(torch.ones(2, 99), 65)),
     ]
 
 
-@pytest.mark.parametrize("index", range(17))
+@pytest.mark.parametrize("index", range(10))
 def test_what_others_do_is_not_taken(index: int) -> None:
     not_taken(*calls()[index])
 
@@ -787,20 +641,6 @@ def not_taken(op: str, call: Callable[[], object]) -> None:
     with backend.override("auto"):
         got = call()
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("rows", "width", "half"), [(1, 40, 1), (1, 512, 130), (5, 33, 9), (16, 300, 501)])
-@pytest.mark.parametrize("names", [("norm_weight", "bias", "residual"), ("norm_weight", "swiglu")], ids=str)
-def test_any_number_of_threads_gives_the_bits_of_one(
-    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, half: int, names: tuple[str, ...]
-) -> None:
-    arguments = linear.arguments(rows, width, 2 * half, names, torch.float32)
-    alone = skinny_linear(**arguments)
-    monkeypatch.setattr(linear_kernels, "SHARE", 1)
-    for threads in (2, 3, 8):  # of the last some have nothing to do
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        with poisoned_memory():
-            assert torch.equal(skinny_linear(**arguments), alone)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
@@ -851,7 +691,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
         rms_norm(ones(2, 3), ones(3), 0.1)
         swiglu(ones(2, 4))
         merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))
-        headed(ones(2, 3))
+        candidate_head(ones(2, 3), None, ones(3), torch.tensor([0, 2]), eps=0.1)
         logged(ones(2, 3), ones(5, 3))
         rotated()
         rotated(kv_out=(*torch.zeros(2, 3, 1, 2), torch.tensor([0, 2])))

@@ -1,147 +1,130 @@
-from __future__ import annotations
+"""What is peculiar to `skinny_linear`: its fused parts, and rows that do not know of each other."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
+from cases.base import Sizes
+from cases.skinny_linear import BOTH, OP, VARIANTS, make
+from ways import declared, names, running, with_dtypes
 
-from fb_kernels import backend
-from fb_kernels.skinny_linear import skinny_linear
+from fb_kernels import skinny_linear
+from fb_kernels.skinny_linear import cpu
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
-from fb_kernels.testing import assert_close_to_reference, count_syncs
+from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
-OPTIONS = ("bias", "norm_weight", "residual", "swiglu")
-
-
-def arguments(
-    rows: int = 3, width: int = 5, outputs: int = 8, given: tuple[str, ...] = (), dtype: torch.dtype = torch.float64
-) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(rows + 7 * width + 31 * outputs)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    built: dict[str, Any] = {"x": randn(rows, width), "weight": randn(outputs, width)}
-    options = {"bias": randn(outputs), "norm_weight": randn(width), "residual": randn(rows, outputs), "swiglu": True}
-    return built | {name: options[name] for name in given}
+NAN, INF = float("nan"), float("inf")
+COMPILED = [way for way in names(OP) if way.startswith("c")]
+CPU = [way for way in COMPILED if way.startswith("cpu")]
+of_every_way = pytest.mark.parametrize("way", names(OP))
+of_compiled = pytest.mark.parametrize("way", COMPILED)
+of_every_variant = pytest.mark.parametrize("options", VARIANTS, ids=["plain", "residual", "swiglu"])
 
 
-def allowed(names: tuple[str, ...]) -> bool:
-    return not {"residual", "swiglu"} <= set(names)
+def given(way: str, rows: int, width: int, outputs: int, **options: object) -> dict:
+    """Arguments in the first dtype of an implementation."""
+    return OP.cast(make(rows, width, outputs, **options), declared(OP, way).dtypes[0]).arguments
 
 
-given_names = st.lists(st.sampled_from(OPTIONS), unique=True).map(tuple).filter(allowed)
-
-
-def relaid(x: Tensor) -> Tensor:
-    """The same values with NaN between rows."""
-    return torch.cat((x, torch.full_like(x[..., :2], torch.nan)), -1)[..., : x.shape[-1]]
-
-
-@given(
-    rows=st.integers(0, 5),
-    width=st.integers(1, 9),
-    half=st.integers(0, 4),
-    names=given_names,
-    strided=st.booleans(),
-)
-def test_matches_naive_float64(rows: int, width: int, half: int, names: tuple[str, ...], strided: bool) -> None:
-    built = arguments(rows, width, 2 * half, names)
-    if strided:
-        built = {name: relaid(value) if isinstance(value, Tensor) else value for name, value in built.items()}
-    before = {name: value.clone() for name, value in built.items() if isinstance(value, Tensor)}
-    out = skinny_linear(**built, eps=0.1)
-    torch.testing.assert_close(out, naive(**built, eps=0.1), rtol=1e-12, atol=1e-12)
-    assert out.is_contiguous()
-    assert all(torch.equal(built[name], value) for name, value in before.items())
-
-
-@pytest.mark.parametrize("names", [(), ("norm_weight", "bias"), ("residual",), ("norm_weight", "swiglu")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision(dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    built = arguments(6, 96, 64, names, dtype)
-    wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in built.items()}
-    out = skinny_linear(**built)
-    assert out.dtype == dtype
-    assert_close_to_reference(out, naive(**wide), naive(**built))
-
-
-def test_a_residual_is_added_before_rounding() -> None:
+@pytest.mark.parametrize("way", ["reference", "triton", "cuda"])
+def test_a_residual_is_added_before_rounding(way: str) -> None:
     one = torch.ones(1, 2, dtype=torch.bfloat16)
     weight = torch.tensor([[1.0, 2.0**-8]], dtype=torch.bfloat16)  # 1 + 2^-8 alone rounds to 1
-    assert skinny_linear(one, weight, residual=-one[:, :1]).item() == 2.0**-8
+    with running(way):
+        assert skinny_linear(one, weight, residual=-one[:, :1]).item() == 2.0**-8
 
 
-def test_hostile_values_stay_in_their_row() -> None:
-    built = arguments(5, 8, 6, ("norm_weight", "residual"))
-    clean = skinny_linear(**built)
-    built["x"][1], built["x"][2, 0], built["residual"][3, 4] = torch.nan, torch.inf, torch.nan
-    out = skinny_linear(**built)
-    assert torch.equal(out[[0, 4]], clean[[0, 4]])
+@of_compiled
+@of_every_variant
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(9, 37, 11), (16, 300, 40), (13, 1, 1), (5, 264, 20)])
+def test_a_row_alone_has_the_same_bits(way: str, rows: int, width: int, outputs: int, options: Sizes) -> None:
+    arguments = given(way, rows, width, outputs, **options)
+    with running(way):
+        together = skinny_linear(**arguments)
+        for row in range(rows):
+            one = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
+            assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
+
+
+@of_every_way
+@of_every_variant
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_strange_row_stays_alone(way: str, value: float, options: Sizes) -> None:
+    """Where it is not gated, for there the sign of a zero decides, it is as strange as in the definition."""
+    arguments = given(way, 6, 37, 10, **options)
+    with running(way):
+        clean = skinny_linear(**arguments)
+        arguments["x"][1], arguments["x"][2, 35], arguments["x"][4, 0] = NAN, value, value
+        out = skinny_linear(**arguments)
+    assert torch.equal(out[[0, 3, 5]], clean[[0, 3, 5]])
     assert out[1].isnan().all()
-    assert not out[2].isfinite().all()
-    assert out[3].isnan().tolist() == [False] * 4 + [True] + [False]
+    if "swiglu" not in arguments:
+        plain = naive(**arguments)
+        torch.testing.assert_close(out[[2, 4]], plain[[2, 4]], equal_nan=True, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("names", [(), ("bias", "norm_weight", "residual"), ("swiglu",)], ids=str)
-def test_opcheck(names: tuple[str, ...]) -> None:
-    built = {"bias": None, "norm_weight": None, "residual": None, "swiglu": False} | arguments(3, 5, 8, names)
-    built["frozen"] = bool(names)
-    order = ("x", "weight", "bias", "norm_weight", "eps", "residual", "swiglu", "frozen")
-    values = tuple((built | {"eps": 1e-6})[name] for name in order)
-    torch.library.opcheck(torch.ops.fb.skinny_linear.default, values)
+@of_every_way
+@pytest.mark.parametrize("width", [264, 33])
+@pytest.mark.parametrize("behind", ["", "swiglu"])
+def test_a_strange_weight_reaches_its_output_alone(way: str, width: int, behind: str) -> None:
+    arguments = given(way, 3, width, 19, behind=behind)
+    with running(way):
+        before = skinny_linear(**arguments)
+        for row in (0, 7, 8, 15, 16, 18):
+            weight = arguments["weight"].clone()
+            weight[row] = NAN
+            after = skinny_linear(**arguments | {"weight": weight})
+            assert after[:, row].isnan().all()
+            others = [index for index in range(19) if index != row]
+            assert torch.equal(after[:, others], before[:, others])
 
 
-def test_compile() -> None:
-    built = arguments(3, 5, 8, ("norm_weight", "residual"))
-    compiled = torch.compile(lambda **kw: skinny_linear(**kw), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**built), skinny_linear(**built))
+@pytest.mark.parametrize(("way", "dtype"), with_dtypes(OP))
+def test_gates_far_from_zero(way: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([-6e4, -300.0, -90.0, -20.0, -0.0, 20.0, 90.0, 6e4], dtype=dtype)
+    weight = torch.cat([values, torch.ones_like(values)])[:, None]
+    with running(way):
+        out = skinny_linear(weight.new_ones(1, 1), weight, swiglu=True)
+    exact, plain = (naive(w.new_ones(1, 1), w, swiglu=True) for w in (weight.double(), weight))
+    assert_close_to_reference(out.T, exact.T, plain.T)
 
 
-def test_no_sync() -> None:
-    built = arguments(3, 5, 8, ("norm_weight", "residual"))
-    with count_syncs() as syncs:
-        skinny_linear(**built)
-    assert syncs.total == 0
+@pytest.mark.parametrize("way", CPU)
+def test_gating_of_every_size(way: str) -> None:
+    """silu from where its exponential overflows to where it vanishes."""
+    gate = torch.cat((torch.linspace(-130, 130, 4001), torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-40, -3e38, 3e38])))
+    weight = torch.cat((gate, torch.ones_like(gate)))[:, None]
+    with running(way):
+        out = skinny_linear(torch.ones(1, 1), weight, swiglu=True)[0]
+    expected = torch.nn.functional.silu(gate.double())
+    whole = (gate > -88) & (gate.abs() > 1e-37)  # below, the exponential is inf, as in PyTorch
+    torch.testing.assert_close(out[whole], expected[whole].float(), rtol=6e-7, atol=0)
+    torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
 
 
-@pytest.mark.usefixtures("triton_kernels")
-@pytest.mark.parametrize("names", [(), ("bias", "norm_weight"), ("residual",), ("norm_weight", "swiglu")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_from_triton_kernels(dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    built = arguments(5, 24, 12, names, dtype)
-    wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in built.items()}
-    with backend.override("skinny_linear=triton"):
-        out = skinny_linear(**built)
-    assert_close_to_reference(out, naive(**wide), naive(**built))
+@of_compiled
+def test_stacked_weights_and_a_row_repeated(way: str) -> None:
+    whole = given(way, 9, 528, 64, given=("norm_weight",))
+    x, weight, norm = whole["x"][1::2, 264:], whole["weight"][::3, :264], whole["norm_weight"][:264]
+    with running(way):
+        apart = skinny_linear(x, weight, norm_weight=norm)
+        assert torch.equal(skinny_linear(x.clone(), weight.clone(), norm_weight=norm), apart)
+        repeated = skinny_linear(x[:1].expand(5, -1), weight, norm_weight=norm)
+    assert torch.equal(repeated, apart[:1].expand(5, -1))
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"x": torch.zeros(2, 3, 5, dtype=torch.float64)}, ValueError, r"x: expected shape \[N, K\]"),
-        ({"x": [1.0]}, TypeError, "x: expected a torch.Tensor, got list"),
-        ({"weight": torch.zeros(8, 5)}, TypeError, "weight: expected dtype torch.float64"),
-        ({"weight": torch.zeros(8, 4, dtype=torch.float64)}, ValueError, r"weight: expected shape \[M, K\]"),
-        ({"bias": torch.zeros(7, dtype=torch.float64)}, ValueError, r"bias: expected shape \[M\]"),
-        ({"norm_weight": torch.zeros(7, dtype=torch.float64)}, ValueError, r"norm_weight: expected shape \[K\]"),
-        ({"residual": torch.zeros(3, 7, dtype=torch.float64)}, ValueError, r"residual: expected shape \[N, M\]"),
-        ({"eps": 0.0}, ValueError, "eps: expected a finite number above 0"),
-        ({"swiglu": True, "residual": torch.zeros(3, 8, dtype=torch.float64)}, ValueError, "None together with swiglu"),
-        ({"swiglu": True, "weight": torch.zeros(7, 5, dtype=torch.float64)}, ValueError, "an even number of rows"),
-        ({"weight": torch.zeros(8, 5, dtype=torch.float64, requires_grad=True)}, ValueError, "requires no grad"),
-    ],
-)
-def test_bad_arguments(change: dict, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        skinny_linear(**(arguments() | change))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(2, 0, 4), (0, 3, 4), (2, 3, 0), (20, 0, 4)])
-def test_empty_sizes(rows: int, width: int, outputs: int, dtype: torch.dtype) -> None:
-    built = arguments(rows, width, outputs, ("bias",), dtype)
-    assert torch.equal(skinny_linear(**built), built["bias"].expand(rows, outputs) if not width else naive(**built))
+@pytest.mark.parametrize("way", CPU)
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 40, 2), (1, 512, 260), (5, 33, 18), (16, 300, 1002)])
+@pytest.mark.parametrize("behind", ["residual", "swiglu"])
+def test_any_number_of_threads_gives_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch, way: str, rows: int, width: int, outputs: int, behind: str
+) -> None:
+    outputs = outputs // 2 if behind == "swiglu" else outputs
+    arguments = given(way, rows, width, outputs, given=BOTH, behind=behind)
+    with running(way):
+        alone = skinny_linear(**arguments)
+        monkeypatch.setattr(cpu, "SHARE", 1)
+        for threads in (2, 3, 8):  # of the last some have nothing to do
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            with poisoned_memory():
+                assert torch.equal(skinny_linear(**arguments), alone)

@@ -1,174 +1,107 @@
+"""What is peculiar to `topk_entropy`: its order, of signed zeros, of any NaN and of equal values."""
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cases.topk_entropy import OP
 from torch import Tensor
+from ways import declared, names, running, with_dtypes
 
-from fb_kernels.testing import assert_close_to_reference
-from fb_kernels.topk_entropy import reference, topk_entropy
-from fb_kernels.topk_entropy.naive import topk_entropy as naive
+from fb_kernels import cuda, topk_entropy
+from fb_kernels.testing import poison_
+from fb_kernels.topk_entropy import reference
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-HOSTILE = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, -1.0, -2.5, 60000.0, -60000.0, 1e-7)
-
-
-def assert_matches(logits: Tensor, k: int) -> None:
-    entropy, values, indices = topk_entropy(logits, k)
-    want_entropy, want_values, want_indices = naive(logits.double(), k)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    assert entropy.dtype == values.dtype == dtype
-    assert indices.dtype == torch.int64
-    assert torch.equal(indices, want_indices)
-    torch.testing.assert_close(values, want_values.to(dtype), rtol=0, atol=0, equal_nan=True)
-    plain = torch.distributions.Categorical(logits=want_values.to(dtype), validate_args=False).entropy()
-    assert_close_to_reference(entropy, want_entropy, plain, scale=entropy_magnitude(want_values))
+of_every_way = pytest.mark.parametrize("way", names(OP))
+of_every_dtype = pytest.mark.parametrize(("way", "dtype"), with_dtypes(OP))
 
 
-def entropy_magnitude(values: Tensor) -> Tensor:
-    """Of -sum p log p over the last dimension: p is off by ulps of log p, and log of a sum from 1 on by ulps of 1."""
-    logp = values.double().log_softmax(-1)
-    size = torch.where(logp.exp() > 0, -logp, 0.0)
-    return 1 + (logp.exp() * size * (1 + size)).sum(-1)
-
-
-@settings(max_examples=40)
-@given(data=st.data())
-def test_matches_naive_on_hostile_rows(data: st.DataObject) -> None:
-    batch = data.draw(st.sampled_from([(), (0,), (1,), (3,), (2, 0), (2, 3)]))
-    width = data.draw(st.integers(1, 40))
-    k = data.draw(st.integers(1, width))
-    dtype = data.draw(st.sampled_from(DTYPES))
-    logits = torch.randn(*batch, width, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    pool = torch.tensor(HOSTILE)
-    if data.draw(st.booleans()):
-        picks = torch.tensor(
-            data.draw(st.lists(st.integers(0, 3 * len(HOSTILE)), min_size=logits.numel(), max_size=logits.numel())),
-            dtype=torch.int64,
-        ).view(logits.shape)
-        logits = torch.where(picks < len(HOSTILE), pool[picks.clamp(max=len(HOSTILE) - 1)], logits.round())
-    assert_matches(logits.to(dtype), k)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_naive_on_a_vocabulary(dtype: torch.dtype) -> None:
-    logits = (torch.randn(2, 5003, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-    assert_matches(logits, 64)
-    assert torch.equal(topk_entropy(logits)[2], topk_entropy(logits, 64)[2])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_within_twice_plain_pytorch(dtype: torch.dtype) -> None:
-    logits = (torch.randn(64, 500, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    want = naive(logits.double(), 64)[0]
-    plain = torch.distributions.Categorical(logits=logits.topk(64).values).entropy()
-    ours = topk_entropy(logits)[0]
-    assert_close_to_reference(ours, want, plain)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ties_go_to_the_lowest_index(dtype: torch.dtype) -> None:
-    logits = torch.zeros(2, 3000, dtype=dtype)
+@of_every_dtype
+def test_ties_go_to_the_lowest_index(way: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros(2, 5000, dtype=dtype)
     logits[:, ::2] = -0.0
-    logits[1, 1500] = 1.0
-    entropy, _, indices = topk_entropy(logits, 64)
+    logits[1, 4500] = 1.0
+    with running(way), declared(OP, way).small():
+        entropy, values, indices = topk_entropy(logits)
     assert indices[0].tolist() == list(range(64))
-    assert indices[1].tolist() == [1500, *range(63)]
+    assert indices[1].tolist() == [4500, *range(63)]
+    assert values[0].signbit().tolist() == [True, False] * 32
     torch.testing.assert_close(entropy[0].item(), math.log(64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_rows(dtype: torch.dtype) -> None:
+@of_every_dtype
+def test_non_finite_rows(way: str, dtype: torch.dtype) -> None:
     inf, nan = math.inf, math.nan
     logits = torch.tensor(
         [[0.0, nan, 1.0, nan], [-inf] * 4, [1.0, inf, 2.0, inf], [-inf, 1.0, -inf, 1.0], [inf, -inf, nan, 0.0]],
         dtype=dtype,
     )
-    entropy, values, indices = topk_entropy(logits, 3)
+    with running(way), declared(OP, way).small():
+        entropy, values, indices = topk_entropy(logits, 3)
     assert indices.tolist() == [[1, 3, 2], [0, 1, 2], [1, 3, 2], [1, 3, 0], [2, 0, 3]]
     assert entropy.isnan().tolist() == [True, True, True, False, True]
     torch.testing.assert_close(entropy[3].item(), math.log(2))
     assert values[3].tolist() == [1.0, 1.0, -inf]
 
 
+@of_every_way
 @pytest.mark.parametrize("bits", [-1, -4194304, 0x7F800001, 0x7FFFFFFF])
-def test_any_nan_payload_counts_as_the_largest(bits: int) -> None:
-    logits = torch.tensor([0.0, 0.0, math.inf])
+def test_any_nan_payload_counts_as_the_largest(way: str, bits: int) -> None:
+    logits = torch.tensor([0.0, 0.0, math.inf, 0.0, 0.0])
     logits.view(torch.int32)[1] = bits
-    assert topk_entropy(logits, 2)[2].tolist() == [1, 2]
+    logits[4] = math.nan
+    with running(way):
+        assert topk_entropy(logits, 3)[2].tolist() == [1, 4, 2]
 
 
-def test_negative_and_subnormal_order() -> None:
+@of_every_way
+def test_negative_and_subnormal_order(way: str) -> None:
     logits = torch.tensor([-1e-45, 1e-45, -3.0, -1e30, 0.0, -2.9999998])
-    assert topk_entropy(logits, 6)[2].tolist() == [1, 4, 0, 5, 2, 3]
+    with running(way):
+        assert topk_entropy(logits, 6)[2].tolist() == [1, 4, 0, 5, 2, 3]
 
 
-def test_unused_nan_rows_do_not_leak_and_rows_are_independent() -> None:
-    logits = torch.randn(4, 100)
-    alone = topk_entropy(logits[2:3], 8)
-    logits[[0, 1, 3]] = math.nan
-    for ours, want in zip(topk_entropy(logits, 8), alone, strict=True):
-        assert torch.equal(ours[2:3], want)
+@pytest.mark.parametrize(("way", "dtype"), [each for each in with_dtypes(OP) if each[0] != "triton"])
+def test_ties_across_every_border(way: str, dtype: torch.dtype) -> None:
+    """Where a kernel's bound is itself one of the keys."""
+    both = (torch.eye(33)[:31] + torch.eye(33).roll(1, 1)[:31]).to(dtype)
+    with running(way):
+        one, two = (torch.cat([topk_entropy(rows, k)[2] for rows in both.split(8)]) for k in (1, 2))
+    assert one[:, 0].tolist() == list(range(31))
+    assert two.tolist() == [[row, row + 1] for row in range(31)]
 
 
-@pytest.mark.parametrize("k", [1, 16])
-def test_strided_offset_and_transposed_input(k: int) -> None:
-    base = torch.randn(16, 5, 33)
-    for view in (base.transpose(0, 2), base[::2, 1:, ::2], base[..., 1::2].mT, base[:1].expand(4, -1, -1)):
-        assert_matches(view, min(k, view.shape[-1]))
-        assert all(ours.is_contiguous() for ours in topk_entropy(view, min(k, view.shape[-1])))
+@of_every_way
+def test_a_row_repeated_is_read_where_it_lies(way: str) -> None:
+    row = torch.randn(1, 17)
+    with running(way):
+        for mine, one in zip(topk_entropy(row.expand(3, -1), 3), topk_entropy(row, 3), strict=True):
+            assert torch.equal(mine, one.expand(mine.shape))
+
+
+def test_k_is_64_where_it_is_not_given() -> None:
+    logits = torch.randn(2, 70)
+    assert torch.equal(topk_entropy(logits)[2], topk_entropy(logits, 64)[2])
 
 
 def test_blocks_of_rows_equal_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 50)
-    whole = topk_entropy(logits, 5)
-    monkeypatch.setattr(reference, "ELEMENT_BLOCK", 100)
-    for ours, want in zip(topk_entropy(logits, 5), whole, strict=True):
-        assert torch.equal(ours, want)
+    with running("reference"):
+        whole = topk_entropy(logits, 5)
+        monkeypatch.setattr(reference, "ELEMENT_BLOCK", 100)
+        for ours, want in zip(topk_entropy(logits, 5), whole, strict=True):
+            assert torch.equal(ours, want)
 
 
-def test_empty_batches() -> None:
-    for shape in ((0, 9), (3, 0, 9), (0, 3, 9)):
-        entropy, values, indices = topk_entropy(torch.empty(shape), 3)
-        assert entropy.shape == shape[:-1]
-        assert values.shape == indices.shape == (*shape[:-1], 3)
-
-
-def test_carries_no_gradient_and_leaves_the_input_alone() -> None:
+def test_carries_no_gradient_and_shares_no_memory() -> None:
     logits = torch.randn(3, 20, requires_grad=True)
     before = logits.detach().clone()
-    first, second = topk_entropy(logits, 4), topk_entropy(logits, 4)
-    assert not any(out.requires_grad for out in first)
+    results = topk_entropy(logits, 20)
+    assert not any(out.requires_grad for out in results)
+    results[1].zero_()
     assert torch.equal(logits, before)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    first[1].zero_()
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    ("logits", "k"),
-    [
-        (torch.randn(3, 70), 64),
-        (torch.randn(70, dtype=torch.float64), 1),
-        (torch.randn(2, 9, 3).mT.bfloat16(), 9),
-        (torch.empty(0, 5), 2),
-    ],
-)
-def test_opcheck(logits: Tensor, k: int) -> None:
-    torch.library.opcheck(torch.ops.fb.topk_entropy.default, (logits, k))
-
-
-def test_compiles_without_breaks() -> None:
-    compiled = torch.compile(topk_entropy, fullgraph=True, backend="aot_eager")
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.randn(2, 3, 90, dtype=dtype, requires_grad=True)
-        for ours, want in zip(compiled(logits, 7), topk_entropy(logits, 7), strict=True):
-            assert torch.equal(ours, want)
-            assert not ours.requires_grad
 
 
 def test_a_k_that_follows_the_vocabulary_compiles_once() -> None:
@@ -181,21 +114,30 @@ def test_a_k_that_follows_the_vocabulary_compiles_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(compiled(logits), run(logits), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "argument"),
-    [
-        (lambda: topk_entropy([1.0, 2.0]), TypeError, "logits"),
-        (lambda: topk_entropy(torch.zeros(80, dtype=torch.int64)), TypeError, "logits"),
-        (lambda: topk_entropy(torch.tensor(1.0), 1), ValueError, "logits"),
-        (lambda: topk_entropy(torch.zeros(4), 5), ValueError, "k"),
-        (lambda: topk_entropy(torch.zeros(4), 0), ValueError, "k"),
-        (lambda: topk_entropy(torch.zeros(4, 0), 1), ValueError, "k"),
-        (lambda: topk_entropy(torch.zeros(4), 2.0), TypeError, "k"),
-        (lambda: topk_entropy(torch.zeros(4), True), TypeError, "k"),
-    ],
-)
-def test_bad_arguments(call: Callable[[], object], kind: type[Exception], argument: str) -> None:
-    with pytest.raises(kind, match=rf"^topk_entropy: {argument}: expected .*, got .*; .+") as caught:
-        call()
-    assert type(caught.value) is kind
-    assert_matches(torch.randn(2, 9), 3)
+def call(logits: Tensor, k: int, stream: int) -> tuple[Tensor, ...]:
+    """The C function; a host's stream that is not null stands for one that captures. Returns the workspace too."""
+    rows, width = logits.shape
+    entropy, values = torch.empty(rows), torch.empty(rows, k)
+    indices, workspace = (poison_(torch.empty(size, dtype=torch.int64)) for size in (rows * k, rows * (width + 1)))
+    found = cuda.library()
+    assert not isinstance(found, str)
+    places = [tensor.data_ptr() for tensor in (workspace, entropy, values, indices)]
+    assert found.fb_topk_entropy(logits.data_ptr(), logits.stride(0), rows, width, k, 0, *places, stream) == 0
+    return entropy, values, indices.view(rows, k), workspace
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
+@pytest.mark.usefixtures("cuda_kernels")
+def test_a_captured_launch_has_counters_of_its_own() -> None:
+    logits = torch.randn(3, 1100)
+    want = topk_entropy(logits, 9)
+    for _ in range(2):
+        *got, workspace = call(logits, 9, stream=1)
+        assert all(map(torch.equal, got, want))
+        groups = workspace.ne(torch.iinfo(torch.int64).max).sum()
+        assert groups % 3 == 0
+        assert workspace[groups:].eq(torch.iinfo(torch.int64).max).all()  # no counters there
+    *got, eager = call(logits, 9, stream=0)
+    assert all(map(torch.equal, got, want))
+    assert eager[:groups].equal(workspace[:groups])
+    assert eager[groups:].view(torch.int32)[:3].tolist() == [0] * 3  # as a replay of a graph needs to find them

@@ -17,7 +17,7 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
-from cases.base import Op
+from cases.base import Op, Way
 
 from fb_kernels import backend, cpu, cuda
 
@@ -62,6 +62,16 @@ def names(op: Op) -> list[str]:
     """The implementations of an op, the CPU's once for each width of vectors."""
     widths = [f"cpu {bits}" for bits in BITS] if "cpu" in op.ways else []
     return [name for name in op.ways if name != "cpu"] + widths
+
+
+def declared(op: Op, name: str) -> Way:
+    """What an op declares of one of its implementations."""
+    return op.ways[name.partition(" ")[0]]
+
+
+def with_dtypes(op: Op) -> list[tuple[str, torch.dtype]]:
+    """The implementations, each with every dtype that it takes."""
+    return [(name, dtype) for name in names(op) for dtype in declared(op, name).dtypes]
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import merge_attention_states, rms_norm, swiglu
+from cases import candidate_head, commit, merge_attention_states, rms_norm, skinny_linear, swiglu, topk_entropy
 from cases.base import Case, Op, ids, randn
-from fb_kernels import BranchLayout, DecodeState
+from fb_kernels import BranchLayout
 
 
 def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
@@ -47,17 +47,6 @@ def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict
     }
 
 
-def _linear(rows: int, *options: str, outputs: int = 12, width: int = 16) -> dict[str, Any]:
-    given = {
-        "bias": randn(outputs, seed=1),
-        "norm_weight": randn(width, seed=2),
-        "residual": randn(rows, outputs, seed=3),
-        "swiglu": True,
-    }
-    built = {"x": randn(rows, width), "weight": randn(outputs, width)}
-    return built | {name: given[name] for name in options}
-
-
 def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
     target = ids(*(3, 0, 10, -100, 7, 5)[:rows], dtype=torch.int64)
     return {"hidden": randn(rows, 8), "target": target, "bias": randn(vocabulary, seed=1)}
@@ -65,10 +54,6 @@ def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
 
 def _partials() -> dict[str, Tensor]:
     return {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)}
-
-
-def _state() -> DecodeState:
-    return DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1))
 
 
 def _attention(rows: int, slots: bool) -> dict[str, Any]:
@@ -101,32 +86,8 @@ _CASES: dict[str, Callable[[], Case]] = {
     "branch_attention_qkv, written": lambda: Case(
         "branch_attention_qkv", _attention(4, slots=True) | {"window": 4}, written=("k_cache", "v_cache")
     ),
-    "candidate_head": lambda: Case(
-        "candidate_head",
-        {
-            "hidden": randn(7, 16),
-            "norm_weight": randn(16),
-            "head_weight": randn(16, seed=1),
-            "cu_group": ids(0, 3, 3, 6),
-            "eps": 1e-6,
-            "head_bias": randn(1),
-        },
-        gradients=("hidden", "norm_weight", "head_weight", "head_bias"),
-    ),
     "combine_logprob_partials": lambda: Case(
         "combine_logprob_partials", dict(_partials()), gradients=("sumexp", "target_logit"), outputs=(0, 1)
-    ),
-    "commit_": lambda: Case(
-        "commit_",
-        {
-            "state": _state(),
-            "token": ids(9, 5, 6, 8),
-            "entropy": torch.tensor([0.5, 2.0, 0.1, 0.2]),
-            "threshold": torch.tensor([1.0, 1.0, 1.0, 1.0]),
-            "eos_ids": ids(7, 8, 2),
-            "max_length": ids(6, 6, 6, 6),
-        },
-        written=("state.tokens", "state.length", "state.halt"),
     ),
     "compatibility_targets": lambda: Case(
         "compatibility_targets",
@@ -174,16 +135,9 @@ _CASES: dict[str, Callable[[], Case]] = {
         _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
         written=("kv_out.0", "kv_out.1"),
     ),
-    "skinny_linear": lambda: Case("skinny_linear", _linear(3, "bias", "norm_weight")),
-    "skinny_linear, one row": lambda: Case("skinny_linear", _linear(1, "residual")),
-    "skinny_linear, residual": lambda: Case("skinny_linear", _linear(3, "bias", "residual")),
-    "skinny_linear, gated": lambda: Case("skinny_linear", _linear(3, "bias", "swiglu")),
-    "skinny_linear, many rows": lambda: Case("skinny_linear", _linear(20, "bias", "norm_weight", "residual")),
-    "topk_entropy": lambda: Case("topk_entropy", {"logits": randn(2, 3, 40), "k": 5}),
-    "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (merge_attention_states, rms_norm, swiglu)
+_DECLARED = (candidate_head, commit, merge_attention_states, rms_norm, skinny_linear, swiglu, topk_entropy)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES
