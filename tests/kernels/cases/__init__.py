@@ -8,29 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import merge_attention_states, rms_norm, swiglu
+from cases import branch_attention, merge_attention_states, rms_norm, swiglu
 from cases.base import Case, Op, ids, randn
-from fb_kernels import BranchLayout, DecodeState
-
-
-def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
-    """Two groups over one buffer; branches of the given lengths, the first half of them the first group's."""
-    prefix = (3, 4, 2, 8) if paged else (9, 2, 8)
-    half = len(lengths) // 2
-    return {
-        "q": randn(rows, 4, 8),
-        "k": randn(rows, 2, 8, seed=1) if own else None,
-        "v": randn(rows, 2, 8, seed=2) if own else None,
-        "prefix_k": randn(*prefix, seed=3),
-        "prefix_v": randn(*prefix, seed=4),
-        "layout": BranchLayout(
-            ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
-            ids(0, half, len(lengths)),
-            ids(1, 0) if paged else ids(1, 3),
-            ids(6, 4) if paged else ids(5, 6),
-            ids(2, 0, 1, -1).view(2, 2) if paged else None,
-        ),
-    }
+from fb_kernels import DecodeState
 
 
 def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict[str, Any]:
@@ -76,27 +56,7 @@ def _attention(rows: int, slots: bool) -> dict[str, Any]:
     return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
 
 
-_OWN = ("q", "k", "v")
 _CASES: dict[str, Callable[[], Case]] = {
-    "branch_attention": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3)) | {"return_lse": True}, gradients=_OWN
-    ),
-    "branch_attention, one row each": lambda: Case(
-        "branch_attention", _branches(6, (1,) * 6) | {"return_lse": True}, gradients=_OWN
-    ),
-    "branch_attention, one page each": lambda: Case(
-        "branch_attention",
-        Case("branch_attention", _branches(6, (1,) * 6, paged=True) | {"return_lse": True}).changed(
-            **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
-        ),
-        gradients=_OWN,
-    ),
-    "branch_attention, paged": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3), paged=True) | {"window": 3, "softcap": 2.0}, gradients=_OWN
-    ),
-    "branch_attention, prefix only": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3), own=False), gradients=("q",)
-    ),
     "branch_attention_qkv": lambda: Case("branch_attention_qkv", _attention(1, slots=False)),
     "branch_attention_qkv, written": lambda: Case(
         "branch_attention_qkv", _attention(4, slots=True) | {"window": 4}, written=("k_cache", "v_cache")
@@ -183,7 +143,7 @@ _CASES: dict[str, Callable[[], Case]] = {
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (merge_attention_states, rms_norm, swiglu)
+_DECLARED = (branch_attention, merge_attention_states, rms_norm, swiglu)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES

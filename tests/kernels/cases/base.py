@@ -32,6 +32,7 @@ class Case:
     written: tuple[str, ...] = ()  # tensors that the op writes to
     gradients: tuple[str, ...] = ()  # tensors that gradients reach
     outputs: tuple[int, ...] = (0,)  # the results that carry them
+    tested: torch.dtype = torch.float64  # in which it is called, where this is a wider copy
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -140,7 +141,8 @@ class Op:
         """The case with its floats in a dtype."""
         own = torch.promote_types(dtype, torch.float32)
         floats = {name: x for name, x in case.tensors.items() if x.is_floating_point()}
-        return case.with_(**{name: x.to(own if name in self.wide else dtype) for name, x in floats.items()})
+        cast = {name: x.to(own if name in self.wide else dtype) for name, x in floats.items()}
+        return replace(case.with_(**cast), tested=dtype)
 
 
 def single(case: Case) -> Case:
