@@ -65,10 +65,13 @@ def upstream(case: Case, results: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def check(op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], which_strange: bool = True) -> None:
+def check(
+    op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], pulled: Sequence[Tensor] = ()
+) -> None:
     """Against the definition in float64, and plain PyTorch in each result's dtype."""
     truths: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    pulled = upstream(case, results) if grads else []
+    if grads:
+        pulled = pulled or upstream(case, results)
     wide = replace(op.cast(case, torch.float64), tested=case.tested)
     for dtype in {torch.float64, *(x.dtype for x in (*results, *grads) if x.is_floating_point())}:
         truths[dtype] = evaluate(op.cast(case, dtype), lambda each: op.truth(each, results), pulled)

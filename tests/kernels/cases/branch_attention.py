@@ -23,6 +23,9 @@ Groups = Sequence[tuple[Sequence[int], int, int]]  # rows of each branch, first 
 OWN = ("q", "k", "v")
 TILE, SPLIT = 1 << 20, 1  # hints of the longest branch, which decide which kernel of Triton's runs
 
+LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
+BACKWARD_LAUNCH = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}
+
 
 def make(
     groups: Groups,
@@ -186,14 +189,12 @@ def small_blocks() -> Iterator[None]:
 
 
 @contextmanager
-def small(forward: int = 8, chunk: int = 8) -> Iterator[None]:
+def small() -> Iterator[None]:
     """Blocks so small that a few keys, rows and offsets span several, and pieces of one block."""
-    launch = {"BLOCK_M": forward, "BLOCK_N": forward // 2, "num_warps": 4, "num_stages": 1}
-    backward = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}
     given = launched(
-        branch_attention=launch,
-        branch_attention_split=launch | {"CHUNK": chunk},
-        branch_attention_backward=backward,
+        branch_attention=LAUNCH,
+        branch_attention_split=LAUNCH | {"CHUNK": 8},
+        branch_attention_backward=BACKWARD_LAUNCH,
     )
     with given, mock.patch.object(triton_backward, "PIECE", 16), mock.patch.object(triton_layout, "OFFSETS", 4):
         yield
