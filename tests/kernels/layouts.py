@@ -12,12 +12,12 @@ from fb_kernels.testing import poison_
 PAD = 5
 
 
-def laid(x: Tensor, *, step: int = 1, pad: int = 0, reverse: bool = False) -> Tensor:
+def laid(x: Tensor, *, step: int = 1, pad: int = 0, reverse: bool = False, around: int = PAD) -> Tensor:
     """The values of x at a step in each dimension, `pad` places behind each row, in memory that is poison elsewhere."""
     order = list(range(x.ndim))[:: -1 if reverse else 1]
     sizes = [step * x.shape[dimension] + pad for dimension in order]
-    flat = poison_(x.new_empty(torch.Size(sizes).numel() + 2 * PAD))
-    view = flat[PAD : len(flat) - PAD].view(sizes)
+    flat = poison_(x.new_empty(torch.Size(sizes).numel() + 2 * around))
+    view = flat[around : len(flat) - around].view(sizes)
     for place, dimension in enumerate(order):
         view = view.narrow(place, 0, step * x.shape[dimension])
     view = view[tuple(slice(None, None, step) for _ in order)].permute([order.index(d) for d in range(x.ndim)])
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": laid,
     "steps of 2": lambda x: laid(x, step=2),
     "rows apart": lambda x: laid(x, pad=3),
+    "aligned": lambda x: laid(x, pad=16, around=16),  # in rows of 16 bytes, so are all their ends
     "transposed": lambda x: laid(x, reverse=True),
     "transposed, steps of 3": lambda x: laid(x, step=3, reverse=True),
     "expanded": lambda x: laid(x[:1]).expand_as(x) if x.ndim else x,

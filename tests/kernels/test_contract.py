@@ -52,8 +52,12 @@ def evaluate(
     leaves = {name: case.tensors[name].detach().requires_grad_() for name in case.gradients}
     results = function(case.with_(**leaves))
     carriers = [results[place] for place in case.outputs]
-    given = [g.to(x.dtype) for g, x in zip(pulled or upstream(case, results), carriers, strict=True)]
-    grads = torch.autograd.grad(carriers, list(leaves.values()), given, allow_unused=True)
+    pairs = list(zip(carriers, pulled or upstream(case, results), strict=True))
+    reached = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad]  # a definition's zeros of nothing are not
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if reached:
+        results_reached, given = zip(*reached, strict=True)
+        grads = torch.autograd.grad(results_reached, list(leaves.values()), given, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values(), strict=True)]
     return [x.detach() for x in results], filled
 
@@ -72,11 +76,11 @@ def check(
     truths: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     if grads:
         pulled = pulled or upstream(case, results)
-    wide = replace(op.cast(case, torch.float64), tested=case.tested)
+    wide = op.cast(case, torch.float64)
     for dtype in {torch.float64, *(x.dtype for x in (*results, *grads) if x.is_floating_point())}:
         truths[dtype] = evaluate(op.cast(case, dtype), lambda each: op.truth(each, results), pulled)
     truth, exact = truths[torch.float64]
-    scales = op.scales(wide, truth) if op.scales else [None] * len(truth)
+    scales = op.scales(case, truth) if op.scales else [None] * len(truth)
     for place, (mine, want, scale) in enumerate(zip(results, truth, scales, strict=True)):
         if mine.is_floating_point():
             if not op.which_strange:
@@ -110,7 +114,8 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     small, pick = data.draw(st.booleans()), random.Random(data.draw(seeds))
     case, share = op.cast(op.make(**sizes), dtype), data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])) if op.rows else 0
     case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in op.rows if each in case.tensors})
-    laid = {each: pick.choice(taken.layouts) for each in case.tensors}
+    alike = pick.choice([None, *taken.layouts])
+    laid = {each: alike or pick.choice(taken.layouts) for each in case.tensors}
     with running(way), taken.small() if small else nullcontext():
         runs = []
         for memory in (poisoned_memory, nullcontext):
@@ -136,7 +141,7 @@ def test_it_is_the_definition_past_a_block(name: str, way: str) -> None:
         for dtype in taken.dtypes:
             case = op.cast(op.make(**sizes), dtype)
             with running(way):
-                check(op, case, *evaluate(case))
+                check(op, case, *evaluate(case.fresh()))
 
 
 def hostile(x: Tensor, share: float, pick: random.Random) -> Tensor:
@@ -153,13 +158,13 @@ def test_a_row_is_its_own(name: str, way: str) -> None:
     for dtype in taken.dtypes[:1] if way == "triton" else taken.dtypes:
         case = op.cast(op.make(**op.typical), dtype)
         with running(way), taken.small():
-            clean = evaluate(case)
+            clean = evaluate(case.fresh())
             for row, (argument, (value, whole)) in enumerate(itertools.product(op.rows, HOSTILE)):
                 x, place = case.tensors[argument].clone(), op.rows[argument]
                 others = torch.tensor([other for other in range(x.shape[place]) if other != row % x.shape[place]])
                 mine = x.select(place, row % x.shape[place])
-                (mine if whole else mine[..., -1]).fill_(value)
-                results, grads = evaluate(case.with_(**{argument: x}))
+                (mine[..., -1] if mine.ndim and not whole else mine).fill_(value)
+                results, grads = evaluate(case.fresh().with_(**{argument: x}))
                 pairs = list(zip(results, clean[0], op.result_rows, strict=False))
                 own = zip(case.gradients, grads, clean[1], strict=True)
                 pairs += [(grad, before, op.rows[leaf]) for leaf, grad, before in own if leaf in op.rows]
@@ -219,24 +224,30 @@ class Seen(TorchDispatchMode):
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)
-    for sizes in (op.typical, *(op.tiny if way == "reference" else ())):
-        checked(op.cast(op.make(**sizes), taken.dtypes[-1]), way)
+    cases = [op.cast(op.make(**op.typical), taken.dtypes[-1])]
+    cases += [op.make(**sizes) for sizes in op.tiny] if way == "reference" else []
+    for case in cases:
+        with running(way):
+            checked(case, way)
 
 
 def checked(case: Case, way: str) -> None:
-    with running(way):
-        with Seen() as seen:
-            evaluate(case)
-        assert seen.calls
-        trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
-        for operator, arguments in seen.calls:
-            given = [
-                x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments
-            ]
-            if operator._schema.name.endswith("_backward"):
-                given = [x.detach() if isinstance(x, Tensor) else x for x in given]
-            with backend.override("auto") if way.startswith("cpu") else nullcontext():  # its gradients are expanded
-                torch.library.opcheck(operator, tuple(given))
+    with Seen() as seen:
+        evaluate(case.fresh())
+    assert seen.calls
+    with Seen() as alone:
+        for leaf in case.gradients:
+            evaluate(replace(case, gradients=(leaf,)))
+    seen.calls += [call for call in alone.calls if call[0]._schema.name.endswith("_backward")]
+    trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
+    for operator, arguments in seen.calls:
+        given = [
+            x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments
+        ]
+        if operator._schema.name.endswith("_backward"):
+            given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        with backend.override("auto") if way.startswith("cpu") else nullcontext():  # its gradients are expanded
+            torch.library.opcheck(operator, tuple(given))
 
 
 @pytest.mark.parametrize("name", [name for name, way in DIFFERENTIABLE if way == "reference"])
@@ -257,7 +268,7 @@ def test_gradcheck(name: str) -> None:
 def test_it_compiles_whole(name: str) -> None:
     op = OPS[name]
     case = op.cast(op.make(**op.typical), torch.float32)
-    keys = [key for key in case.tensors if case.tensors[key].is_floating_point()]
+    keys = [key for key, x in case.tensors.items() if x.is_floating_point() or key in case.written]
 
     def run(*values: Tensor) -> list[Tensor]:
         return replace(case, arguments=case.changed(**dict(zip(keys, values, strict=True)))).run()
@@ -265,7 +276,7 @@ def test_it_compiles_whole(name: str) -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
 
     def through(function: Callable, case: Case) -> list[Tensor]:
-        return listed(function(*(case.tensors[key] for key in keys)))
+        return listed(function(*(case.tensors[key].clone() for key in keys)))
 
     eager, mine = (evaluate(case, partial(through, function)) for function in (run, compiled))
     assert same(eager[0], mine[0])
@@ -297,14 +308,13 @@ def test_what_it_was_not_made_for_is_left_to_others(name: str, way: str) -> None
     kind = way.partition(" ")[0]
     double = [partial(op.make, **op.typical)] if torch.float64 not in taken.dtypes else []
     for make in (*double, *taken.refused):
-        case = make()
         with running(way):
             with pytest.raises(ValueError, match=f"{op.name}: expected arguments that the {kind} kernel takes"):
-                case.run()
+                make().run()
             with backend.override("reference"):
-                expected = case.run()
+                expected = make().run()
             with backend.override("auto"):
-                assert same(case.run(), expected)
+                assert same(make().run(), expected)
 
 
 WRONG = [(op, *wrong) for op in OPS for wrong in OPS[op].wrong]

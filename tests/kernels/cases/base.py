@@ -19,6 +19,7 @@ from fb_kernels import BranchLayout, DecodeState, tuning
 Sizes = dict[str, Any]
 INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
 CONTIGUOUS = ("offset",)
+ROWS = ("offset", "rows apart", "aligned")  # whose last dimension has no gaps
 WIDTHS = st.sampled_from((1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129))  # around those of vectors
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,7 +33,7 @@ class Case:
     written: tuple[str, ...] = ()  # tensors that the op writes to
     gradients: tuple[str, ...] = ()  # tensors that gradients reach
     outputs: tuple[int, ...] = (0,)  # the results that carry them
-    tested: torch.dtype = torch.float64  # in which it is called, where this is a wider copy
+    least: dict[str, torch.dtype] = field(default_factory=dict)  # of floats that no cast makes narrower
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -73,6 +74,10 @@ class Case:
         """The case with other arguments."""
         return replace(self, arguments=self.changed(**changes))
 
+    def fresh(self) -> Case:
+        """The case with what is written in memory of its own, for one more call."""
+        return self.with_(**{name: self.tensors[name].clone() for name in self.written})
+
     def run(self, **changes: Any) -> list[Tensor]:
         """What it returns, then what it wrote."""
         built = self.changed(**changes)
@@ -111,8 +116,9 @@ class Op:
         tiny: sizes for gradcheck.
         truth: what the call should return, in the dtype of its arguments; it may read the results, where a rounded
             one decides the next.
-        scales: of each result, the magnitude at which units in the last place count; see `assert_close_to_reference`.
-        gradient_scales: the same of each gradient, from the upstream ones.
+        scales: of each result, the magnitude at which units in the last place count, from the call and its truth; see
+            `assert_close_to_reference`.
+        gradient_scales: the same of each gradient, from the upstream ones, with the call in float64.
         wide: floats that stay in float32 when the others are narrower.
         rows: tensors whose rows are independent of each other, and in which dimension they lie.
         result_rows: the dimension of rows in each result.
@@ -139,10 +145,10 @@ class Op:
 
     def cast(self, case: Case, dtype: torch.dtype) -> Case:
         """The case with its floats in a dtype."""
-        own = torch.promote_types(dtype, torch.float32)
+        least = dict.fromkeys(self.wide, torch.float32) | case.least
         floats = {name: x for name, x in case.tensors.items() if x.is_floating_point()}
-        cast = {name: x.to(own if name in self.wide else dtype) for name, x in floats.items()}
-        return replace(case.with_(**cast), tested=dtype)
+        dtypes = {name: torch.promote_types(dtype, least.get(name, dtype)) for name in floats}
+        return case.with_(**{name: x.to(dtypes[name]) for name, x in floats.items()})
 
 
 def single(case: Case) -> Case:
@@ -170,7 +176,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def normal(seed: int, *shapes: Sequence[int]) -> list[Tensor]:
     """Float64 tensors, one after the other from one source."""
     source = generator(seed)
-    return [torch.randn(*shape, generator=source, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(tuple(shape), generator=source, dtype=torch.float64) for shape in shapes]
 
 
 def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -109,33 +109,34 @@ def rounding(case: Case) -> Tensor:
     return states(case, **keys, softcap=None)[1].clamp(min=0.0)
 
 
-def moved(case: Case) -> Tensor:
+def moved(case: Case, dtype: torch.dtype) -> Tensor:
     """[T, Hq, 1]: what a probability weighs moves with its score, which is rounded in the wider dtype."""
-    eps = torch.finfo(accumulation_dtype(case.tested)).eps / torch.finfo(case.tested).eps
+    eps = torch.finfo(accumulation_dtype(dtype)).eps / torch.finfo(dtype).eps
     return 1 + eps * rounding(case).T[..., None]
 
 
 def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
     """The sums of |terms| of out, and the scores of lse."""
+    dtype, case = case.arguments["q"].dtype, OP.cast(case, torch.float64)
     size = sizes_of(case)
     values = {name: size[name] for name in ("v", "prefix_v") if name in size}
-    out = states(case, **values)[0] * moved(case)
+    out = states(case, **values)[0] * moved(case, dtype)
     return [out.amax(-1, keepdim=True), 1 + rounding(case)][: len(truth)]
 
 
 def gradient_scales(case: Case, _: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
     """Likewise; dout . v - dout . out may cancel, and is at most twice the largest dout . v."""
     size, pull, width = sizes_of(case), magnitude(upstream[0]), case.arguments["q"].shape[-1]
-    own = "k" in size
+    own, shift = "k" in size, moved(case, upstream[0].dtype)
     as_values = {"prefix_v": size["prefix_k"]} | ({"v": size["k"]} if own else {})
     as_keys = {"q": pull, "prefix_k": size["prefix_v"]} | ({"k": size["v"]} if own else {})
     reach = states(case, **as_keys, scale=1.0, softcap=None)[1].clamp(min=0.0).T[..., None]
-    ds = 2 * reach * moved(case) * (case.arguments.get("scale") or width**-0.5)
+    ds = 2 * reach * shift * (case.arguments.get("scale") or width**-0.5)
     terms = [ds * states(case, **as_values)[0]]
     if own:
         q, values = (case.arguments[name].detach().requires_grad_() for name in ("q", "v"))
         out = states(case, q=q, v=values)[0]
-        for pulled in (ds * size["q"], pull * moved(case)):
+        for pulled in (ds * size["q"], pull * shift):
             terms += torch.autograd.grad(out, values, pulled, retain_graph=True, materialize_grads=True)
     return [x.abs().amax(-1, keepdim=True) for x in terms]
 
