@@ -112,10 +112,13 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     op, taken = declared(name, way)
     sizes, dtype = data.draw(op.sizes if taken.sizes is None else taken.sizes), data.draw(st.sampled_from(taken.dtypes))
     small, pick = data.draw(st.booleans()), random.Random(data.draw(seeds))
-    case, share = op.cast(op.make(**sizes), dtype), data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])) if op.rows else 0
-    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in op.rows if each in case.tensors})
+    case = op.cast(op.make(**sizes), dtype)
+    strange = [each for each in (op.rows if op.hostile is None else op.hostile) if each in case.tensors]
+    share = data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])) if strange else 0.0
+    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in strange})
     alike = pick.choice([None, *taken.layouts])
-    laid = {each: alike or pick.choice(taken.layouts) for each in case.tensors}
+    apart = {each: ["rows apart"] * (each in taken.apart) for each in case.tensors}
+    laid = {each: pick.choice([*([alike] if alike else taken.layouts), *apart[each]]) for each in case.tensors}
     with running(way), taken.small() if small else nullcontext():
         runs = []
         for memory in (poisoned_memory, nullcontext):
@@ -241,9 +244,7 @@ def checked(case: Case, way: str) -> None:
     seen.calls += [call for call in alone.calls if call[0]._schema.name.endswith("_backward")]
     trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
     for operator, arguments in seen.calls:
-        given = [
-            x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments
-        ]
+        given = [x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments]
         if operator._schema.name.endswith("_backward"):
             given = [x.detach() if isinstance(x, Tensor) else x for x in given]
         with backend.override("auto") if way.startswith("cpu") else nullcontext():  # its gradients are expanded

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_branch_attention_qkv as attention
 import test_candidate_head as heads
 import test_linear_logprob as logprobs
 import test_qk_norm_rope as rotation
 import test_skinny_linear as linear
 import torch
+from cases.base import single
 from cases.branch_attention import one_row
+from cases.branch_attention_qkv import make as make_attention
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_contract import evaluate
@@ -27,7 +28,6 @@ from ways import BITS, running
 
 from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
-from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.candidate_head import cpu as head_kernels
@@ -61,13 +61,21 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def changed(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The arguments, with another in place of each tensor of floating point."""
+    return {
+        name: change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
 def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    return attention.changed(arguments, Tensor.double)
+    return changed(arguments, Tensor.double)
 
 
 def check_linear(out: Tensor, arguments: dict[str, Any]) -> None:
     """At the scale of the arguments without signs, of which nothing cancels."""
-    scale = linear.naive(**attention.changed(arguments, magnitude)).amax(-1, keepdim=True) if out.numel() else None
+    scale = linear.naive(**changed(arguments, magnitude)).amax(-1, keepdim=True) if out.numel() else None
     assert_close_to_reference(out, linear.naive(**wide(arguments)), linear.naive(**arguments), scale=scale)
 
 
@@ -133,114 +141,6 @@ def test_gating_of_every_size() -> None:
     whole = (gate > -88) & (gate.abs() > 1e-37)  # below, the exponential is inf, as in PyTorch
     torch.testing.assert_close(out[whole], expected[whole].float(), rtol=6e-7, atol=0)
     torch.testing.assert_close(out[~whole], expected[~whole].float(), rtol=0, atol=6e-37, equal_nan=True)
-
-
-@given_here
-@given(
-    rows=st.integers(1, 5),
-    kv_heads=st.integers(1, 3),
-    repeat=st.integers(1, 4),
-    half=st.sampled_from([1, 2, 3, 4, 8, 9, 16, 32, 40]),
-    held=st.integers(0, 40),
-    weights=st.sampled_from(["qk", "q", "k", ""]),
-    window=st.none() | st.integers(1, 45),
-    keep=st.sampled_from(["none", "all", "some"]),
-    wide_indices=st.booleans(),
-    relaid=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_attention_matches_float64(
-    rows: int,
-    kv_heads: int,
-    repeat: int,
-    half: int,
-    held: int,
-    weights: str,
-    window: int | None,
-    keep: str,
-    wide_indices: bool,
-    relaid: bool,
-    seed: int,
-) -> None:
-    slots = None
-    if keep != "none":
-        slots = [held + row if keep == "all" or row % 2 else -1 - row for row in range(rows)]
-    arguments = attention.case(
-        rows, kv_heads, repeat, 2 * half, held, 46, slots=slots, seed=seed, window=window, dtype=torch.float32
-    )
-    for name in ("q", "k"):
-        if name not in weights:
-            arguments[f"{name}_weight"] = None
-    if wide_indices:
-        for name in ("positions", "held", "slots"):
-            arguments[name] = None if arguments[name] is None else arguments[name].long()
-    if relaid:
-        arguments |= {name: apart(arguments[name], 1) for name in ("qkv", "k_cache")}
-        arguments["v_cache"] = arguments["v_cache"].transpose(0, 1).contiguous().transpose(0, 1)
-    expected, k, _ = attention.naive(wide(arguments))
-    plain, plain_k, v = attention.naive(arguments)
-    out_scale, k_scale = attention.magnitudes(arguments)
-    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
-    with poisoned_memory():
-        out = branch_attention_qkv(**arguments)
-    assert_close_to_reference(out, expected, plain, scale=out_scale)
-    kept = [row for row, slot in enumerate(slots or []) if slot >= 0]
-    at = [held + row for row in kept]
-    assert_close_to_reference(arguments["k_cache"][at], k[kept], plain_k[kept], scale=k_scale[kept])
-    caches["k_cache"][at], caches["v_cache"][at] = arguments["k_cache"][at], v[kept]
-    for name, whole in caches.items():
-        torch.testing.assert_close(arguments[name], whole, rtol=0, atol=0, equal_nan=True)
-    for row in range(rows):
-        names = ("qkv", "positions", "slots")
-        alone = {name: None if arguments[name] is None else arguments[name][row : row + 1] for name in names}
-        assert torch.equal(branch_attention_qkv(**(arguments | alone)), out[row : row + 1])
-
-
-def test_attention_over_a_long_context() -> None:
-    arguments = attention.case(1, 2, 2, 64, 3000, 3001, slots=[3000], dtype=torch.float32)
-    check_attention(branch_attention_qkv(**arguments), arguments)
-
-
-def check_attention(out: Tensor, arguments: dict[str, Any]) -> None:
-    expected, plain = attention.naive(wide(arguments))[0], attention.naive(arguments)[0]
-    assert_close_to_reference(out, expected, plain, scale=attention.magnitudes(arguments)[0])
-
-
-def test_attention_hostile_values() -> None:
-    """What a row holds stays in it, what is seen shows, and what lies behind the held keys does not."""
-    arguments = attention.case(4, head_dim=32, held=19, size=40, dtype=torch.float32)
-    clean = branch_attention_qkv(**arguments)
-    assert clean.isfinite().all()
-    for value in (NAN, INF):
-        poisoned = arguments | {"qkv": arguments["qkv"].clone()}
-        poisoned["qkv"][1] = value
-        out = branch_attention_qkv(**poisoned)
-        assert torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
-        assert out[1].isnan().all()
-        for name in ("k_cache", "v_cache"):
-            seen = arguments | {name: arguments[name].clone()}
-            seen[name][7, 1, 3] = value
-            out = branch_attention_qkv(**seen)
-            check_attention(out, seen)
-            assert torch.equal(out[:, :2], clean[:, :2])
-            assert not out[:, 2:].isfinite().all()
-
-
-def test_attention_to_large_scores() -> None:
-    arguments = attention.case(2, head_dim=16, held=30, size=31, dtype=torch.float32, scale=50.0)
-    check_attention(branch_attention_qkv(**arguments), arguments)
-
-
-@pytest.mark.parametrize(
-    "change", [{"held": [41]}, {"held": [-1]}, {"slots": [5]}, {"slots": [40]}, {"positions": [41]}]
-)
-def test_attention_out_of_range_writes_nothing(change: dict[str, list[int]]) -> None:
-    arguments = attention.case(1, held=19, size=40, slots=[19], dtype=torch.float32)
-    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
-    before = arguments["k_cache"].clone()
-    with pytest.raises(ValueError, match=f"{next(iter(change))}|kv_out"):
-        branch_attention_qkv(**arguments)
-    torch.testing.assert_close(arguments["k_cache"], before, rtol=0, atol=0, equal_nan=True)
 
 
 @given_here
@@ -557,24 +457,18 @@ def test_what_the_small_kernels_leave_to_others(index: int) -> None:
 
 def calls() -> list[tuple[str, Callable[[], object]]]:
     """Arguments that are not taken."""
-    one = attention.case(1, held=5, dtype=torch.float32)
-    many = attention.case(33, dtype=torch.float32)
-    longer = one | {"v_cache": one["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
     return [
         ("skinny_linear", lambda: skinny_linear(**linear.arguments())),
         ("skinny_linear", lambda: skinny_linear(**linear.arguments(17, dtype=torch.float32))),
         ("skinny_linear", lambda: skinny_linear(torch.ones(3, 4).t(), torch.ones(5, 3))),
         ("skinny_linear", lambda: skinny_linear(torch.ones(1, 3), torch.ones(3, 5).t())),
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**attention.case())),
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**many)),
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**longer)),
         ("topk_entropy", lambda: topk_entropy(torch.ones(2, 9, dtype=torch.float64), 3)),
         ("topk_entropy", lambda: topk_entropy(torch.ones(9, 9), 3)),
         ("topk_entropy", lambda: topk_entropy(torch.ones(2, 99), 65)),
     ]
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(7))
 def test_what_others_do_is_not_taken(index: int) -> None:
     not_taken(*calls()[index])
 
@@ -647,7 +541,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     with backend.override("auto"):
         evaluate(one_row((2, 0, 3)))
         skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
-        branch_attention_qkv(**attention.case(1, dtype=torch.float32))
+        single(make_attention(1)).run()
         rms_norm(ones(2, 3), ones(3), 0.1)
         swiglu(ones(2, 4))
         merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))

@@ -8,23 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import branch_attention, merge_attention_states, rms_norm, swiglu
-from cases.base import Case, Op, ids, randn
+from cases import branch_attention, branch_attention_qkv, merge_attention_states, rms_norm, swiglu
+from cases.base import Case, Op, heads, ids, randn
 from fb_kernels import DecodeState
-
-
-def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict[str, Any]:
-    angles = randn(12, width // 2).repeat(1, 2)
-    return {
-        "qkv": randn(rows, (heads + 2 * kv_heads) * width),
-        "q_weight": randn(width, seed=1),
-        "k_weight": randn(width, seed=2),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-    }
 
 
 def _linear(rows: int, *options: str, outputs: int = 12, width: int = 16) -> dict[str, Any]:
@@ -51,16 +37,7 @@ def _state() -> DecodeState:
     return DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1))
 
 
-def _attention(rows: int, slots: bool) -> dict[str, Any]:
-    built = _heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
-    return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
-
-
 _CASES: dict[str, Callable[[], Case]] = {
-    "branch_attention_qkv": lambda: Case("branch_attention_qkv", _attention(1, slots=False)),
-    "branch_attention_qkv, written": lambda: Case(
-        "branch_attention_qkv", _attention(4, slots=True) | {"window": 4}, written=("k_cache", "v_cache")
-    ),
     "candidate_head": lambda: Case(
         "candidate_head",
         {
@@ -124,14 +101,14 @@ _CASES: dict[str, Callable[[], Case]] = {
         outputs=(1, 2),
     ),
     "qk_norm_rope": lambda: Case(
-        "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+        "qk_norm_rope", heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
     ),
     "qk_norm_rope, one row": lambda: Case(
-        "qk_norm_rope", _heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+        "qk_norm_rope", heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
     ),
     "qk_norm_rope, written": lambda: Case(
         "qk_norm_rope",
-        _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
+        heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
         written=("kv_out.0", "kv_out.1"),
     ),
     "skinny_linear": lambda: Case("skinny_linear", _linear(3, "bias", "norm_weight")),
@@ -143,7 +120,7 @@ _CASES: dict[str, Callable[[], Case]] = {
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (branch_attention, merge_attention_states, rms_norm, swiglu)
+_DECLARED = (branch_attention, branch_attention_qkv, merge_attention_states, rms_norm, swiglu)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES
