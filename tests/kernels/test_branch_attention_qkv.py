@@ -108,3 +108,8 @@ def test_compiled_rows_and_slots_may_lie_apart(rows: int) -> None:
         padded[name] = torch.nn.functional.pad(padded[name], (0, 0, 0, 1), value=torch.nan)[:, :-1]
     with running("cuda"):
         check(OP, case, case.with_(**padded).run(), [])
+
+
+def test_tables_of_nothing_are_not_read() -> None:
+    with running("cuda"), pytest.raises(ValueError, match="expected arguments that the cuda kernel takes"):
+        in_16_bits().run(cos=torch.ones(0, 64), sin=torch.ones(0, 64))

@@ -34,19 +34,22 @@ def make(
     *,
     normed: tuple[bool, bool] = (True, True),
     keep: str = "all",
+    heads_first: bool = False,
     unheld: float = math.nan,
     wide_tables: bool = False,
     index: torch.dtype = torch.int32,
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """All rows, some or none are kept; the cache holds what is never to be seen from `held` on."""
+    """All rows, some or none are kept; the caches hold what is never to be seen from `held` on."""
     width, source = 2 * half, generator(seed)
     shapes = [((repeat + 2) * kv_heads * width,), (held + spare, kv_heads, width), (held + spare, kv_heads, width)]
     qkv, *caches = normal(seed, (rows, *shapes[0]), *shapes[1:])
     q_weight, k_weight, *angles = normal(seed + 1, (width,), (width,), (LENGTH, width), (LENGTH, width))
     for cache in caches:
         cache[held:] = unheld
+    if heads_first:
+        caches[1] = caches[1].transpose(0, 1).contiguous().transpose(0, 1)
     slots = None
     if keep != "none":
         slots = (held + torch.randperm(spare, generator=source)[:rows]).to(index)
@@ -195,6 +198,7 @@ OP = Op(
                 lambda: retyped(*TABLES, dtype=torch.float64),
                 lambda: retyped("positions", "held", "slots", dtype=torch.int64),
                 *((lambda name=name: relaid(name)) for name in ("qkv", "sin", "v_cache")),
+                lambda: in_16_bits(unheld=0.0).with_(v_cache=torch.ones(9, 4, 64).bfloat16()[:, :2]),
                 lambda: in_16_bits().with_(slots=torch.stack([ids(5, 6, 7)] * 2, 1)[:, 0]),
                 shifted,
                 lambda: in_16_bits(rows=33, spare=33),
@@ -210,6 +214,7 @@ OP = Op(
             also=[
                 {"rows": 1, "half": 32, "held": 3000},
                 {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
+                {"heads_first": True},
             ],
             refused=[
                 lambda: single(make(33, keep="none")),
