@@ -129,6 +129,18 @@ def test_long_runs_of_nan_are_not_dropped(way: str) -> None:
         assert clean.run()[0].isfinite().all()
 
 
+@pytest.mark.parametrize("way", ["reference", "device", "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 2}, {"window": 5, "page": 3}, {"softcap": 1.5}, {"window": 20, "softcap": 2.0, "scale": 0.7}],
+    ids=str,
+)
+def test_branches_of_many_blocks(options: dict[str, Any], way: str) -> None:
+    case = single(make([([17], 0, 0), ([3, 0, 15], 2, 35)], FEW, 16, **options))
+    with blocks(way):
+        check(OP, case, *evaluate(case))
+
+
 @kernels(WHOLE)
 def test_a_large_soft_cap_of_small_scores_does_not_cancel(way: str, longest: int | None) -> None:
     case = single(make([([2], 0, 9)], FEW, softcap=1000.0, longest=longest))
