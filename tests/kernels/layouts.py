@@ -29,6 +29,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": laid,
     "steps of 2": lambda x: laid(x, step=2),
     "rows apart": lambda x: laid(x, pad=3),
+    "packed": lambda x: laid(x, around=16),
     "aligned": lambda x: laid(x, pad=16, around=16),  # in rows of 16 bytes, so are all their ends
     "transposed": lambda x: laid(x, reverse=True),
     "transposed, steps of 3": lambda x: laid(x, step=3, reverse=True),

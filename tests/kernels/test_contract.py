@@ -53,8 +53,12 @@ def evaluate(
     leaves = {name: case.tensors[name].detach().requires_grad_() for name in case.gradients}
     results = function(case.with_(**leaves))
     carriers = [results[place] for place in case.outputs]
-    given = [g.to(x.dtype) for g, x in zip(pulled or upstream(case, results), carriers, strict=True)]
-    grads = torch.autograd.grad(carriers, list(leaves.values()), given, allow_unused=True)
+    pairs = list(zip(carriers, pulled or upstream(case, results), strict=True))
+    reached = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad]  # a definition's zeros of nothing are not
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if reached:
+        results_reached, given = zip(*reached, strict=True)
+        grads = torch.autograd.grad(results_reached, list(leaves.values()), given, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values(), strict=True)]
     return [x.detach() for x in results], filled
 
@@ -66,10 +70,13 @@ def upstream(case: Case, results: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def check(op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], which_strange: bool = True) -> None:
+def check(
+    op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], pulled: Sequence[Tensor] = ()
+) -> None:
     """Against the definition in float64, and plain PyTorch in each result's dtype."""
     truths: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    pulled = upstream(case, results) if grads else []
+    if grads:
+        pulled = pulled or upstream(case, results)
     wide = op.cast(case, torch.float64)
     for dtype in {torch.float64, *(x.dtype for x in (*results, *grads) if x.is_floating_point())}:
         truths[dtype] = evaluate(op.cast(case, dtype), lambda each: op.truth(each, results), pulled)
@@ -106,10 +113,13 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     op, taken = declared(name, way)
     sizes, dtype = data.draw(op.sizes if taken.sizes is None else taken.sizes), data.draw(st.sampled_from(taken.dtypes))
     small, pick = data.draw(st.booleans()), random.Random(data.draw(seeds))
-    case, share = op.cast(op.make(**sizes), dtype), data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3]))
-    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in op.rows if each in case.tensors})
+    case = op.cast(op.make(**sizes), dtype)
+    strange = [each for each in (op.rows if op.hostile is None else op.hostile) if each in case.tensors]
+    share = data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])) if strange else 0.0
+    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in strange})
     alike = pick.choice([None, *taken.layouts])
-    laid = {each: alike or pick.choice(taken.layouts) for each in case.tensors}
+    apart = {each: ["rows apart"] * (each in taken.apart) for each in case.tensors}
+    laid = {each: pick.choice([*([alike] if alike else taken.layouts), *apart[each]]) for each in case.tensors}
     with running(way), taken.small() if small else nullcontext():
         runs = []
         for memory in (poisoned_memory, nullcontext):
@@ -218,22 +228,27 @@ class Seen(TorchDispatchMode):
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)
-    case = op.cast(op.make(**op.typical), taken.dtypes[-1])
-    with running(way):
-        with Seen() as seen:
-            evaluate(case)
-        assert seen.calls
-        with Seen() as alone:
-            for leaf in case.gradients:
-                evaluate(replace(case, gradients=(leaf,)))
-        seen.calls += [call for call in alone.calls if call[0]._schema.name.endswith("_backward")]
-        trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
-        for operator, arguments in seen.calls:
-            given = [
-                x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments
-            ]
-            if operator._schema.name.endswith("_backward"):
-                given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    cases = [op.cast(op.make(**op.typical), taken.dtypes[-1])]
+    cases += [op.make(**sizes) for sizes in op.tiny] if way == "reference" else []
+    for case in cases:
+        with running(way):
+            checked(case, way)
+
+
+def checked(case: Case, way: str) -> None:
+    with Seen() as seen:
+        evaluate(case.fresh())
+    assert seen.calls
+    with Seen() as alone:
+        for leaf in case.gradients:
+            evaluate(replace(case, gradients=(leaf,)))
+    seen.calls += [call for call in alone.calls if call[0]._schema.name.endswith("_backward")]
+    trained = {case.tensors[leaf].data_ptr() for leaf in case.gradients}
+    for operator, arguments in seen.calls:
+        given = [x.detach().requires_grad_(x.data_ptr() in trained) if isinstance(x, Tensor) else x for x in arguments]
+        if operator._schema.name.endswith("_backward"):
+            given = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        with backend.override("auto") if way.startswith("cpu") else nullcontext():  # its gradients are expanded
             torch.library.opcheck(operator, tuple(given))
 
 
@@ -286,7 +301,7 @@ def test_one_launch_and_no_sync(name: str, way: str, monkeypatch: pytest.MonkeyP
         assert syncs.total == 0
 
 
-REFUSED = [(op, way) for op, way in EVERY if way != "reference"]
+REFUSED = [(op, way) for op, way in EVERY if way not in ("reference", "device")]
 
 
 @promised(REFUSED)
@@ -314,7 +329,8 @@ WRONG = [(op, *wrong) for op in OPS for wrong in OPS[op].wrong]
 def test_bad_arguments(name: str, argument: str, changes: dict[str, Any], error: type[Exception]) -> None:
     op = OPS[name]
     case = op.cast(op.make(**op.typical), torch.float32)
-    with pytest.raises(error, match=rf"^{name}: {argument}: expected .*, got .*; .+") as raised:
+    said = f"{name}: {argument}".replace(f"{name}: layout.", "BranchLayout: ")
+    with pytest.raises(error, match=rf"^{said}: expected .*, got .*; .+") as raised:
         case.run(**changes)
     assert raised.type is error
     case.run()

@@ -6,30 +6,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_branch_attention as branches
-import test_branch_attention_qkv as attention
 import test_linear_logprob as logprobs
 import test_qk_norm_rope as rotation
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from cases.base import single
+from cases.branch_attention import one_row
+from cases.branch_attention_qkv import make as make_attention
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_contract import evaluate
 from torch import Tensor
 from ways import BITS, running
 
 from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
-from fb_kernels.branch_attention import branch_attention
-from fb_kernels.branch_attention import cpu as branch_kernels
-from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.candidate_head import candidate_head
-from fb_kernels.layout import BranchLayout
 from fb_kernels.linear_logprob import cpu as logprob_kernels
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.linear_logprob import reference as logprob_reference
@@ -45,7 +42,11 @@ from fb_kernels.swiglu import swiglu
 from fb_kernels.testing import assert_close_to_reference, magnitude, poisoned_memory
 
 NAN, INF = float("nan"), float("inf")
+
+
 WIDTHS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 129)
+
+
 given_here = settings(
     max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -58,8 +59,16 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def changed(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The arguments, with another in place of each tensor of floating point."""
+    return {
+        name: change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
 def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    return attention.changed(arguments, Tensor.double)
+    return changed(arguments, Tensor.double)
 
 
 def apart(x: Tensor, offset: int) -> Tensor:
@@ -67,303 +76,6 @@ def apart(x: Tensor, offset: int) -> Tensor:
     whole = torch.full((*x.shape[:-1], x.shape[-1] + offset + 3), NAN)
     whole[..., offset : offset + x.shape[-1]] = x
     return whole[..., offset : offset + x.shape[-1]]
-
-
-@given_here
-@given(
-    rows=st.integers(1, 5),
-    kv_heads=st.integers(1, 3),
-    repeat=st.integers(1, 4),
-    half=st.sampled_from([1, 2, 3, 4, 8, 9, 16, 32, 40]),
-    held=st.integers(0, 40),
-    weights=st.sampled_from(["qk", "q", "k", ""]),
-    window=st.none() | st.integers(1, 45),
-    keep=st.sampled_from(["none", "all", "some"]),
-    wide_indices=st.booleans(),
-    relaid=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_attention_matches_float64(
-    rows: int,
-    kv_heads: int,
-    repeat: int,
-    half: int,
-    held: int,
-    weights: str,
-    window: int | None,
-    keep: str,
-    wide_indices: bool,
-    relaid: bool,
-    seed: int,
-) -> None:
-    slots = None
-    if keep != "none":
-        slots = [held + row if keep == "all" or row % 2 else -1 - row for row in range(rows)]
-    arguments = attention.case(
-        rows, kv_heads, repeat, 2 * half, held, 46, slots=slots, seed=seed, window=window, dtype=torch.float32
-    )
-    for name in ("q", "k"):
-        if name not in weights:
-            arguments[f"{name}_weight"] = None
-    if wide_indices:
-        for name in ("positions", "held", "slots"):
-            arguments[name] = None if arguments[name] is None else arguments[name].long()
-    if relaid:
-        arguments |= {name: apart(arguments[name], 1) for name in ("qkv", "k_cache")}
-        arguments["v_cache"] = arguments["v_cache"].transpose(0, 1).contiguous().transpose(0, 1)
-    expected, k, _ = attention.naive(wide(arguments))
-    plain, plain_k, v = attention.naive(arguments)
-    out_scale, k_scale = attention.magnitudes(arguments)
-    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
-    with poisoned_memory():
-        out = branch_attention_qkv(**arguments)
-    assert_close_to_reference(out, expected, plain, scale=out_scale)
-    kept = [row for row, slot in enumerate(slots or []) if slot >= 0]
-    at = [held + row for row in kept]
-    assert_close_to_reference(arguments["k_cache"][at], k[kept], plain_k[kept], scale=k_scale[kept])
-    caches["k_cache"][at], caches["v_cache"][at] = arguments["k_cache"][at], v[kept]
-    for name, whole in caches.items():
-        torch.testing.assert_close(arguments[name], whole, rtol=0, atol=0, equal_nan=True)
-    for row in range(rows):
-        names = ("qkv", "positions", "slots")
-        alone = {name: None if arguments[name] is None else arguments[name][row : row + 1] for name in names}
-        assert torch.equal(branch_attention_qkv(**(arguments | alone)), out[row : row + 1])
-
-
-def test_attention_over_a_long_context() -> None:
-    arguments = attention.case(1, 2, 2, 64, 3000, 3001, slots=[3000], dtype=torch.float32)
-    check_attention(branch_attention_qkv(**arguments), arguments)
-
-
-def check_attention(out: Tensor, arguments: dict[str, Any]) -> None:
-    expected, plain = attention.naive(wide(arguments))[0], attention.naive(arguments)[0]
-    assert_close_to_reference(out, expected, plain, scale=attention.magnitudes(arguments)[0])
-
-
-def test_attention_hostile_values() -> None:
-    """What a row holds stays in it, what is seen shows, and what lies behind the held keys does not."""
-    arguments = attention.case(4, head_dim=32, held=19, size=40, dtype=torch.float32)
-    clean = branch_attention_qkv(**arguments)
-    assert clean.isfinite().all()
-    for value in (NAN, INF):
-        poisoned = arguments | {"qkv": arguments["qkv"].clone()}
-        poisoned["qkv"][1] = value
-        out = branch_attention_qkv(**poisoned)
-        assert torch.equal(out[[0, 2, 3]], clean[[0, 2, 3]])
-        assert out[1].isnan().all()
-        for name in ("k_cache", "v_cache"):
-            seen = arguments | {name: arguments[name].clone()}
-            seen[name][7, 1, 3] = value
-            out = branch_attention_qkv(**seen)
-            check_attention(out, seen)
-            assert torch.equal(out[:, :2], clean[:, :2])
-            assert not out[:, 2:].isfinite().all()
-
-
-def test_attention_to_large_scores() -> None:
-    arguments = attention.case(2, head_dim=16, held=30, size=31, dtype=torch.float32, scale=50.0)
-    check_attention(branch_attention_qkv(**arguments), arguments)
-
-
-@pytest.mark.parametrize(
-    "change", [{"held": [41]}, {"held": [-1]}, {"slots": [5]}, {"slots": [40]}, {"positions": [41]}]
-)
-def test_attention_out_of_range_writes_nothing(change: dict[str, list[int]]) -> None:
-    arguments = attention.case(1, held=19, size=40, slots=[19], dtype=torch.float32)
-    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
-    before = arguments["k_cache"].clone()
-    with pytest.raises(ValueError, match=f"{next(iter(change))}|kv_out"):
-        branch_attention_qkv(**arguments)
-    torch.testing.assert_close(arguments["k_cache"], before, rtol=0, atol=0, equal_nan=True)
-
-
-def one_row_each(
-    groups: list[tuple[int, int, int]], heads: tuple[int, int] = (4, 2), width: int = 16, seed: int = 0
-) -> branches.Case:
-    """Groups of (branches, first key, keys), each branch one row; q, k and v take gradients."""
-    case = branches.make(
-        [[1] * rows for rows, _, _ in groups], [(start, length) for _, start, length in groups], heads, width,
-        dtype=torch.float32, seed=seed,
-    )  # fmt: skip
-    for leaf in case.leaves:
-        leaf.requires_grad_()
-    return case
-
-
-def with_gradients(case: branches.Case, grad: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv."""
-    out, lse = case.run(**options)
-    return out.detach(), lse, *torch.autograd.grad(out, case.leaves, grad)
-
-
-def row_by_row(case: branches.Case, grad: Tensor, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
-    """The same by the definition, in a dtype."""
-    leaves, out, lse = case.naive(dtype, **options)
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, grad.to(dtype))
-
-
-@given_here
-@given(
-    groups=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 21)), min_size=1, max_size=4),
-    kv_heads=st.integers(1, 3),
-    repeat=st.integers(1, 5),
-    width=st.sampled_from(WIDTHS),
-    wide_indices=st.booleans(),
-    relaid=st.booleans(),
-    scale=st.sampled_from([None, 0.3]),
-    seed=st.integers(0, 99),
-)
-@example(groups=[(67, 0, 9)], kv_heads=1, repeat=2, width=8, wide_indices=False, relaid=False, scale=None, seed=0)
-def test_branches_of_one_row_match_float64(
-    groups: list[tuple[int, int, int]],
-    kv_heads: int,
-    repeat: int,
-    width: int,
-    wide_indices: bool,
-    relaid: bool,
-    scale: float | None,
-    seed: int,
-) -> None:
-    case = one_row_each(groups, (kv_heads * repeat, kv_heads), width, seed)
-    rows = case.q.shape[0]
-    if not rows:
-        return
-    case.index = torch.int64 if wide_indices else torch.int32
-    grad = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(seed))
-    if relaid:  # heads apart, rows apart, an odd address, NaN around
-        case.q, grad = (apart(x.detach().transpose(0, 1), 1).transpose(0, 1) for x in (case.q, grad))
-        case.k, case.prefix_v = apart(case.k.detach(), 3), apart(case.prefix_v, 2)
-        for leaf in (case.q, case.k):
-            leaf.requires_grad_()
-    with poisoned_memory():
-        got = with_gradients(case, grad, scale=scale)
-    truth, plain = (row_by_row(case, grad, dtype, scale=scale) for dtype in (torch.float64, torch.float32))
-    for actual, expected, native, size in zip(got, truth, plain, case.magnitudes(grad, scale=scale), strict=True):
-        assert_close_to_reference(actual, expected, native, scale=size)
-    row = 0
-    for taken, start, length in groups:  # the same bits alone
-        part = slice(row, row + taken)
-        row += taken
-        if taken:
-            leaves = [x.detach()[part].requires_grad_() for x in case.leaves]
-            alone = replace(
-                case, **dict(zip("qkv", leaves, strict=True)), groups=[[1] * taken], slices=[(start, length)]
-            )
-            for name, whole, own in zip("olqkv", got, with_gradients(alone, grad[part], scale=scale), strict=True):
-                assert torch.equal(whole[:, part] if name == "l" else whole[part], own), name
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "prefix_k", "prefix_v", "grad"])
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_branches_of_one_row_with_hostile_values(name: str, value: float) -> None:
-    """What is not finite is left to the reference, in gradients too."""
-    case, grad = one_row_each([(3, 0, 7), (2, 7, 5)]), torch.ones(5, 4, 16)
-    with torch.no_grad():
-        (grad if name == "grad" else getattr(case, name))[1, 1, 3] = value
-    with backend.override("auto"):
-        got = with_gradients(case, grad)
-    with backend.override("reference"):
-        expected = with_gradients(case, grad)
-    for actual, wanted in zip(got, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, equal_nan=True, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cu_branch": [1, 2, 3, 4, 5]},
-        {"cu_group": [0, 3, 2, 4]},
-        {"cu_group": [0, 2, 2, 3]},
-        {"cu_group": [-1, 2, 2, 4]},
-        {"prefix_start": [0, 0, -1]},
-        {"prefix_start": [0, 0, 2**31 - 1]},
-        {"prefix_len": [5, -1, 5]},
-        {"prefix_len": [5, 0, 6]},
-    ],
-    ids=str,
-)
-def test_layouts_of_one_row_that_do_not_fit(change: dict[str, list[int]]) -> None:
-    case = one_row_each([(2, 0, 5), (0, 0, 0), (2, 2, 3)])
-    layout = case.layout | {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
-    assert len(case.prefix_k) == 7
-    with backend.override("auto"), pytest.raises(ValueError, match=f"BranchLayout: {next(iter(change))}|expected"):
-        branch_attention(*case.tensors, BranchLayout(**layout))
-
-
-@pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
-def test_branches_of_one_row_beside_others(others: list[list[int]]) -> None:
-    """The same bits beside groups of other branches, beside long prefixes and beside what is not finite."""
-    alone = one_row_each([(2, 0, 5)])
-    grad = torch.randn(9, 4, 16, generator=torch.Generator().manual_seed(1))
-    expected = with_gradients(alone, grad[:2])
-    beside = branches.make(
-        [[1, 1], *others, [1], [1]], [(0, 5), *[(1, 3)] * len(others), (2, 2200), (6, 2)], (4, 2), 16,
-        dtype=torch.float32,
-    )  # fmt: skip
-    for x, own in zip((beside.q, beside.k, beside.v), alone.leaves, strict=True):
-        x[:2] = own.detach()
-        x.requires_grad_()
-    for x, own in ((beside.prefix_k, alone.prefix_k), (beside.prefix_v, alone.prefix_v)):
-        x[:5] = own[:5]
-        x[7] = INF  # of the last two groups
-    rows = len(beside.q)
-    with backend.override("auto"):
-        got = with_gradients(beside, grad[:rows])
-    with backend.override("reference"):
-        plain = with_gradients(beside, grad[:rows])
-    for name, actual, wanted, reference in zip("olqkv", got, expected, plain, strict=True):
-        assert torch.equal(actual[:, :2] if name == "l" else actual[:2], wanted), name
-        torch.testing.assert_close(actual, reference, equal_nan=True, rtol=1e-5, atol=1e-5)
-
-
-def one_page_each(case: branches.Case, heads_first: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(prefixes, layout) in shuffled pages of one size, as a cache [pages, Hkv, slots, E] where heads come first."""
-    groups, page = len(case.slices), 9
-    order = torch.randperm(groups + 1, generator=torch.Generator().manual_seed(0))[:groups]
-    paged = []
-    for flat in (case.prefix_k, case.prefix_v):
-        _, heads, width = flat.shape
-        pages = torch.full((groups + 1, heads, page, width), NAN).transpose(1, 2)
-        pages = pages if heads_first else pages.contiguous()
-        for place, (start, length) in zip(order.tolist(), case.slices, strict=True):
-            pages[place, 2 : 2 + length] = flat[start : start + length]
-        paged.append(pages)
-    starts = torch.full((groups,), 2, dtype=torch.int32)
-    return paged, case.layout | {"prefix_start": starts, "block_table": order[:, None].int()}
-
-
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_branches_of_one_row_over_one_page_each(heads_first: bool) -> None:
-    case = one_row_each([(2, 0, 5), (3, 5, 7), (1, 0, 0), (2, 1, 4)])
-    grad = torch.ones_like(case.q)
-    expected = with_gradients(case, grad)
-    prefix, layout = one_page_each(case, heads_first)
-    out = branch_attention(case.q, case.k, case.v, *prefix, BranchLayout(**layout))
-    assert torch.equal(out, expected[0])
-    for got, wanted in zip(torch.autograd.grad(out, case.leaves, grad), expected[2:], strict=True):
-        assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block_table": [[0], [2]]},
-        {"block_table": [[0], [-1]]},
-        {"prefix_start": [2, -1]},
-        {"prefix_start": [2, 5]},
-        {"prefix_start": [2, 2**31 - 1]},
-        {"prefix_len": [5, -1]},
-        {"prefix_len": [5, 2**31 - 1]},
-    ],
-    ids=str,
-)
-def test_pages_that_do_not_fit(change: dict[str, list]) -> None:
-    case = one_row_each([(2, 0, 5), (3, 5, 5)])
-    prefix, layout = one_page_each(case, True)
-    layout["block_table"] = torch.tensor([[0], [1]], dtype=torch.int32)
-    layout |= {name: torch.tensor(values, dtype=torch.int32) for name, values in change.items()}
-    with backend.override("auto"), pytest.raises(ValueError, match=f"BranchLayout: {next(iter(change))}|expected"):
-        branch_attention(case.q, case.k, case.v, *(x[:2] for x in prefix), BranchLayout(**layout))
 
 
 def beside_poison(x: Tensor, offset: int = 3) -> Tensor:
@@ -608,30 +320,6 @@ def test_what_the_small_kernels_leave_to_others(index: int) -> None:
     not_taken(*NOT_TAKEN[index])
 
 
-def calls() -> list[tuple[str, Callable[[], object]]]:
-    """Arguments that are not taken."""
-    one = attention.case(1, held=5, dtype=torch.float32)
-    many = attention.case(33, dtype=torch.float32)
-    longer = one | {"v_cache": one["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
-    return [
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**attention.case())),
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**many)),
-        ("branch_attention_qkv", lambda: branch_attention_qkv(**longer)),
-        ("branch_attention", lambda: branches.make([[1, 1]], [(0, 3)]).run()),
-        ("branch_attention", lambda: branches.make([[1, 2]], [(0, 3)], dtype=torch.float32).run()),
-        ("branch_attention", lambda: branches.make([[1, 1]], [(0, 3)], dtype=torch.float32, own=False).run()),
-        ("branch_attention", lambda: one_row_each([(2, 0, 3)]).run(window=2)),
-        ("branch_attention", lambda: one_row_each([(2, 0, 3)]).run(softcap=9.0)),
-        ("branch_attention", lambda: branches.as_pages(one_row_each([(2, 0, 3)]), 2).run()),
-        ("branch_attention", lambda: one_row_each([(1, 0, branch_kernels.PREFIX + 1)]).run()),
-    ]
-
-
-@pytest.mark.parametrize("index", range(10))
-def test_what_others_do_is_not_taken(index: int) -> None:
-    not_taken(*calls()[index])
-
-
 def not_taken(op: str, call: Callable[[], object]) -> None:
     """Refused where it is asked for, and elsewhere what the reference says."""
     with pytest.raises(ValueError, match=f"{op}: expected arguments that the cpu kernel takes"):
@@ -684,10 +372,9 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(module, name, refuse)
     with backend.override("auto"):
-        case = one_row_each([(2, 0, 3)])
-        with_gradients(case, torch.ones_like(case.q))
+        evaluate(one_row((2, 0, 3)))
         skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
-        branch_attention_qkv(**attention.case(1, dtype=torch.float32))
+        single(make_attention(1)).run()
         rms_norm(ones(2, 3), ones(3), 0.1)
         swiglu(ones(2, 4))
         merge_attention_states(ones(2, 3, 4), ones(3, 2), ones(2, 3, 4), ones(3, 2))

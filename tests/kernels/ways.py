@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import emulation
@@ -24,6 +25,7 @@ from fb_kernels import backend, cpu, cuda
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
 BITS = (128, 256, 512)  # of the CPU's vectors
+READING = ("branch_attention", "branch_attention_qkv", "commit", "qk_norm_rope")  # ops whose reference does on the CPU
 NARROWED = """
 #include <cstdlib>
 #include <cstring>
@@ -80,7 +82,10 @@ def running(way: str) -> Iterator[None]:
     kind, _, bits = way.partition(" ")
     if kind == "triton" and os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
-    with pytest.MonkeyPatch.context() as patch, backend.override(kind):
+    with pytest.MonkeyPatch.context() as patch, backend.override("reference" if kind == "device" else kind):
+        if kind == "device":  # the reference as it runs where the host reads no tensor
+            for name in READING:
+                patch.setattr(import_module(f"fb_kernels.{name}.reference"), "_host_reads", lambda _: False)
         if kind == "cpu":
             library = narrowed(int(bits))
             patch.setattr(cpu, "library", lambda: library)

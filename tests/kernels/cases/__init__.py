@@ -8,43 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import candidate_head, commit, merge_attention_states, rms_norm, skinny_linear, swiglu, topk_entropy
-from cases.base import Case, Op, ids, randn
-from fb_kernels import BranchLayout
-
-
-def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
-    """Two groups over one buffer; branches of the given lengths, the first half of them the first group's."""
-    prefix = (3, 4, 2, 8) if paged else (9, 2, 8)
-    half = len(lengths) // 2
-    return {
-        "q": randn(rows, 4, 8),
-        "k": randn(rows, 2, 8, seed=1) if own else None,
-        "v": randn(rows, 2, 8, seed=2) if own else None,
-        "prefix_k": randn(*prefix, seed=3),
-        "prefix_v": randn(*prefix, seed=4),
-        "layout": BranchLayout(
-            ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
-            ids(0, half, len(lengths)),
-            ids(1, 0) if paged else ids(1, 3),
-            ids(6, 4) if paged else ids(5, 6),
-            ids(2, 0, 1, -1).view(2, 2) if paged else None,
-        ),
-    }
-
-
-def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict[str, Any]:
-    angles = randn(12, width // 2).repeat(1, 2)
-    return {
-        "qkv": randn(rows, (heads + 2 * kv_heads) * width),
-        "q_weight": randn(width, seed=1),
-        "k_weight": randn(width, seed=2),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-    }
+from cases import (
+    branch_attention,
+    branch_attention_qkv,
+    candidate_head,
+    commit,
+    merge_attention_states,
+    rms_norm,
+    skinny_linear,
+    swiglu,
+    topk_entropy,
+)
+from cases.base import Case, Op, heads, ids, randn
 
 
 def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
@@ -56,36 +31,7 @@ def _partials() -> dict[str, Tensor]:
     return {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)}
 
 
-def _attention(rows: int, slots: bool) -> dict[str, Any]:
-    built = _heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
-    return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
-
-
-_OWN = ("q", "k", "v")
 _CASES: dict[str, Callable[[], Case]] = {
-    "branch_attention": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3)) | {"return_lse": True}, gradients=_OWN
-    ),
-    "branch_attention, one row each": lambda: Case(
-        "branch_attention", _branches(6, (1,) * 6) | {"return_lse": True}, gradients=_OWN
-    ),
-    "branch_attention, one page each": lambda: Case(
-        "branch_attention",
-        Case("branch_attention", _branches(6, (1,) * 6, paged=True) | {"return_lse": True}).changed(
-            **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
-        ),
-        gradients=_OWN,
-    ),
-    "branch_attention, paged": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3), paged=True) | {"window": 3, "softcap": 2.0}, gradients=_OWN
-    ),
-    "branch_attention, prefix only": lambda: Case(
-        "branch_attention", _branches(9, (2, 3, 1, 3), own=False), gradients=("q",)
-    ),
-    "branch_attention_qkv": lambda: Case("branch_attention_qkv", _attention(1, slots=False)),
-    "branch_attention_qkv, written": lambda: Case(
-        "branch_attention_qkv", _attention(4, slots=True) | {"window": 4}, written=("k_cache", "v_cache")
-    ),
     "combine_logprob_partials": lambda: Case(
         "combine_logprob_partials", dict(_partials()), gradients=("sumexp", "target_logit"), outputs=(0, 1)
     ),
@@ -125,19 +71,29 @@ _CASES: dict[str, Callable[[], Case]] = {
         outputs=(1, 2),
     ),
     "qk_norm_rope": lambda: Case(
-        "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+        "qk_norm_rope", heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
     ),
     "qk_norm_rope, one row": lambda: Case(
-        "qk_norm_rope", _heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
+        "qk_norm_rope", heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
     ),
     "qk_norm_rope, written": lambda: Case(
         "qk_norm_rope",
-        _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
+        heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
         written=("kv_out.0", "kv_out.1"),
     ),
 }
 
-_DECLARED = (candidate_head, commit, merge_attention_states, rms_norm, skinny_linear, swiglu, topk_entropy)
+_DECLARED = (
+    branch_attention,
+    branch_attention_qkv,
+    candidate_head,
+    commit,
+    merge_attention_states,
+    rms_norm,
+    skinny_linear,
+    swiglu,
+    topk_entropy,
+)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES

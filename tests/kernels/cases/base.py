@@ -98,6 +98,7 @@ class Way:
     dtypes: tuple[torch.dtype, ...] = LOW
     sizes: st.SearchStrategy[Sizes] | None = None  # where it takes less than the op
     layouts: tuple[str, ...] = WHOLE
+    apart: tuple[str, ...] = ()  # tensors whose rows may lie apart besides
     kernels: int = 1  # of Triton, in a typical call
     small: Callable[[], AbstractContextManager[Any]] = nullcontext
     also: Sequence[Sizes] = ()  # sizes past a block
@@ -121,6 +122,7 @@ class Op:
         gradient_scales: the same of each gradient, from the upstream ones, with the call in float64.
         wide: floats that stay in float32 when the others are narrower.
         rows: tensors whose rows are independent of each other, and in which dimension they lie.
+        hostile: tensors of which any element may be NaN or infinite; None for those of `rows`.
         result_rows: the dimension of rows in each result.
         which_strange: NaN and either infinity come where they do in the definition, not just one of the three.
         alone: a row is the same bit by bit if it is the only one.
@@ -138,6 +140,7 @@ class Op:
     gradient_scales: Callable[[Case, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
     wide: tuple[str, ...] = ()
     rows: dict[str, int] = field(default_factory=dict)
+    hostile: tuple[str, ...] | None = None
     result_rows: tuple[int, ...] = (0,)
     which_strange: bool = True
     alone: bool = False
@@ -182,6 +185,22 @@ def normal(seed: int, *shapes: Sequence[int]) -> list[Tensor]:
 def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """An index tensor."""
     return torch.tensor(values, dtype=dtype)
+
+
+def heads(rows: int) -> dict[str, Any]:
+    """Arguments of a decoding step, from the fused projection."""
+    num_heads, kv_heads, width = 4, 2, 8
+    angles = randn(12, width // 2).repeat(1, 2)
+    return {
+        "qkv": randn(rows, (num_heads + 2 * kv_heads) * width),
+        "q_weight": randn(width, seed=1),
+        "k_weight": randn(width, seed=2),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
+        "num_heads": num_heads,
+        "num_kv_heads": kv_heads,
+    }
 
 
 seeds = st.integers(0, 99)

@@ -1,0 +1,347 @@
+"""How `branch_attention` is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases.base import INDICES, WIDTHS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
+from fb_kernels import BranchLayout
+from fb_kernels.branch_attention import cpu, reference, triton_backward, triton_layout
+from fb_kernels.branch_attention.naive import branch_attention as naive
+from fb_kernels.precision import accumulation_dtype
+from fb_kernels.testing import magnitude, poison_
+
+Groups = Sequence[tuple[Sequence[int], int, int]]  # rows of each branch, first key of the slice, keys
+OWN = ("q", "k", "v")
+TILE, SPLIT = 1 << 20, 1  # hints of the longest branch, which decide which kernel of Triton's runs
+
+LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
+BACKWARD_LAUNCH = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}
+
+
+def make(
+    groups: Groups,
+    heads: tuple[int, int] = (4, 2),
+    width: int = 8,
+    *,
+    page: int | None = None,
+    heads_first: bool = False,
+    own: bool = True,
+    spare: int = 2,
+    index: torch.dtype = torch.int32,
+    longest: int | None = None,
+    longest_prefix: int | None = None,
+    seed: int = 0,
+    return_lse: bool = True,
+    **options: Any,
+) -> Case:
+    """Over one buffer, or shuffled pages, with `spare` of both that no slice uses; what is not used is NaN."""
+    branches = [rows for lengths, _, _ in groups for rows in lengths]
+    rows, size = sum(branches), max((start + length for _, start, length in groups), default=0) + spare
+    q, *both = normal(seed, (rows, heads[0], width), *[(rows, heads[1], width)] * 2, *[(size, heads[1], width)] * 2)
+    used = torch.zeros(size, dtype=torch.bool)
+    for _, start, length in groups:
+        used[start : start + length] = True
+    prefix, table = [x.masked_fill(~used[:, None, None], math.nan) for x in both[2:]], None
+    if page is not None:
+        prefix, table = paged(prefix, groups, page, spare, heads_first)
+    layout = BranchLayout(
+        torch.tensor([0, *branches], dtype=index).cumsum(0, dtype=index),
+        torch.tensor([0, *(len(lengths) for lengths, _, _ in groups)], dtype=index).cumsum(0, dtype=index),
+        torch.tensor([start for _, start, _ in groups], dtype=index),
+        torch.tensor([length for _, _, length in groups], dtype=index),
+        None if table is None else table.to(index),
+        longest,
+        longest_prefix,
+    )
+    given = (q, *(both[:2] if own else (None, None)), *prefix, layout)
+    arguments = dict(zip((*OWN, "prefix_k", "prefix_v", "layout"), given, strict=True))
+    gradients = OWN if own else OWN[:1]
+    return Case("branch_attention", arguments | options | {"return_lse": return_lse}, gradients=gradients)
+
+
+def paged(flat: list[Tensor], groups: Groups, page: int, spare: int, heads_first: bool) -> tuple[list[Tensor], Tensor]:
+    """(prefixes, table) of the same slices, each in pages of its own."""
+    counts = [-(-(start + length) // page) if length else 0 for _, start, length in groups]
+    order = torch.randperm(sum(counts) + spare, generator=generator(0)).tolist()
+    _, heads, width = flat[0].shape
+    shape = (len(order), heads, page, width) if heads_first else (len(order), page, heads, width)
+    prefix = [poison_(x.new_empty(shape)) for x in flat]
+    prefix = [x.transpose(1, 2) for x in prefix] if heads_first else prefix
+    table = torch.full((len(groups), max(counts, default=0) + (spare > 0)), -1)
+    for group, (count, (_, start, length)) in enumerate(zip(counts, groups, strict=True)):
+        for column in range(start // page, count):  # what lies before is never read
+            table[group, column] = order.pop()
+        at = torch.arange(start, start + length)
+        for target, source in zip(prefix, flat, strict=True):
+            target[table[group, at // page], at % page] = source[at]
+    return prefix, table
+
+
+def states(case: Case, **changes: Any) -> list[Tensor]:
+    """[out, lse] of the definition."""
+    given = case.changed(**changes)
+    layout, _ = given.pop("layout"), given.pop("return_lse", False)
+    return list(naive(**given, **{each: getattr(layout, each) for each in INDICES}))
+
+
+def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
+    return states(case) if case.arguments.get("return_lse") else states(case)[:1]
+
+
+def sizes_of(case: Case) -> dict[str, Tensor]:
+    floats = {name: x for name, x in case.tensors.items() if x.is_floating_point()}
+    return {name: magnitude(x) for name, x in floats.items()}
+
+
+def rounding(case: Case) -> Tensor:
+    """Of scores, [Hq, T]: at |q| |k| |scale|, of which the log of a sum is the largest or more."""
+    size = sizes_of(case)
+    keys = {name: size[name] for name in ("q", "k", "prefix_k") if name in size}
+    return states(case, **keys, softcap=None)[1].clamp(min=0.0)
+
+
+def moved(case: Case, dtype: torch.dtype) -> Tensor:
+    """[T, Hq, 1]: what a probability weighs moves with its score, which is rounded in the wider dtype."""
+    eps = torch.finfo(accumulation_dtype(dtype)).eps / torch.finfo(dtype).eps
+    return 1 + eps * rounding(case).T[..., None]
+
+
+def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of |terms| of out, and the scores of lse."""
+    dtype, case = case.arguments["q"].dtype, OP.cast(case, torch.float64)
+    size = sizes_of(case)
+    values = {name: size[name] for name in ("v", "prefix_v") if name in size}
+    out = states(case, **values)[0] * moved(case, dtype)
+    return [out.amax(-1, keepdim=True), 1 + rounding(case)][: len(truth)]
+
+
+def gradient_scales(case: Case, _: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """Likewise; dout . v - dout . out may cancel, and is at most twice the largest dout . v."""
+    size, pull, width = sizes_of(case), magnitude(upstream[0]), case.arguments["q"].shape[-1]
+    own, shift = "k" in size, moved(case, upstream[0].dtype)
+    as_values = {"prefix_v": size["prefix_k"]} | ({"v": size["k"]} if own else {})
+    as_keys = {"q": pull, "prefix_k": size["prefix_v"]} | ({"k": size["v"]} if own else {})
+    reach = states(case, **as_keys, scale=1.0, softcap=None)[1].clamp(min=0.0).T[..., None]
+    ds = 2 * reach * shift * (case.arguments.get("scale") or width**-0.5)
+    terms = [ds * states(case, **as_values)[0]]
+    if own:
+        q, values = (case.arguments[name].detach().requires_grad_() for name in ("q", "v"))
+        out = states(case, q=q, v=values)[0]
+        for pulled in (ds * size["q"], pull * shift):
+            terms += torch.autograd.grad(out, values, pulled, retain_graph=True, materialize_grads=True)
+    return [x.abs().amax(-1, keepdim=True) for x in terms]
+
+
+def groups(rows: st.SearchStrategy[list[int]], keys: int, least: int = 0, most: int = 3) -> st.SearchStrategy[Groups]:
+    return st.lists(st.tuples(rows, st.integers(0, 6), st.integers(0, keys)), min_size=least, max_size=most)
+
+
+def sizes(
+    most: int, longest: int, keys: int, heads: Sequence[tuple[int, int]], widths: Sequence[int]
+) -> st.SearchStrategy:
+    branches = st.lists(st.integers(0, longest), max_size=most) | st.lists(st.integers(0, 1), max_size=most)
+    return st.fixed_dictionaries(
+        {
+            "groups": groups(branches, keys, most=most),
+            "heads": st.sampled_from(heads),
+            "width": st.sampled_from(widths),
+            "page": st.sampled_from([None, None, 1, 3, 16]),
+            "heads_first": st.booleans(),
+            "own": st.sampled_from([True, True, False]),
+            "spare": st.sampled_from([0, 2]),
+            "index": st.sampled_from([torch.int32, torch.int64]),
+            "longest": st.sampled_from([None, None, 0, SPLIT, TILE]),
+            "longest_prefix": st.sampled_from([None, 0, 9, 1 << 40]),
+            "window": st.sampled_from([None, None, 1, 2, 5, 12, 1 << 40]),
+            "softcap": st.sampled_from([None, None, 1.5]),
+            "scale": st.sampled_from([None, 0.9]),
+            "return_lse": st.booleans(),
+            "seed": seeds,
+        }
+    )
+
+
+ONE_ROW = st.fixed_dictionaries(
+    {
+        "groups": groups(st.integers(0, 5).map(lambda rows: [1] * rows), 21, 1).filter(lambda x: any(g[0] for g in x)),
+        "heads": st.tuples(st.integers(1, 5), st.integers(1, 3)).map(lambda x: (x[0] * x[1], x[1])),
+        "width": WIDTHS,
+        "index": st.sampled_from([torch.int32, torch.int64]),
+        "scale": st.sampled_from([None, 0.3]),
+        "seed": seeds,
+    }
+)
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Of the reference."""
+    with mock.patch.multiple(reference, SCORES=64, ROW_BLOCK=4):
+        yield
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Blocks so small that a few keys, rows and offsets span several, and pieces of one block."""
+    given = launched(
+        branch_attention=LAUNCH,
+        branch_attention_split=LAUNCH | {"CHUNK": 8},
+        branch_attention_backward=BACKWARD_LAUNCH,
+    )
+    with given, mock.patch.object(triton_backward, "PIECE", 16), mock.patch.object(triton_layout, "OFFSETS", 4):
+        yield
+
+
+def one_row(*rows_and_slices: tuple[int, int, int], **options: Any) -> Case:
+    """Float32 groups of so many branches of one row each."""
+    return single(make([([1] * rows, start, length) for rows, start, length in rows_and_slices], **options))
+
+
+MIXED: Groups = [([3, 1], 0, 6), ([1, 1], 6, 3)]  # branches of one row in a group of their own, for the CPU's kernel
+LONG: Groups = [([40], 3, 0), ([33, 1, 1, 17, 17], 5, 100)]
+SPANNING = [  # without lse: the exponential of torch's flash attention is rough in 16 bits
+    {"groups": LONG, "heads": (2, 1), "return_lse": False} | options for options in ({}, {"window": 50})
+]
+EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FEW = [(1, 1), (2, 1), (2, 2), (3, 1), (0, 1)]
+
+GOOD = {name: x.float() for name, x in make(MIXED, spare=0).tensors.items() if x.is_floating_point()}
+K, V, PREFIX = GOOD["k"], GOOD["v"], GOOD["prefix_k"]
+PAGES = PREFIX[:8].view(2, 4, 2, 8)
+TABLE = ids(0, 1, -1, 0, 1, 2).view(2, 3)
+IN_PAGES = {"prefix_k": PAGES, "prefix_v": PAGES}
+OP = Op(
+    "branch_attention",
+    make,
+    sizes(3, 5, 9, [*FEW, (4, 2)], (1, 4, 8, 15)),
+    truth,
+    {
+        "reference": Way(EVERY, small=small_blocks, also=SPANNING),
+        "device": Way(EVERY, small=small_blocks),
+        "triton": Way(
+            sizes=sizes(2, 4, 20, FEW, (1, 8, 16, 20)),
+            small=small,
+            also=[
+                {"groups": [([1], 0, 18)], "heads": (16, 1), "width": 20},
+                {"groups": [([2, 1], 1, 20)], "heads": (10, 2), "width": 80},
+                {"groups": [([2], 0, 9)], "heads": (1, 1), "width": 256},
+                {"groups": [([19], 0, 0), ([3, 7, 1], 2, 35)], "heads": (2, 1), "width": 64},
+            ],
+            refused=[lambda: single(make([([2], 0, 3)], width=257))],
+        ),
+        "cpu": Way(
+            (torch.float32,),
+            ONE_ROW,
+            layouts=("offset", "rows apart"),
+            also=[
+                {"groups": [([1] * 67, 0, 9)], "heads": (2, 1)},
+                *(
+                    {"groups": [([1, 1], 2, 5), ([1], 0, 9)], "page": 9, "heads_first": first, "spare": 0}
+                    for first in (False, True)
+                ),
+            ],
+            refused=[
+                lambda: single(make([([1, 2], 0, 3)])),
+                lambda: one_row((2, 0, 3), own=False),
+                lambda: one_row((2, 0, 3), window=2),
+                lambda: one_row((2, 0, 3), softcap=9.0),
+                lambda: one_row((2, 0, 3), page=2),
+                lambda: one_row((1, 0, cpu.PREFIX + 1)),
+            ],
+        ),
+    },
+    typical={"groups": MIXED, "spare": 0},
+    tiny=[
+        {"groups": [([2, 1], 1, 3), ([0, 3], 2, 2)], "heads": (2, 1), "width": 3, "own": own, "return_lse": False}
+        | options
+        for own in (True, False)
+        for options in ({}, {"window": 3, "softcap": 1.5, "scale": 0.7, "page": 2})
+    ],
+    scales=scales,
+    gradient_scales=gradient_scales,
+    wrong=[
+        ("q", {"q": [1.0]}, TypeError),
+        ("q", {"q": GOOD["q"].long()}, TypeError),
+        ("q", {"q": GOOD["q"][0]}, ValueError),
+        ("q", {"q": GOOD["q"][..., :0]}, ValueError),
+        ("q", {"q": GOOD["q"].to_sparse()}, ValueError),
+        ("k", {"k": K.double()}, TypeError),
+        ("k", {"k": K[:3]}, ValueError),
+        ("k", {"k": K[:, :1]}, ValueError),
+        ("k", {"k": None}, ValueError),
+        ("v", {"v": None}, ValueError),
+        ("v", {"v": V[..., :4]}, ValueError),
+        ("v", {"v": V.to("meta")}, ValueError),
+        ("prefix_k", {"prefix_k": None}, TypeError),
+        ("prefix_k", {"prefix_k": PREFIX.bfloat16()}, TypeError),
+        ("prefix_k", {"prefix_k": PREFIX.to(torch.float8_e4m3fn)}, TypeError),
+        ("prefix_k", {"prefix_k": PREFIX[..., :4]}, ValueError),
+        ("prefix_k", {"prefix_k": PREFIX[:, :0]}, ValueError),
+        ("prefix_k", {"prefix_k": PREFIX.repeat(1, 2, 1)[:, :3]}, ValueError),
+        ("prefix_k", {"prefix_k": PAGES}, ValueError),
+        ("prefix_k", {"prefix_k": PREFIX.clone().requires_grad_()}, ValueError),
+        ("prefix_k", {"layout.block_table": TABLE}, ValueError),
+        ("prefix_v", {"prefix_v": PREFIX[1:]}, ValueError),
+        ("prefix_v", {"prefix_v": PREFIX.half()}, TypeError),
+        ("prefix_v", {"prefix_v": PREFIX.clone().requires_grad_()}, ValueError),
+        ("layout.cu_branch", {"layout.cu_branch": [0, 6]}, TypeError),
+        ("layout.cu_branch", {"layout.cu_branch": torch.tensor([0.0, 6.0])}, TypeError),
+        ("layout.cu_branch", {"layout.cu_branch": torch.tensor([[0, 6]])}, ValueError),
+        ("layout.cu_group", {"layout.cu_group": ids()}, ValueError),
+        ("layout.prefix_start", {"layout.prefix_start": ids(0)}, ValueError),
+        ("layout.prefix_start", {"layout.prefix_start": ids(0, 0, dtype=torch.int16)}, TypeError),
+        ("layout.prefix_len", {"layout.prefix_len": torch.tensor(0)}, ValueError),
+        ("layout.block_table", {"layout.block_table": TABLE[:1]} | IN_PAGES, ValueError),
+        ("layout.block_table", {"layout.block_table": TABLE.float()} | IN_PAGES, TypeError),
+        ("layout.max_branch_len", {"layout.max_branch_len": -1}, ValueError),
+        ("layout.max_prefix_len", {"layout.max_prefix_len": "8"}, TypeError),
+        *(("window", {"window": value}, TypeError if value else ValueError) for value in (0, 2.5, True)),
+        *(("scale", {"scale": value}, ValueError) for value in (0.0, math.nan)),
+        ("scale", {"scale": "1"}, TypeError),
+        ("softcap", {"softcap": -1.0}, ValueError),
+    ],
+)
+
+
+def branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool = True) -> dict[str, Any]:
+    """Two groups over one buffer; branches of the given lengths, the first half of them the first group's."""
+    prefix = (3, 4, 2, 8) if paged else (9, 2, 8)
+    half = len(lengths) // 2
+    return {
+        "q": randn(rows, 4, 8),
+        "k": randn(rows, 2, 8, seed=1) if own else None,
+        "v": randn(rows, 2, 8, seed=2) if own else None,
+        "prefix_k": randn(*prefix, seed=3),
+        "prefix_v": randn(*prefix, seed=4),
+        "layout": BranchLayout(
+            ids(*torch.tensor((0, *lengths)).cumsum(0).tolist()),
+            ids(0, half, len(lengths)),
+            ids(1, 0) if paged else ids(1, 3),
+            ids(6, 4) if paged else ids(5, 6),
+            ids(2, 0, 1, -1).view(2, 2) if paged else None,
+        ),
+    }
+
+
+def example(arguments: dict[str, Any], gradients: tuple[str, ...] = OWN) -> Case:
+    return Case("branch_attention", arguments, gradients=gradients)
+
+
+EXAMPLES = {
+    "branch_attention": lambda: example(branches(9, (2, 3, 1, 3)) | {"return_lse": True}),
+    "branch_attention, one row each": lambda: example(branches(6, (1,) * 6) | {"return_lse": True}),
+    "branch_attention, one page each": lambda: example(branches(6, (1,) * 6, paged=True) | {"return_lse": True}).with_(
+        **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
+    ),
+    "branch_attention, paged": lambda: example(branches(9, (2, 3, 1, 3), paged=True) | {"window": 3, "softcap": 2.0}),
+    "branch_attention, prefix only": lambda: example(branches(9, (2, 3, 1, 3), own=False), ("q",)),
+}

@@ -1,0 +1,264 @@
+"""How `branch_attention_qkv` is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases import branch_attention
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, heads, ids, normal, randn, seeds, single
+from fb_kernels import BranchLayout
+from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as naive
+from fb_kernels.precision import accumulation_dtype
+from fb_kernels.qk_norm_rope.naive import qk_norm_rope
+from fb_kernels.testing import magnitude
+
+CACHES = ("k_cache", "v_cache")
+TABLES = ("cos", "sin")
+INPUTS = ("qkv", "q_weight", "k_weight", *TABLES, "positions", "num_heads", "num_kv_heads")
+LENGTH = 12  # of the tables
+
+
+def make(
+    rows: int = 3,
+    repeat: int = 2,
+    kv_heads: int = 2,
+    half: int = 4,
+    held: int = 5,
+    spare: int = 4,
+    *,
+    normed: tuple[bool, bool] = (True, True),
+    keep: str = "all",
+    heads_first: bool = False,
+    unheld: float = math.nan,
+    wide_tables: bool = False,
+    index: torch.dtype = torch.int32,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """All rows, some or none are kept; the caches hold what is never to be seen from `held` on."""
+    width, source = 2 * half, generator(seed)
+    shapes = [((repeat + 2) * kv_heads * width,), (held + spare, kv_heads, width), (held + spare, kv_heads, width)]
+    qkv, *caches = normal(seed, (rows, *shapes[0]), *shapes[1:])
+    q_weight, k_weight, *angles = normal(seed + 1, (width,), (width,), (LENGTH, width), (LENGTH, width))
+    for cache in caches:
+        cache[held:] = unheld
+    if heads_first:
+        caches[1] = caches[1].transpose(0, 1).contiguous().transpose(0, 1)
+    slots = None
+    if keep != "none":
+        slots = (held + torch.randperm(spare, generator=source)[:rows]).to(index)
+        slots[1 :: 2 if keep == "some" else rows + 1] = -1
+    arguments = {
+        "qkv": qkv,
+        "q_weight": q_weight if normed[0] else None,
+        "k_weight": k_weight if normed[1] else None,
+        "cos": angles[0].cos(),
+        "sin": angles[1].sin(),
+        "positions": torch.randint(0, LENGTH, (rows,), generator=source).to(index),
+        **dict(zip(CACHES, caches, strict=True)),
+        "held": torch.tensor([held], dtype=index),
+        "slots": slots,
+        "num_heads": repeat * kv_heads,
+        "num_kv_heads": kv_heads,
+    }
+    least = dict.fromkeys(TABLES, torch.float32) if wide_tables else {}
+    written = () if slots is None else CACHES
+    return Case("branch_attention_qkv", arguments | options, written=written, least=least)
+
+
+def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
+    """The tables in the dtype of the heads, as plain PyTorch has them."""
+    dtype = case.arguments["qkv"].dtype
+    own = case.fresh().with_(**{name: case.arguments[name].to(dtype) for name in TABLES})
+    return [naive(**own.arguments), *(own.arguments[name] for name in case.written)]
+
+
+def attention(case: Case) -> Case:
+    """`branch_attention` of what is normed and rotated."""
+    given = case.arguments
+    q, k, v = qk_norm_rope(**{name: given[name] for name in INPUTS}, eps=given.get("eps", 1e-6))
+    layout = BranchLayout.of([[1] * len(q)], [(0, int(given["held"]))])
+    prefix = {"prefix_k": given["k_cache"], "prefix_v": given["v_cache"], "layout": layout}
+    options = {name: given.get(name) for name in ("window", "scale")}
+    return Case("branch_attention", {"q": q, "k": k, "v": v} | prefix | options)
+
+
+def scales(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of |terms| of out; of what is kept of keys their rotation's, and the rest is exact."""
+    dtype, case = case.arguments["qkv"].dtype, OP.cast(case, torch.float64)
+    size = case.with_(**{name: magnitude(x) for name, x in case.tensors.items() if x.is_floating_point()})
+    sine = size.arguments["sin"].clone()
+    sine[:, : sine.shape[1] // 2] *= -1  # so that no rotation subtracts
+    exact, rotated = attention(case), attention(size.with_(sin=sine))
+    eps = torch.finfo(accumulation_dtype(dtype)).eps / torch.finfo(dtype).eps
+    moved = 1 + eps * branch_attention.rounding(rotated).T[..., None]
+    values = {name: magnitude(exact.arguments[name]) for name in ("v", "prefix_v")}
+    out = branch_attention.states(exact, **values)[0] * moved
+    kept = [torch.zeros_like(case.arguments[name]) for name in case.written]
+    for row, slot in enumerate(case.tensors.get("slots", ids()).tolist()):
+        if slot >= 0:
+            kept[0][slot] = rotated.arguments["k"][row].amax(-1, keepdim=True)
+    return [out.amax(-1, keepdim=True), *kept]
+
+
+def sizes(least: int, shapes: dict[str, st.SearchStrategy], **others: st.SearchStrategy) -> st.SearchStrategy:
+    drawn = {
+        "rows": st.integers(least, 5),
+        "kv_heads": st.integers(1, 3),
+        "spare": st.integers(5, 9),
+        "normed": st.tuples(st.booleans(), st.booleans()),
+        "keep": st.sampled_from(["none", "all", "some"]),
+        "index": st.sampled_from([torch.int32, torch.int64]),
+        "wide_tables": st.booleans(),
+        "window": st.none() | st.integers(1, 45),
+        "scale": st.sampled_from([None, 0.3]),
+        "seed": seeds,
+    }
+    return st.fixed_dictionaries(drawn | shapes | others)
+
+
+FEW = {"repeat": st.integers(1, 3), "half": st.integers(1, 4), "held": st.integers(0, 7)}
+VECTORS = {
+    "repeat": st.integers(1, 4),
+    "half": st.sampled_from([1, 2, 3, 4, 8, 9, 16, 32, 40]),
+    "held": st.integers(0, 40),
+}
+COMPILED = sizes(
+    1,
+    {"repeat": st.sampled_from([1, 2, 3, 7, 16]), "half": st.sampled_from([32, 32, 64])},
+    rows=st.sampled_from([1, 2, 3, 5, 9, 13, 32]),
+    held=st.sampled_from([0, 1, 63, 64, 65, 128, 200, 330]),
+    spare=st.sampled_from([33, 90]),
+    index=st.just(torch.int32),
+    wide_tables=st.just(True),
+    window=st.sampled_from([None, None, 1, 2, 63, 64, 65, 129, 1000, 2**32 + 5]),
+)
+
+
+def in_16_bits(**sizes: Any) -> Case:
+    """As the compiled kernel takes it."""
+    return OP.cast(make(**{"half": 32, "wide_tables": True} | sizes), torch.bfloat16)
+
+
+def relaid(change: str, **sizes: Any) -> Case:
+    """The same with an argument of other strides."""
+    case = in_16_bits(**sizes)
+    x = case.arguments[change]
+    return case.with_(**{change: x.transpose(0, -1).contiguous().transpose(0, -1)})
+
+
+def retyped(*names: str, dtype: torch.dtype) -> Case:
+    case = in_16_bits()
+    return case.with_(**{name: case.arguments[name].to(dtype) for name in names})
+
+
+def shifted() -> Case:
+    """From an odd address on."""
+    case = in_16_bits()
+    qkv = case.arguments["qkv"]
+    return case.with_(qkv=torch.cat([qkv.new_zeros(1), qkv.flatten()])[1:].view_as(qkv))
+
+
+EVERY = (torch.float64, *LOW)
+HEADS, OTHER = torch.ones(6, 64), torch.arange(6)
+OP = Op(
+    "branch_attention_qkv",
+    make,
+    sizes(0, FEW),
+    truth,
+    {
+        "reference": Way(EVERY, also=[{"held": 40, "half": 16}]),
+        "device": Way(EVERY),
+        "triton": Way(
+            sizes=sizes(0, FEW, rows=st.integers(0, 3), kv_heads=st.integers(1, 2)),
+            kernels=0,  # of its own: they are those of its parts
+            small=branch_attention.small,
+            also=[{"held": 20, "half": 32, "window": window, "keep": "some"} for window in (None, 7)],
+        ),
+        "cuda": Way(
+            (torch.bfloat16, torch.float16),
+            COMPILED,
+            layouts=("packed",),
+            also=[
+                {"rows": rows, "repeat": repeat, "kv_heads": 1, "half": half, "held": held, "spare": 40}
+                | {"wide_tables": True}
+                for rows, repeat, half, held in ((1, 1, 128, 2200), (17, 4, 128, 30), (32, 16, 32, 67))
+            ]
+            + [{"held": 0, "spare": 0, "keep": "none", "half": 32, "wide_tables": True}],
+            refused=[
+                lambda: retyped("qkv", *CACHES, "q_weight", "k_weight", dtype=torch.float32).with_(
+                    **{name: torch.ones(LENGTH, 64).double() for name in TABLES}
+                ),
+                lambda: retyped(*TABLES, dtype=torch.float64),
+                lambda: retyped("positions", "held", "slots", dtype=torch.int64),
+                *((lambda name=name: relaid(name)) for name in ("qkv", "sin", "v_cache")),
+                lambda: in_16_bits(unheld=0.0).with_(v_cache=torch.ones(9, 4, 64).bfloat16()[:, :2]),
+                lambda: in_16_bits().with_(slots=torch.stack([ids(5, 6, 7)] * 2, 1)[:, 0]),
+                shifted,
+                lambda: in_16_bits(rows=33, spare=33),
+                lambda: in_16_bits(half=48),
+                lambda: in_16_bits(rows=1, repeat=17),
+            ],
+        ),
+        "cpu": Way(
+            (torch.float32,),
+            sizes(1, VECTORS),
+            layouts=CONTIGUOUS,
+            apart=("qkv", *CACHES),
+            also=[
+                {"rows": 1, "half": 32, "held": 3000},
+                {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
+                {"heads_first": True},
+            ],
+            refused=[
+                lambda: single(make(33, keep="none")),
+                lambda: single(make(1)).with_(
+                    v_cache=torch.ones(2, 9, 8).transpose(0, 1).mT.contiguous().mT,
+                ),
+            ],
+        ),
+    },
+    typical={"rows": 6, "spare": 8, "keep": "some", "unheld": 0.5, "half": 32, "wide_tables": True},
+    scales=scales,
+    rows={"qkv": 0},
+    hostile=(),  # of a row whose scores are all infinitely low nothing is promised
+    which_strange=False,
+    wrong=[
+        ("qkv", {"qkv": torch.ones(6, 5)}, ValueError),
+        ("qkv", {"qkv": 1}, TypeError),
+        ("qkv", {"qkv": torch.ones(6, 512, requires_grad=True)}, ValueError),
+        ("cos", {"cos": torch.ones(3, 7), "sin": torch.ones(3, 7)}, ValueError),
+        ("num_heads", {"num_heads": 3}, ValueError),
+        ("q_weight", {"q_weight": torch.ones(7)}, ValueError),
+        ("positions", {"positions": ids(0, 1)}, ValueError),
+        ("positions", {"positions": OTHER + 7}, ValueError),
+        ("k_cache", {"k_cache": torch.ones(13, 128)}, ValueError),
+        ("v_cache", {"v_cache": torch.ones(12, 2, 64)}, ValueError),
+        ("v_cache", {"v_cache": torch.ones(13, 2, 64).double()}, TypeError),
+        ("held", {"held": torch.tensor(5)}, ValueError),
+        ("held", {"held": ids(14)}, ValueError),
+        ("slots", {"slots": ids(5, 6)}, ValueError),
+        *(("slots", {"slots": ids(5, other, 7, 8, 9, 10)}, ValueError) for other in (4, 13, 5)),
+        ("window", {"window": 0}, ValueError),
+        ("scale", {"scale": math.nan}, ValueError),
+        ("eps", {"eps": 0.0}, ValueError),
+    ],
+)
+
+
+def arguments(rows: int) -> dict[str, Any]:
+    return heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
+
+
+EXAMPLES = {
+    "branch_attention_qkv": lambda: Case("branch_attention_qkv", arguments(1)),
+    "branch_attention_qkv, written": lambda: Case(
+        "branch_attention_qkv", arguments(4) | {"slots": ids(6, 5, 8, 7), "window": 4}, written=CACHES
+    ),
+}
