@@ -31,7 +31,8 @@ HOSTILE = ((torch.nan, True), (torch.inf, False), (-torch.inf, False))  # in a w
 
 
 def declared(name: str, way: str) -> tuple[Op, Way]:
-    return OPS[name], OPS[name].ways[way.partition(" ")[0]]
+    ways = OPS[name].ways
+    return OPS[name], ways.get(way) or ways[way.partition(" ")[0]]
 
 
 EVERY = [(op, way) for op in OPS for way in names(OPS[op])]
@@ -52,8 +53,12 @@ def evaluate(
     leaves = {name: case.tensors[name].detach().requires_grad_() for name in case.gradients}
     results = function(case.with_(**leaves))
     carriers = [results[place] for place in case.outputs]
-    given = [g.to(x.dtype) for g, x in zip(pulled or upstream(case, results), carriers, strict=True)]
-    grads = torch.autograd.grad(carriers, list(leaves.values()), given, allow_unused=True)
+    pairs = list(zip(carriers, pulled or upstream(case, results), strict=True))
+    reached = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad]  # a definition's zeros of nothing are not
+    grads: Sequence[Tensor | None] = [None] * len(leaves)
+    if reached:
+        results_reached, given = zip(*reached, strict=True)
+        grads = torch.autograd.grad(results_reached, list(leaves.values()), given, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values(), strict=True)]
     return [x.detach() for x in results], filled
 
@@ -80,6 +85,7 @@ def check(op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor]
                 mine, want = (x.masked_fill(~x.isfinite(), torch.nan) for x in (mine, want))
             assert_close_to_reference(mine, want, truths[mine.dtype][0][place], scale=scale)
         else:
+            assert mine.dtype == want.dtype
             assert torch.equal(mine, want)
     if not grads:
         return
@@ -106,8 +112,9 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     sizes, dtype = data.draw(op.sizes if taken.sizes is None else taken.sizes), data.draw(st.sampled_from(taken.dtypes))
     small, pick = data.draw(st.booleans()), random.Random(data.draw(seeds))
     case, share = op.cast(op.make(**sizes), dtype), data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3]))
-    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in op.rows if each in case.tensors})
-    laid = {each: pick.choice(taken.layouts) for each in case.tensors}
+    strange = [each for each in (*op.rows, *op.hostile) if each in case.tensors]
+    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in strange})
+    laid = {each: pick.choice([*taken.layouts, *["rows apart"] * (each in taken.apart)]) for each in case.tensors}
     with running(way), taken.small() if small else nullcontext():
         runs = []
         for memory in (poisoned_memory, nullcontext):
@@ -121,6 +128,9 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
             assert same([views[each] for each in kept], [own[each] for each in kept])
             assert same([outside(x) for x in views.values()], around)
     (results, grads), again = runs
+    wide = torch.promote_types(dtype, torch.float32)
+    floats = [(place, x) for place, x in enumerate(results) if x.is_floating_point()]
+    assert all(x.dtype == (wide if place in op.widened else dtype) for place, x in floats)
     assert same(results, again[0])
     assert same(grads, again[1])
     check(op, case, results, [] if share else grads)
@@ -137,13 +147,20 @@ def test_it_is_the_definition_past_a_block(name: str, way: str) -> None:
 
 
 def hostile(x: Tensor, share: float, pick: random.Random) -> Tensor:
-    """x with other values in some places."""
+    """x with other values in some places, where it has floats."""
+    if not x.is_floating_point():
+        return x
     source = generator(pick.randrange(100))
     chosen = torch.tensor(STRANGE, dtype=x.dtype)[torch.randint(0, len(STRANGE), x.shape, generator=source)]
     return torch.where(torch.rand(x.shape, generator=source) < share, chosen, x)
 
 
-@promised([(op, way) for op, way in EVERY if OPS[op].rows])
+def float_rows(op: Op) -> list[str]:
+    tensors = op.make(**op.typical).tensors
+    return [each for each in op.rows if tensors[each].is_floating_point()]
+
+
+@promised([(op, way) for op, way in EVERY if float_rows(OPS[op])])
 def test_a_row_is_its_own(name: str, way: str) -> None:
     """What it holds reaches no other, and shows in it as it does in the definition."""
     op, taken = declared(name, way)
@@ -151,7 +168,7 @@ def test_a_row_is_its_own(name: str, way: str) -> None:
         case = op.cast(op.make(**op.typical), dtype)
         with running(way), taken.small():
             clean = evaluate(case)
-            for row, (argument, (value, whole)) in enumerate(itertools.product(op.rows, HOSTILE)):
+            for row, (argument, (value, whole)) in enumerate(itertools.product(float_rows(op), HOSTILE)):
                 x, place = case.tensors[argument].clone(), op.rows[argument]
                 others = torch.tensor([other for other in range(x.shape[place]) if other != row % x.shape[place]])
                 mine = x.select(place, row % x.shape[place])
@@ -249,7 +266,7 @@ def test_gradcheck(name: str) -> None:
 def test_it_compiles_whole(name: str) -> None:
     op = OPS[name]
     case = op.cast(op.make(**op.typical), torch.float32)
-    keys = [key for key in case.tensors if case.tensors[key].is_floating_point()]
+    keys = list(case.tensors)
 
     def run(*values: Tensor) -> list[Tensor]:
         return replace(case, arguments=case.changed(**dict(zip(keys, values, strict=True)))).run()
@@ -259,7 +276,8 @@ def test_it_compiles_whole(name: str) -> None:
     def through(function: Callable, case: Case) -> list[Tensor]:
         return listed(function(*(case.tensors[key] for key in keys)))
 
-    eager, mine = (evaluate(case, partial(through, function)) for function in (run, compiled))
+    own = [case.with_(**{key: case.tensors[key].clone() for key in case.written}) for _ in range(2)]
+    eager, mine = (evaluate(each, partial(through, call)) for each, call in zip(own, (run, compiled), strict=True))
     assert same(eager[0], mine[0])
     assert same(eager[1], mine[1])
 
@@ -268,7 +286,7 @@ def test_it_compiles_whole(name: str) -> None:
 def test_one_launch_and_no_sync(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, taken = declared(name, way)
     case = op.cast(op.make(**op.typical), taken.dtypes[0])
-    kernels = count_kernels(monkeypatch, import_module(f"fb_kernels.{name}.triton")) if way == "triton" else []
+    kernels = count_kernels(monkeypatch, import_module(f"{case.function.__module__}.triton")) if way == "triton" else []
     with running(way):
         case.run()
         assert len(kernels) == (taken.kernels if way == "triton" else 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import merge_attention_states, rms_norm, swiglu
+from cases import joint_pool, merge_attention_states, rms_norm, swiglu
 from cases.base import Case, Op, ids, randn
 from fb_kernels import BranchLayout, DecodeState
 
@@ -143,9 +143,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         {"score": randn(7), "target": randn(7, seed=1).square(), "cu_group": ids(0, 3, 3, 6)},
         gradients=("score",),
     ),
-    "joint_pool": lambda: Case(
-        "joint_pool", {"slm_ids": ids(4, 2, 9, 1, 1, -1).view(2, 3), "llm_ids": ids(9, 3, 4, 5, 5, 2, 1, 0).view(2, 4)}
-    ),
     "linear_logprob": lambda: Case(
         "linear_logprob",
         _head() | {"weight": randn(11, 8), "return_lse": True, "return_entropy": True},
@@ -183,7 +180,7 @@ _CASES: dict[str, Callable[[], Case]] = {
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (merge_attention_states, rms_norm, swiglu)
+_DECLARED = (joint_pool, merge_attention_states, rms_norm, swiglu)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES

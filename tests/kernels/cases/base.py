@@ -92,6 +92,7 @@ class Way:
     dtypes: tuple[torch.dtype, ...] = LOW
     sizes: st.SearchStrategy[Sizes] | None = None  # where it takes less than the op
     layouts: tuple[str, ...] = WHOLE
+    apart: tuple[str, ...] = ()  # tensors whose rows may lie apart besides
     kernels: int = 1  # of Triton, in a typical call
     small: Callable[[], AbstractContextManager[Any]] = nullcontext
     also: Sequence[Sizes] = ()  # sizes past a block
@@ -113,7 +114,9 @@ class Op:
         scales: of each result, the magnitude at which units in the last place count; see `assert_close_to_reference`.
         gradient_scales: the same of each gradient, from the upstream ones.
         wide: floats that stay in float32 when the others are narrower.
+        widened: results in float32 where the arguments are narrower.
         rows: tensors whose rows are independent of each other, and in which dimension they lie.
+        hostile: others that may hold NaN and infinities.
         result_rows: the dimension of rows in each result.
         which_strange: NaN and either infinity come where they do in the definition, not just one of the three.
         alone: a row is the same bit by bit if it is the only one.
@@ -130,7 +133,9 @@ class Op:
     scales: Callable[[Case, Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
     gradient_scales: Callable[[Case, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
     wide: tuple[str, ...] = ()
+    widened: tuple[int, ...] = ()
     rows: dict[str, int] = field(default_factory=dict)
+    hostile: tuple[str, ...] = ()
     result_rows: tuple[int, ...] = (0,)
     which_strange: bool = True
     alone: bool = False
