@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import joint_pool, merge_attention_states, rms_norm, swiglu
+from cases import compatibility_targets, group_cross_entropy, joint_pool, merge_attention_states, rms_norm, swiglu
 from cases.base import Case, Op, ids, randn
 from fb_kernels import BranchLayout, DecodeState
 
@@ -128,21 +128,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         },
         written=("state.tokens", "state.length", "state.halt"),
     ),
-    "compatibility_targets": lambda: Case(
-        "compatibility_targets",
-        {
-            "logprob": -randn(7, 5).square(),
-            "cu_group": ids(0, 3, 3, 6),
-            "horizons": [2, 5],
-            "local": -randn(7).square(),
-            "alpha": 0.5,
-        },
-    ),
-    "group_cross_entropy": lambda: Case(
-        "group_cross_entropy",
-        {"score": randn(7), "target": randn(7, seed=1).square(), "cu_group": ids(0, 3, 3, 6)},
-        gradients=("score",),
-    ),
     "linear_logprob": lambda: Case(
         "linear_logprob",
         _head() | {"weight": randn(11, 8), "return_lse": True, "return_entropy": True},
@@ -180,7 +165,7 @@ _CASES: dict[str, Callable[[], Case]] = {
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (joint_pool, merge_attention_states, rms_norm, swiglu)
+_DECLARED = (compatibility_targets, group_cross_entropy, joint_pool, merge_attention_states, rms_norm, swiglu)
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES

@@ -181,4 +181,9 @@ def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+def offsets(sizes: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    """Where groups of these sizes begin, and where the last one ends."""
+    return torch.tensor([0, *sizes]).cumsum(0).to(dtype)
+
+
 seeds = st.integers(0, 99)

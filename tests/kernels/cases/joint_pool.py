@@ -11,7 +11,9 @@ from cases.base import Case, Op, Way, generator, ids, seeds
 from fb_kernels.joint_pool.naive import joint_pool as naive
 
 
-def make(batch: Sequence[int], slm: int, llm: int, top: int = 12, index: torch.dtype = torch.int64, seed: int = 0) -> Case:
+def make(
+    batch: Sequence[int], slm: int, llm: int, top: int = 12, index: torch.dtype = torch.int64, seed: int = 0
+) -> Case:
     """Ids below `top`, some of them padding."""
     source = generator(seed)
     lists = [torch.randint(-2, top, (*batch, size), generator=source).to(index) for size in (slm, llm)]
