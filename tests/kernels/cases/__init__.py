@@ -6,9 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cases import compatibility_targets, group_cross_entropy, joint_pool, merge_attention_states, rms_norm, swiglu
+from cases import (
+    compatibility_targets,
+    group_cross_entropy,
+    joint_pool,
+    linear_logprob,
+    merge_attention_states,
+    rms_norm,
+    swiglu,
+)
 from cases.base import Case, Op, ids, randn
 from fb_kernels import BranchLayout, DecodeState
 
@@ -58,15 +65,6 @@ def _linear(rows: int, *options: str, outputs: int = 12, width: int = 16) -> dic
     return built | {name: given[name] for name in options}
 
 
-def _head(rows: int = 6, vocabulary: int = 11) -> dict[str, Any]:
-    target = ids(*(3, 0, 10, -100, 7, 5)[:rows], dtype=torch.int64)
-    return {"hidden": randn(rows, 8), "target": target, "bias": randn(vocabulary, seed=1)}
-
-
-def _partials() -> dict[str, Tensor]:
-    return {"max": randn(3, 5), "sumexp": randn(3, 5, seed=1).square() + 1, "target_logit": randn(3, 5, seed=2)}
-
-
 def _state() -> DecodeState:
     return DecodeState(torch.arange(28).view(4, 7), ids(3, 4, 2, 7), ids(0, 0, 3, 0), ids(1, 0, 2, 1))
 
@@ -113,9 +111,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         },
         gradients=("hidden", "norm_weight", "head_weight", "head_bias"),
     ),
-    "combine_logprob_partials": lambda: Case(
-        "combine_logprob_partials", dict(_partials()), gradients=("sumexp", "target_logit"), outputs=(0, 1)
-    ),
     "commit_": lambda: Case(
         "commit_",
         {
@@ -127,23 +122,6 @@ _CASES: dict[str, Callable[[], Case]] = {
             "max_length": ids(6, 6, 6, 6),
         },
         written=("state.tokens", "state.length", "state.halt"),
-    ),
-    "linear_logprob": lambda: Case(
-        "linear_logprob",
-        _head() | {"weight": randn(11, 8), "return_lse": True, "return_entropy": True},
-        gradients=("hidden", "weight", "bias"),
-        outputs=(0, 1),
-    ),
-    "linear_logprob, three dimensions": lambda: Case(
-        "linear_logprob",
-        {"hidden": randn(2, 3, 8), "weight": randn(11, 8), "target": ids(1, 2, 3, 4, 5, 6).view(2, 3)},
-        gradients=("hidden", "weight"),
-    ),
-    "linear_logprob_partials": lambda: Case(
-        "linear_logprob_partials",
-        _head() | {"weight_shard": randn(11, 8), "vocab_start": 2},
-        gradients=("hidden", "weight_shard", "bias"),
-        outputs=(1, 2),
     ),
     "qk_norm_rope": lambda: Case(
         "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
@@ -165,8 +143,17 @@ _CASES: dict[str, Callable[[], Case]] = {
     "topk_entropy, many rows": lambda: Case("topk_entropy", {"logits": randn(12, 40), "k": 5}),
 }
 
-_DECLARED = (compatibility_targets, group_cross_entropy, joint_pool, merge_attention_states, rms_norm, swiglu)
-OPS: dict[str, Op] = {module.OP.name: module.OP for module in _DECLARED}
+_DECLARED = (
+    compatibility_targets,
+    group_cross_entropy,
+    joint_pool,
+    linear_logprob,
+    merge_attention_states,
+    rms_norm,
+    swiglu,
+)
+_DECLARED_OPS = [value for module in _DECLARED for value in vars(module).values() if isinstance(value, Op)]
+OPS: dict[str, Op] = {op.name: op for op in _DECLARED_OPS}
 for _module in _DECLARED:
     _CASES |= _module.EXAMPLES
 NAMES = tuple(_CASES)

@@ -116,7 +116,7 @@ class Op:
         wide: floats that stay in float32 when the others are narrower.
         widened: results in float32 where the arguments are narrower.
         rows: tensors whose rows are independent of each other, and in which dimension they lie.
-        hostile: others that may hold NaN and infinities.
+        hostile: tensors of which any element may be NaN or infinite; None for those of `rows`.
         result_rows: the dimension of rows in each result.
         which_strange: NaN and either infinity come where they do in the definition, not just one of the three.
         alone: a row is the same bit by bit if it is the only one.
@@ -135,7 +135,7 @@ class Op:
     wide: tuple[str, ...] = ()
     widened: tuple[int, ...] = ()
     rows: dict[str, int] = field(default_factory=dict)
-    hostile: tuple[str, ...] = ()
+    hostile: tuple[str, ...] | None = None
     result_rows: tuple[int, ...] = (0,)
     which_strange: bool = True
     alone: bool = False
