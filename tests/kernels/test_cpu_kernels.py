@@ -15,7 +15,6 @@ import pytest
 import test_branch_attention as branches
 import test_branch_attention_qkv as attention
 import test_candidate_head as heads
-import test_linear_logprob as logprobs
 import test_qk_norm_rope as rotation
 import test_skinny_linear as linear
 import torch
@@ -34,7 +33,6 @@ from fb_kernels.branch_attention_qkv import reference as attention_reference
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.candidate_head import cpu as head_kernels
 from fb_kernels.layout import BranchLayout
-from fb_kernels.linear_logprob import cpu as logprob_kernels
 from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.linear_logprob import reference as logprob_reference
 from fb_kernels.merge_attention_states import merge_attention_states
@@ -522,71 +520,6 @@ def test_head_matches_float64(
     torch.testing.assert_close(alone, out[0][-1:], rtol=0, atol=0, equal_nan=True)
 
 
-def check_logprobs(out: tuple[Tensor, ...], values: logprobs.Inputs, valid: int | None, **options: Any) -> None:
-    """At the size of the logits' terms, of which nothing cancels."""
-    options |= {"ignore_index": logprobs.IGNORE, "valid_vocab": valid}
-    given = (values.hidden, values.weight, values.target, values.bias)
-    wide = [x if x is None or not x.is_floating_point() else x.double() for x in given]
-    expected, plain = (call_reference(arguments, **options) for arguments in (wide, given))
-    terms = magnitude(values.hidden) @ magnitude(values.weight).T * abs(options["logit_scale"])
-    terms = terms if values.bias is None else terms + magnitude(values.bias)
-    size = (terms / options["temperature"])[..., :valid].amax(-1)
-    for place in range(3):
-        scale = (1 + size) * (5 if place == 2 else 1)  # of the entropy: a probability is off by ulps of its logit
-        assert_close_to_reference(out[place], expected[place], plain[place], scale=scale)
-
-
-def call_reference(given: Any, **options: Any) -> tuple[Tensor, ...]:
-    names = ("logit_scale", "softcap", "temperature", "ignore_index", "valid_vocab")
-    return logprob_reference.linear_logprob(*given, *(options[name] for name in names))
-
-
-@given_here
-@given(
-    rows=st.lists(st.integers(1, 5), max_size=2),
-    width=st.sampled_from(WIDTHS),
-    vocabulary=st.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 64, 67, 130]),
-    bias=st.booleans(),
-    padding=st.integers(0, 2),
-    index=st.sampled_from([torch.int32, torch.int64]),
-    options=logprobs.options,
-    share=given_share,
-    offset=st.none() | st.integers(0, 5),
-    seed=st.integers(0, 99),
-)
-def test_logprob_matches_float64(
-    rows: list[int],
-    width: int,
-    vocabulary: int,
-    bias: bool,
-    padding: int,
-    index: torch.dtype,
-    options: dict[str, Any],
-    share: float,
-    offset: int | None,
-    seed: int,
-) -> None:
-    values = logprobs.inputs(tuple(rows), width, vocabulary + padding, seed=seed, bias=bias)
-    target = values.target % vocabulary
-    ignored = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < 0.2
-    hidden = beside_poison(hostile(values.hidden, share / width, seed, (NAN, INF, -INF)))
-    weight = values.weight if offset is None else apart(values.weight, offset)
-    weight[vocabulary:] = NAN
-    offsets = None if not bias else beside_poison(hostile(values.bias, share, seed, (-INF,)))
-    values = logprobs.Inputs(hidden, weight, target.masked_fill(ignored, logprobs.IGNORE).to(index), offsets)
-    valid = vocabulary if padding else None
-    out = results(partial(linear_logprob, **options, **logprobs.ALL, valid_vocab=valid), *values)
-    check_logprobs(out, values, valid, **options)
-
-
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_logprob_over_more_than_a_stretch(softcap: float | None) -> None:
-    """Of a vocabulary that is summed in parts, and as many rows as are taken."""
-    values = logprobs.inputs((9,), 7, 3001)
-    options = {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5}
-    check_logprobs(linear_logprob(*values, **options, **logprobs.ALL), values, None, **options)
-
-
 def test_soft_caps_of_every_size() -> None:
     """Logits from where tanh is its argument to where it is 1."""
     bias = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([1e-30, -1e-9, 0.0, INF, -INF, 200.0, -1e30])))
@@ -724,13 +657,6 @@ NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
     ("candidate_head", lambda: headed(ones(2, 3), head_weight=ones(6)[::2])),
     ("candidate_head", lambda: headed(ones(2, 0))),
     ("candidate_head", lambda: headed(ones(2, head_kernels.SIZE))),
-    ("linear_logprob", lambda: logged(ones(2, 3).double(), ones(5, 3).double())),
-    ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), bias=ones(10)[::2])),
-    ("linear_logprob", lambda: logged(ones(2, 3), ones(5, 3), softcap=1e-60)),
-    ("linear_logprob", lambda: logged(ones(0, 3), ones(5, 3))),
-    ("linear_logprob", lambda: logged(ones(logprob_reference.FEW_ROWS + 1, 3), ones(5, 3))),
-    ("linear_logprob", lambda: logged(ones(2, 1), ones(logprob_reference.VOCAB_BLOCK + 1, 1))),
-    ("linear_logprob", lambda: logged(ones(40, 1), ones(logprob_kernels.LOGITS // 40 + 1, 1))),
     ("qk_norm_rope", lambda: rotated(qkv=ones(2, 6).bfloat16())),
     ("qk_norm_rope", lambda: rotated(cos=ones(4, 2).half(), sin=ones(4, 2).half())),
     ("qk_norm_rope", lambda: rotated(qkv=ones(6, 2).t())),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases.base import Op
 
-from fb_kernels import backend, cpu, cuda
+from fb_kernels import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
@@ -66,15 +66,28 @@ def names(op: Op) -> list[str]:
 
 @contextmanager
 def running(way: str) -> Iterator[None]:
-    """Ops run one implementation, and refuse arguments that it was not made for."""
-    kind, _, bits = way.partition(" ")
+    """Ops run one implementation, and refuse arguments that it was not made for.
+
+    After a space it says which: the CPU's by the bits of its vectors, Triton's by what a function of tuning.py chooses.
+    """
+    kind, _, which = way.partition(" ")
     if kind == "triton" and os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
     with pytest.MonkeyPatch.context() as patch, backend.override(kind):
         if kind == "cpu":
-            library = narrowed(int(bits))
+            library = narrowed(int(which))
             patch.setattr(cpu, "library", lambda: library)
+        if kind == "triton" and which:
+            name, _, choice = which.partition("=")
+            patch.setattr(tuning, name, lambda *_: choice)
         if kind == "cuda" and not torch.cuda.is_available():
             patch.setattr(cuda, "library", emulation.library)
             patch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
+        yield
+
+
+@contextmanager
+def running_small(op: Op, way: str) -> Iterator[None]:
+    """The same in launches in which a few elements fill several blocks."""
+    with running(way), op.way(way).small():
         yield

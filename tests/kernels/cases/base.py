@@ -141,6 +141,10 @@ class Op:
     alone: bool = False
     wrong: Sequence[tuple[str, dict[str, Any], type[Exception]]] = ()
 
+    def way(self, name: str) -> Way:
+        """An implementation by its own name, or by its kind where that is declared for all of them."""
+        return self.ways.get(name) or self.ways[name.partition(" ")[0]]
+
     def cast(self, case: Case, dtype: torch.dtype) -> Case:
         """The case with its floats in a dtype."""
         own = torch.promote_types(dtype, torch.float32)

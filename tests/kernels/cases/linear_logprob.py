@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -27,16 +28,20 @@ TILE = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the te
 FORMS = ("fused", "chunked")
 
 
-def small(form: str, tile: dict[str, int] = TILE, columns: int = 64) -> AbstractContextManager[None]:
-    """One form of the kernels, in tiles that a few rows and columns cross."""
+def small() -> AbstractContextManager[None]:
+    """Tiles that a few rows and columns cross."""
     return launched(
-        linear_logprob_form=form,
-        linear_logprob=tile,
-        linear_logprob_columns=columns,
+        linear_logprob=TILE,
+        linear_logprob_columns=64,
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
         linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 4},
         combine_logprob_partials={"BLOCK": 4},
     )
+
+
+def small_blocks() -> AbstractContextManager[Any]:
+    """Of the reference: many in both directions, none of them full at the end."""
+    return mock.patch.multiple(reference, ROW_BLOCK=3, LOGITS=12)
 
 
 def make(
@@ -193,10 +198,9 @@ TINY = [
 ]
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRITON = {
-    "triton": Way(kernels=2, small=partial(small, "fused"), also=[{"rows": (133,), **MANY}]),
-    "triton chunked": Way(kernels=2, small=partial(small, "chunked")),
+    f"triton linear_logprob_form={form}": Way(kernels=2, small=small, also=[{"rows": (133,), **MANY}]) for form in FORMS
 }
-TRITON_PARTIALS = {name: replace(way, also=()) for name, way in TRITON.items()}
+REFERENCE = Way(EVERY, small=small_blocks)
 plain = partial(make, padding=0, bias=False)
 GOOD = single(make(**TYPICAL)).tensors
 NUMBERS = [
@@ -236,7 +240,7 @@ OP = Op(
     sizes(ROWS, ANY_WIDTH, VOCABULARIES),
     definition,
     {
-        "reference": Way(EVERY, also=[{"rows": (48,), "width": 64, "vocabulary": 300}]),
+        "reference": replace(REFERENCE, also=[{"rows": (48,), "width": 64, "vocabulary": 300}]),
         **TRITON,
         "cpu": Way(
             (torch.float32,),
@@ -284,7 +288,7 @@ PARTIALS = Op(
         valid_vocab=st.sampled_from([None, 1, 20, 60, 150]),
     ),
     lambda case, _: list(naive_partials(**case.arguments)),
-    {"reference": Way(EVERY), **TRITON_PARTIALS},
+    {"reference": REFERENCE, **{name: replace(way, also=()) for name, way in TRITON.items()}},
     typical=TYPICAL | {"padding": 0, "vocab_start": 2},
     scales=scales_of_partials,
     gradient_scales=gradient_scales,
@@ -315,7 +319,7 @@ COMBINATION = Op(
     lambda case, _: list(naive_combination(**case.arguments)),
     {
         "reference": Way((torch.float64, torch.float32)),
-        "triton": Way((torch.float32,), small=partial(small, "fused")),
+        "triton": Way((torch.float32,), small=small),
     },
     typical={"shards": 3, "rows": 6},
     tiny=[{"shards": 3, "rows": 4}],
