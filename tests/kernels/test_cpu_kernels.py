@@ -15,7 +15,6 @@ import pytest
 import test_branch_attention as branches
 import test_branch_attention_qkv as attention
 import test_candidate_head as heads
-import test_qk_norm_rope as rotation
 import test_skinny_linear as linear
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -37,7 +36,6 @@ from fb_kernels.linear_logprob import linear_logprob
 from fb_kernels.linear_logprob import reference as logprob_reference
 from fb_kernels.merge_attention_states import merge_attention_states
 from fb_kernels.merge_attention_states import reference as state_reference
-from fb_kernels.qk_norm_rope import cpu as rotation_kernels
 from fb_kernels.qk_norm_rope import qk_norm_rope
 from fb_kernels.qk_norm_rope import reference as rotation_reference
 from fb_kernels.rms_norm import rms_norm
@@ -529,61 +527,6 @@ def test_soft_caps_of_every_size() -> None:
         torch.testing.assert_close(lse, (2 * torch.tanh(x.double() / 2)).float(), rtol=4e-7, atol=0)
 
 
-@given_here
-@given(
-    rows=st.integers(1, 4),
-    count=st.tuples(st.integers(1, 4), st.integers(1, 3)),
-    half=st.sampled_from([1, 2, 3, 4, 8, 9, 16, 33]),
-    normed=st.tuples(st.booleans(), st.booleans()),
-    index=st.sampled_from([torch.int32, torch.int64]),
-    kept=st.none() | st.sampled_from(["all", "some"]),
-    share=given_share,
-    offset=st.none() | st.integers(0, 5),
-    seed=st.integers(0, 99),
-)
-def test_rotation_matches_float64(
-    rows: int,
-    count: tuple[int, int],
-    half: int,
-    normed: tuple[bool, bool],
-    index: torch.dtype,
-    kept: str | None,
-    share: float,
-    offset: int | None,
-    seed: int,
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(rows, (count[0] + 2 * count[1]) * 2 * half, generator=generator)
-    qkv = hostile(qkv, share / half, seed, (NAN, 0.0))
-    qkv = qkv if offset is None else apart(qkv, offset)
-    weights = [beside_poison(torch.randn(2 * half, generator=generator)) if use else None for use in normed]
-    cos, sin = map(beside_poison, torch.randn(2, 6, 2 * half, generator=generator))
-    positions = torch.randint(0, 6, (rows,), generator=generator).to(index)
-    given = (qkv, *weights, cos, sin, positions)
-    options = {"num_heads": count[0], "num_kv_heads": count[1], "eps": 1e-3}
-    out = results(partial(qk_norm_rope, **options), *given)
-    wide = [x if x is None or not x.is_floating_point() else x.double() for x in given]
-    straight = [*wide[:3], torch.ones_like(wide[3]), torch.zeros_like(wide[4]), positions]
-    reach = (wide[3].abs() + wide[4].abs()).max()
-    everything = zip(out, *(rotation.naive(*x, **options) for x in (wide, given, straight)), strict=True)
-    for actual, expected, plain, size in everything:
-        assert_close_to_reference(actual, expected, plain, scale=magnitude(size).amax(-1, keepdim=True) * reach)
-    assert torch.equal(out[2].nan_to_num(), qkv[:, -2 * half * count[1] :].reshape(out[2].shape).nan_to_num())
-    alone = qk_norm_rope(qkv[-1:], *given[1:5], positions[-1:], **options)
-    torch.testing.assert_close(alone, tuple(x[-1:] for x in out), rtol=0, atol=0, equal_nan=True)
-    if kept:
-        slots = [7 - row if kept == "all" or row % 2 else -1 for row in range(rows)]
-        pages = [apart(torch.full((9, count[1], 2 * half), -7.0), 2) for _ in range(2)]
-        written = qk_norm_rope(*given, **options, kv_out=(*pages, torch.tensor(slots, dtype=index)))
-        torch.testing.assert_close(written, out, rtol=0, atol=0, equal_nan=True)
-        for page, rows_of in zip(pages, out[1:], strict=True):
-            expected = torch.full(page.shape, -7.0)
-            for row, slot in enumerate(slots):
-                if slot >= 0:
-                    expected[slot] = rows_of[row]
-            torch.testing.assert_close(page, expected, rtol=0, atol=0, equal_nan=True)
-
-
 WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "candidate_head": (
         lambda cu: candidate_head(torch.ones(4, 3), None, torch.ones(3), torch.tensor(cu), eps=0.1),
@@ -612,20 +555,6 @@ def test_errors_are_those_of_the_reference(op: str, value: list[int]) -> None:
         said.append(str(raised.value))
     assert said[0] == said[1]
     assert "kernel" not in said[0]
-
-
-@pytest.mark.parametrize("slots", [[0, 3], [1, 1]])
-@pytest.mark.parametrize("positions", [[0, 1], [0, 9]])
-def test_a_refused_rotation_writes_nothing(slots: list[int], positions: list[int]) -> None:
-    if positions == [0, 9]:
-        slots = [0, 1]
-    qkv, tables, caches = torch.ones(2, 6), torch.ones(2, 4, 2), torch.zeros(2, 3, 1, 2)
-    with pytest.raises(ValueError, match=r"^qk_norm_rope: (kv_out|positions): expected"):
-        qk_norm_rope(
-            qkv, None, None, *tables, torch.tensor(positions),
-            num_heads=1, num_kv_heads=1, kv_out=(*caches, torch.tensor(slots)),
-        )  # fmt: skip
-    assert not caches.any()
 
 
 def ones(*shape: int, **options: Any) -> Tensor:
@@ -657,14 +586,6 @@ NOT_TAKEN: list[tuple[str, Callable[[], object]]] = [
     ("candidate_head", lambda: headed(ones(2, 3), head_weight=ones(6)[::2])),
     ("candidate_head", lambda: headed(ones(2, 0))),
     ("candidate_head", lambda: headed(ones(2, head_kernels.SIZE))),
-    ("qk_norm_rope", lambda: rotated(qkv=ones(2, 6).bfloat16())),
-    ("qk_norm_rope", lambda: rotated(cos=ones(4, 2).half(), sin=ones(4, 2).half())),
-    ("qk_norm_rope", lambda: rotated(qkv=ones(6, 2).t())),
-    ("qk_norm_rope", lambda: rotated(sin=ones(2, 4).t())),
-    ("qk_norm_rope", lambda: rotated(0)),
-    ("qk_norm_rope", lambda: rotated(rotation_kernels.SIZE // 6 + 1)),
-    ("qk_norm_rope_out", lambda: rotated(kv_out=(*ones(2, 3, 1, 4)[..., ::2], torch.tensor([0, 1])))),
-    ("qk_norm_rope_out", lambda: rotated(kv_out=(*ones(2, 3, 1, 2), torch.tensor([0, 7, 1])[::2]))),
 ]
 
 

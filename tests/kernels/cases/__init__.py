@@ -13,10 +13,12 @@ from cases import (
     joint_pool,
     linear_logprob,
     merge_attention_states,
+    qk_norm_rope,
     rms_norm,
     swiglu,
 )
 from cases.base import Case, Op, ids, randn
+from cases.qk_norm_rope import heads
 from fb_kernels import BranchLayout, DecodeState
 
 
@@ -40,20 +42,6 @@ def _branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: boo
     }
 
 
-def _heads(rows: int, heads: int = 4, kv_heads: int = 2, width: int = 8) -> dict[str, Any]:
-    angles = randn(12, width // 2).repeat(1, 2)
-    return {
-        "qkv": randn(rows, (heads + 2 * kv_heads) * width),
-        "q_weight": randn(width, seed=1),
-        "k_weight": randn(width, seed=2),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-    }
-
-
 def _linear(rows: int, *options: str, outputs: int = 12, width: int = 16) -> dict[str, Any]:
     given = {
         "bias": randn(outputs, seed=1),
@@ -70,7 +58,7 @@ def _state() -> DecodeState:
 
 
 def _attention(rows: int, slots: bool) -> dict[str, Any]:
-    built = _heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
+    built = heads(rows) | {"k_cache": randn(9, 2, 8, seed=5), "v_cache": randn(9, 2, 8, seed=6), "held": ids(5)}
     return built | ({"slots": ids(*(6, 5, 8, 7)[:rows])} if slots else {})
 
 
@@ -123,17 +111,6 @@ _CASES: dict[str, Callable[[], Case]] = {
         },
         written=("state.tokens", "state.length", "state.halt"),
     ),
-    "qk_norm_rope": lambda: Case(
-        "qk_norm_rope", _heads(6), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
-    ),
-    "qk_norm_rope, one row": lambda: Case(
-        "qk_norm_rope", _heads(1), gradients=("qkv", "q_weight", "k_weight"), outputs=(0, 1, 2)
-    ),
-    "qk_norm_rope, written": lambda: Case(
-        "qk_norm_rope",
-        _heads(4) | {"kv_out": (randn(9, 2, 8, seed=5), randn(9, 2, 8, seed=6), ids(6, -1, 8, 7))},
-        written=("kv_out.0", "kv_out.1"),
-    ),
     "skinny_linear": lambda: Case("skinny_linear", _linear(3, "bias", "norm_weight")),
     "skinny_linear, one row": lambda: Case("skinny_linear", _linear(1, "residual")),
     "skinny_linear, residual": lambda: Case("skinny_linear", _linear(3, "bias", "residual")),
@@ -149,6 +126,7 @@ _DECLARED = (
     joint_pool,
     linear_logprob,
     merge_attention_states,
+    qk_norm_rope,
     rms_norm,
     swiglu,
 )
