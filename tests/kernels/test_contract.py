@@ -274,6 +274,7 @@ def test_it_compiles_whole(name: str) -> None:
     def run(*values: Tensor) -> list[Tensor]:
         return replace(case, arguments=case.changed(**dict(zip(keys, values, strict=True)))).run()
 
+    torch._dynamo.reset()  # or the same function of many ops reaches a limit
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
 
     def through(function: Callable, case: Case) -> list[Tensor]:

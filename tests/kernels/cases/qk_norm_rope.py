@@ -132,7 +132,7 @@ def sizes_written(draw: st.DrawFn, least: int, halves: st.SearchStrategy[int]) -
 
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW, VECTORS = st.integers(0, 5), st.sampled_from([1, 2, 3, 4, 8, 9, 16, 33])
-MANY = [{"rows": 40, "half": 32}]
+MANY = [{"rows": 20, "half": 32}]
 TYPICAL = {"rows": 6, "half": 4}
 GOOD = single(make(**TYPICAL)).tensors
 
