@@ -95,9 +95,9 @@ def test_probabilities_sum_to_one_and_ties_share(way: str) -> None:
 
 
 @every_way
-@pytest.mark.parametrize("banned", [slice(0, 4), slice(4, 8), slice(1, 10)])
+@pytest.mark.parametrize("banned", [slice(0, 33), slice(4, 8), slice(31, 69)], ids=str)
 def test_minus_infinity_means_probability_zero(way: str, banned: slice) -> None:
-    case = single(3, 6, 11)
+    case = single(3)
     hidden, weight, _, bias = (case.arguments[name] for name in ("hidden", "weight", "target", "bias"))
     bias[banned] = -math.inf
     allowed = (bias != -math.inf).nonzero()[:, 0]

@@ -193,8 +193,8 @@ TYPICAL = {
     "options": {"logit_scale": 0.7, "softcap": 2.0, "temperature": 0.8},
 }
 TINY = [
-    {"rows": (4,), "width": 3, "vocabulary": 5, "padding": 1, "options": {"softcap": softcap, "temperature": 0.7}}
-    for softcap in (None, 2.0)
+    {"rows": (4,), "width": 3, "vocabulary": 5, "padding": 1, "bias": bias, "options": options}
+    for bias, options in [(False, {"temperature": 0.7}), (True, {"softcap": 2.0, "logit_scale": 0.8})]
 ]
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRITON = {
