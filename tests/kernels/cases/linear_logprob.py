@@ -34,7 +34,7 @@ def small() -> AbstractContextManager[None]:
         linear_logprob=TILE,
         linear_logprob_columns=64,
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
-        linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 4},
+        linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 2},
         combine_logprob_partials={"BLOCK": 4},
     )
 

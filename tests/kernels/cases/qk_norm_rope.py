@@ -110,7 +110,7 @@ def small() -> AbstractContextManager[None]:
 
 def _sizes(halves: st.SearchStrategy[int]) -> dict[str, st.SearchStrategy]:
     return {
-        "heads": st.tuples(st.integers(1, 4), st.integers(1, 3)),
+        "heads": st.tuples(st.integers(1, 3), st.integers(1, 2)),
         "half": halves,
         "normed": st.tuples(st.booleans(), st.booleans()),
         "index": st.sampled_from([torch.int32, torch.int64]),
@@ -119,7 +119,7 @@ def _sizes(halves: st.SearchStrategy[int]) -> dict[str, st.SearchStrategy]:
 
 
 def sizes(least: int, halves: st.SearchStrategy[int]) -> st.SearchStrategy:
-    return st.fixed_dictionaries({"rows": st.integers(least, 5), **_sizes(halves)})
+    return st.fixed_dictionaries({"rows": st.integers(least, 4), **_sizes(halves)})
 
 
 @st.composite
