@@ -188,7 +188,7 @@ MANY = {
 TYPICAL = {
     "rows": (6,),
     "width": 16,
-    "vocabulary": 70,
+    "vocabulary": 100,
     "padding": 2,
     "options": {"logit_scale": 0.7, "softcap": 2.0, "temperature": 0.8},
 }
@@ -222,14 +222,14 @@ def wrong_tensors(weight: str, bad_ids: Sequence[int]) -> list[tuple[str, dict[s
         ("hidden", {"hidden": torch.ones(6, 16, dtype=torch.int64)}, TypeError),
         ("hidden", {"hidden": torch.tensor(1.0)}, ValueError),
         ("hidden", {"hidden": torch.ones(6, 16).to_sparse()}, ValueError),
-        (weight, {weight: torch.ones(72, 15)}, ValueError),
-        (weight, {weight: torch.ones(72, 16).bfloat16()}, TypeError),
-        (weight, {weight: torch.ones(72, 16, device="meta")}, ValueError),
+        (weight, {weight: torch.ones(102, 15)}, ValueError),
+        (weight, {weight: torch.ones(102, 16).bfloat16()}, TypeError),
+        (weight, {weight: torch.ones(102, 16, device="meta")}, ValueError),
         ("target", {"target": torch.ones(6)}, TypeError),
         ("target", {"target": ids(0, 1, 2)}, ValueError),
         *[("target", {"target": ids(0, 1, 2, 3, 4, bad)}, ValueError) for bad in bad_ids],
-        ("bias", {"bias": torch.ones(71)}, ValueError),
-        ("bias", {"bias": torch.ones(72).double()}, TypeError),
+        ("bias", {"bias": torch.ones(101)}, ValueError),
+        ("bias", {"bias": torch.ones(102).double()}, TypeError),
         *NUMBERS,
     ]
 
@@ -274,7 +274,7 @@ OP = Op(
     rows={"hidden": 0, "target": 0},
     hostile=("hidden", "bias"),
     result_rows=(0, 0, 0),
-    wrong=[*wrong_tensors("weight", [70, -1]), ("valid_vocab", {"valid_vocab": 73}, ValueError)],
+    wrong=[*wrong_tensors("weight", [100, -1]), ("valid_vocab", {"valid_vocab": 103}, ValueError)],
 )
 PARTIALS = Op(
     "linear_logprob_partials",
