@@ -191,7 +191,7 @@ TYPICAL = {
     "vocabulary": 100,
     "padding": 2,
     "options": {"logit_scale": 0.7, "softcap": 30.0, "temperature": 0.8},
-    "seed": 2,  # of most rows the largest logit lies in later tiles
+    "seed": 2,  # of half the rows the largest logit lies in later tiles
 }
 TINY = [
     {"rows": (4,), "width": 3, "vocabulary": 5, "padding": 1, "bias": bias, "options": options}
