@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.candidate_head import EPS, OP, make, offsets
 from torch import Tensor
-from ways import declared, names, running
+from ways import names, running_small
 
 from fb_kernels import candidate_head, segments
 from fb_kernels.testing import assert_close_to_reference
@@ -23,7 +23,7 @@ of_every_way = pytest.mark.parametrize("way", names(OP))
 @contextmanager
 def small(way: str) -> Iterator[None]:
     """An implementation, in launches in which few rows are several tiles."""
-    with running(way), declared(OP, way).small():
+    with running_small(OP, way):
         yield
 
 

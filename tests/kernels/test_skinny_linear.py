@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases.base import Sizes
 from cases.skinny_linear import BOTH, OP, VARIANTS, make
-from ways import declared, names, running, with_dtypes
+from ways import names, running, with_dtypes
 
 from fb_kernels import skinny_linear
 from fb_kernels.skinny_linear import cpu
@@ -23,7 +23,7 @@ of_every_variant = pytest.mark.parametrize("options", VARIANTS, ids=["plain", "r
 
 def given(way: str, rows: int, width: int, outputs: int, **options: object) -> dict:
     """Arguments in the first dtype of an implementation."""
-    return OP.cast(make(rows, width, outputs, **options), declared(OP, way).dtypes[0]).arguments
+    return OP.cast(make(rows, width, outputs, **options), OP.way(way).dtypes[0]).arguments
 
 
 @pytest.mark.parametrize("way", ["reference", "triton", "cuda"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases.topk_entropy import OP
 from torch import Tensor
-from ways import declared, names, running, with_dtypes
+from ways import names, running, running_small, with_dtypes
 
 from fb_kernels import cuda, topk_entropy
 from fb_kernels.testing import poison_
@@ -23,7 +23,7 @@ def test_ties_go_to_the_lowest_index(way: str, dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 5000, dtype=dtype)
     logits[:, ::2] = -0.0
     logits[1, 4500] = 1.0
-    with running(way), declared(OP, way).small():
+    with running_small(OP, way):
         entropy, values, indices = topk_entropy(logits)
     assert indices[0].tolist() == list(range(64))
     assert indices[1].tolist() == [4500, *range(63)]
@@ -38,7 +38,7 @@ def test_non_finite_rows(way: str, dtype: torch.dtype) -> None:
         [[0.0, nan, 1.0, nan], [-inf] * 4, [1.0, inf, 2.0, inf], [-inf, 1.0, -inf, 1.0], [inf, -inf, nan, 0.0]],
         dtype=dtype,
     )
-    with running(way), declared(OP, way).small():
+    with running_small(OP, way):
         entropy, values, indices = topk_entropy(logits, 3)
     assert indices.tolist() == [[1, 3, 2], [0, 1, 2], [1, 3, 2], [1, 3, 0], [2, 0, 3]]
     assert entropy.isnan().tolist() == [True, True, True, False, True]

@@ -18,9 +18,9 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
-from cases.base import Op, Way
+from cases.base import Op
 
-from fb_kernels import backend, cpu, cuda
+from fb_kernels import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
@@ -66,20 +66,18 @@ def names(op: Op) -> list[str]:
     return [name for name in op.ways if name != "cpu"] + widths
 
 
-def declared(op: Op, name: str) -> Way:
-    """What an op declares of one of its implementations."""
-    return op.ways[name.partition(" ")[0]]
-
-
 def with_dtypes(op: Op) -> list[tuple[str, torch.dtype]]:
     """The implementations, each with every dtype that it takes."""
-    return [(name, dtype) for name in names(op) for dtype in declared(op, name).dtypes]
+    return [(name, dtype) for name in names(op) for dtype in op.way(name).dtypes]
 
 
 @contextmanager
 def running(way: str) -> Iterator[None]:
-    """Ops run one implementation, and refuse arguments that it was not made for."""
-    kind, _, bits = way.partition(" ")
+    """Ops run one implementation, and refuse arguments that it was not made for.
+
+    After a space it says which: the CPU's by the bits of its vectors, Triton's by what a function of tuning.py chooses.
+    """
+    kind, _, which = way.partition(" ")
     if kind == "triton" and os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
     with pytest.MonkeyPatch.context() as patch, backend.override("reference" if kind == "device" else kind):
@@ -87,9 +85,19 @@ def running(way: str) -> Iterator[None]:
             for name in READING:
                 patch.setattr(import_module(f"fb_kernels.{name}.reference"), "_host_reads", lambda _: False)
         if kind == "cpu":
-            library = narrowed(int(bits))
+            library = narrowed(int(which))
             patch.setattr(cpu, "library", lambda: library)
+        if kind == "triton" and which:
+            name, _, choice = which.partition("=")
+            patch.setattr(tuning, name, lambda *_: choice)
         if kind == "cuda" and not torch.cuda.is_available():
             patch.setattr(cuda, "library", emulation.library)
             patch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
+        yield
+
+
+@contextmanager
+def running_small(op: Op, way: str) -> Iterator[None]:
+    """The same in launches in which a few elements fill several blocks."""
+    with running(way), op.way(way).small():
         yield

@@ -121,6 +121,7 @@ class Op:
             `assert_close_to_reference`.
         gradient_scales: the same of each gradient, from the upstream ones, with the call in float64.
         wide: floats that stay in float32 when the others are narrower.
+        widened: results in float32 where the arguments are narrower.
         rows: tensors whose rows are independent of each other, and in which dimension they lie.
         hostile: tensors of which any element may be NaN or infinite; None for those of `rows`.
         result_rows: the dimension of rows in each result.
@@ -139,12 +140,17 @@ class Op:
     scales: Callable[[Case, Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
     gradient_scales: Callable[[Case, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | float | None]] | None = None
     wide: tuple[str, ...] = ()
+    widened: tuple[int, ...] = ()
     rows: dict[str, int] = field(default_factory=dict)
     hostile: tuple[str, ...] | None = None
     result_rows: tuple[int, ...] = (0,)
     which_strange: bool = True
     alone: bool = False
     wrong: Sequence[tuple[str, dict[str, Any], type[Exception]]] = ()
+
+    def way(self, name: str) -> Way:
+        """An implementation by its own name, or by its kind where that is declared for all of them."""
+        return self.ways.get(name) or self.ways[name.partition(" ")[0]]
 
     def cast(self, case: Case, dtype: torch.dtype) -> Case:
         """The case with its floats in a dtype."""
@@ -187,20 +193,9 @@ def ids(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def heads(rows: int) -> dict[str, Any]:
-    """Arguments of a decoding step, from the fused projection."""
-    num_heads, kv_heads, width = 4, 2, 8
-    angles = randn(12, width // 2).repeat(1, 2)
-    return {
-        "qkv": randn(rows, (num_heads + 2 * kv_heads) * width),
-        "q_weight": randn(width, seed=1),
-        "k_weight": randn(width, seed=2),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "positions": ids(*(5, 7, 2, 0, 11, 3)[:rows]),
-        "num_heads": num_heads,
-        "num_kv_heads": kv_heads,
-    }
+def offsets(sizes: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    """Where groups of these sizes begin, and where the last one ends."""
+    return torch.tensor([0, *sizes]).cumsum(0).to(dtype)
 
 
 seeds = st.integers(0, 99)

@@ -266,6 +266,7 @@ OP = Op(
         for own in (True, False)
         for options in ({}, {"window": 3, "softcap": 1.5, "scale": 0.7, "page": 2})
     ],
+    widened=(1,),
     scales=scales,
     gradient_scales=gradient_scales,
     wrong=[

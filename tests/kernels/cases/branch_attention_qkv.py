@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases import branch_attention
-from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, heads, ids, normal, randn, seeds, single
+from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, ids, normal, randn, seeds, single
+from cases.qk_norm_rope import heads
 from fb_kernels import BranchLayout
 from fb_kernels.branch_attention_qkv.naive import branch_attention_qkv as naive
 from fb_kernels.precision import accumulation_dtype

@@ -155,6 +155,7 @@ OP = Op(
         for normed in (False, True)
         for bias in (None, (1,))
     ],
+    widened=(0, 1),
     scales=scales,
     gradient_scales=gradient_scales,
     rows={"hidden": 0},

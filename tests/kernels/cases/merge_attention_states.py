@@ -88,6 +88,7 @@ OP = Op(
     scales=scales,
     gradient_scales=gradient_scales,
     wide=("lse_a", "lse_b"),
+    widened=(1,),
     rows={"out_a": 0, "lse_a": 1, "out_b": 0, "lse_b": 1},
     result_rows=(0, 1),
     which_strange=False,

@@ -128,6 +128,7 @@ OP = Op(
         ),
     },
     typical={"batch": (6,), "width": 40, "k": 2},
+    widened=(0, 1),
     scales=scales,
     rows={"logits": 0},
     result_rows=(0, 0, 0),

@@ -1,0 +1,112 @@
+"""How `compatibility_targets` is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cases.base import LOW, Case, Op, Sizes, Way, generator, ids, offsets, randn, seeds
+from fb_kernels.compatibility_targets.naive import compatibility_targets as naive
+from fb_kernels.testing import magnitude
+
+
+def make(
+    sizes: Sequence[int],
+    tail: int,
+    length: int,
+    horizons: Sequence[int],
+    alpha: float | None = None,
+    temperature: float = 0.5,
+    index: torch.dtype = torch.int32,
+    seed: int = 0,
+) -> Case:
+    """Groups of these sizes and `tail` rows of none; `local` is given where `alpha` is."""
+    rows = sum(sizes) + tail
+    logprob, local = (
+        -5 * torch.rand(*shape, generator=generator(seed + place), dtype=torch.float64)
+        for place, shape in enumerate([(rows, length), (rows,)])
+    )
+    arguments = {
+        "logprob": logprob,
+        "cu_group": offsets(sizes, index),
+        "horizons": list(horizons),
+        "temperature": temperature,
+    }
+    return Case("compatibility_targets", arguments | ({} if alpha is None else {"local": local, "alpha": alpha}))
+
+
+def truth(case: Case, results: Sequence[Tensor]) -> list[Tensor]:
+    """Rounded once."""
+    doubles = {name: x.double() for name, x in case.tensors.items() if x.is_floating_point()}
+    return [x.to(mine.dtype) for x, mine in zip(naive(**(case.arguments | doubles)), results, strict=True)]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> Sizes:
+    length = draw(st.integers(1, 12))
+    return {
+        "sizes": draw(st.lists(st.integers(0, 6), max_size=5)),
+        "tail": draw(st.integers(0, 3)),
+        "length": length,
+        "horizons": draw(st.lists(st.integers(1, length), min_size=1, max_size=4)),
+        "alpha": draw(st.sampled_from([None, 0.0, 0.3, 1.0])),
+        "temperature": draw(st.sampled_from([0.05, 0.5, 2.0])),
+        "index": draw(st.sampled_from([torch.int32, torch.int64])),
+        "seed": draw(seeds),
+    }
+
+
+GOOD = make([3, 0, 3], 1, 5, [5, 1]).tensors
+LOCAL = GOOD["logprob"][:, 0].float()
+OP = Op(
+    "compatibility_targets",
+    make,
+    sizes(),
+    truth,
+    {"reference": Way(LOW, also=[{"sizes": [13] * 20, "tail": 0, "length": 128, "horizons": [1, 32, 128]}])},
+    typical={"sizes": [3, 0, 3], "tail": 1, "length": 5, "horizons": [5, 1], "alpha": 0.3},
+    scales=lambda _, truth: [magnitude(each) for each in truth],
+    widened=(0, 1),
+    hostile=("logprob", "local"),
+    wrong=[
+        ("logprob", {"logprob": [1.0]}, TypeError),
+        ("logprob", {"logprob": GOOD["logprob"].long()}, TypeError),
+        ("logprob", {"logprob": LOCAL}, ValueError),
+        ("cu_group", {"cu_group": GOOD["cu_group"].float()}, TypeError),
+        ("cu_group", {"cu_group": ids()}, ValueError),
+        ("cu_group", {"cu_group": GOOD["cu_group"].to("meta")}, ValueError),
+        ("cu_group", {"cu_group": ids(0, 3, 2)}, ValueError),
+        ("cu_group", {"cu_group": ids(1, 4)}, ValueError),
+        ("cu_group", {"cu_group": ids(0, 8)}, ValueError),
+        ("horizons", {"horizons": 3}, TypeError),
+        ("horizons", {"horizons": [1.0]}, TypeError),
+        ("horizons", {"horizons": ids(1)}, TypeError),
+        *[("horizons", {"horizons": value}, ValueError) for value in ([], [0], [1, 6])],
+        *[("temperature", {"temperature": value}, ValueError) for value in (0.0, math.nan)],
+        ("temperature", {"temperature": "1"}, TypeError),
+        ("eps", {"eps": -1.0}, ValueError),
+        ("eps", {"eps": None}, TypeError),
+        ("alpha", {"alpha": "1"}, TypeError),
+        *[("alpha", {"alpha": value}, ValueError) for value in (math.nan, 1.5)],
+        ("local", {"local": None}, ValueError),
+        ("local", {"local": LOCAL.double()}, TypeError),
+        ("local", {"local": LOCAL[:3]}, ValueError),
+        ("local", {"local": [1.0]}, TypeError),
+    ],
+)
+EXAMPLES = {
+    "compatibility_targets": lambda: Case(
+        "compatibility_targets",
+        {
+            "logprob": -randn(7, 5).square(),
+            "cu_group": ids(0, 3, 3, 6),
+            "horizons": [2, 5],
+            "local": -randn(7).square(),
+            "alpha": 0.5,
+        },
+    )
+}
