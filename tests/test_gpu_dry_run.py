@@ -47,14 +47,14 @@ SMALL = [name for name in branch_attention.LAYOUTS if name.startswith("small")]
 
 
 @pytest.fixture(autouse=True, params=["reference", "triton"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """On CPU tensors: plain PyTorch, then the kernels, interpreted."""
     if request.param == "triton" and os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("kernels run on a GPU here: see tests/gpu")
     sorts_little = {"BLOCK": 32, "GROUP": 2, "STEPS": 1, "num_warps": 4}
     monkeypatch.setattr(tuning, "topk_entropy", lambda *_: sorts_little)
     with backend.override(request.param):
-        yield
+        yield request.param
 
 
 def small(module: Any, dtype: torch.dtype, **options: Any) -> gpu_checks.Case:
@@ -110,8 +110,9 @@ def test_runtime() -> None:
     runtime.tokens_are_the_plain_decoders("cpu")
 
 
-def test_scorer() -> None:
-    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+def test_scorer(implementation: str) -> None:
+    layers = 2 if implementation == "reference" else 1  # interpreted layers take their time
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     config = scorer.qwen3(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     model = scorer.random_model(config, torch.float32, "cpu")
     wide = scorer.copy.deepcopy(model).double()
@@ -312,4 +313,5 @@ def test_the_stages(tmp_path: Path) -> None:
 @ONCE
 @pytest.mark.slow
 def test_experiments(tmp_path: Path) -> None:
-    stages.experiments(tmp_path, "cpu", "bfloat16")
+    fewer = {"problems": {"validation": 5}, "train": {"seeds": [0]}, "evaluate": {"limit": 2}, "compare": {"timed": 1}}
+    stages.experiments(tmp_path, "cpu", "bfloat16", fewer)

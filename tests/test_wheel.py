@@ -31,7 +31,8 @@ def installed(tmp_path_factory):
     """The Python of an environment that holds the wheel; what it depends on is lent by this one."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
+    without_gpu = os.environ | {"FB_BUILD_CUDA": "skip"}  # nvcc takes a minute; tests/kernels/test_nvcc.py calls it
+    subprocess.run(build, check=True, capture_output=True, env=without_gpu)
     (wheel,) = folder.glob("futurebridge-*.whl")
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"

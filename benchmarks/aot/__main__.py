@@ -1,4 +1,4 @@
-"""`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--json]`: compile, print one row each, fail on a fault."""
+"""`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json]`: compile, a row each, fail on a fault."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import asdict
 from importlib import import_module
 
 import benchmarks.aot
-from benchmarks.aot.compiler import ARCHITECTURES, Compiled, compile_case
+from benchmarks.aot.compiler import ARCHITECTURES, Compiled, Launch, compiled, every_variant, launches, representative
 
 OPS = sorted({module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "__main__"})
 
 
-def rows(ops: list[str], archs: list[str]) -> Iterator[Compiled]:
+def launched(ops: list[str], archs: list[str]) -> Iterator[Launch]:
     for op in ops:
         for case in import_module(f"benchmarks.aot.{op}").cases():
             for arch in ARCHITECTURES:
                 if arch.name in archs:
-                    yield from compile_case(case, arch)
+                    yield from launches(case, arch)
 
 
 def line(row: Compiled) -> str:
@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
     parser.add_argument("--arch", nargs="*", default=[arch.name for arch in ARCHITECTURES])
+    parser.add_argument("--quick", action="store_true", help="what shows a constant or a type for the first time")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     unknown = set(options.ops) - set(OPS)
@@ -48,7 +49,8 @@ def main() -> None:
             f"{'stack':>6}{'spills':>7}{'shared':>8}{'hgmma':>6}{'pred. us':>10}"
         )
     count = faults = 0
-    for row in rows(options.ops or OPS, options.arch):
+    chosen = representative if options.quick else every_variant
+    for row in (compiled(*pair) for pair in chosen(launched(options.ops or OPS, options.arch))):
         count, faults = count + 1, faults + bool(row.faults)
         print(json.dumps(asdict(row)) if options.json else line(row), flush=True)
     if not options.json:

@@ -9,7 +9,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -133,20 +133,38 @@ class _Unaligned(MockTensor):
         return 8
 
 
-def variants_of(arch: Architecture) -> tuple[str, ...]:
-    """What is compiled for an architecture."""
-    return VARIANTS if arch.name == FRONT_END else VARIANTS[:2]
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as a case launches it on an architecture."""
+
+    case: Case
+    arch: Architecture
+    kernel: JITFunction
+    args: tuple
+    grid: tuple[int, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    def given(self) -> set[tuple[str, object]]:
+        """What the machine code depends on: constants and options, types of tensors, which arguments are None."""
+        passed = dict(zip(self.kernel.arg_names, self.args, strict=False)) | dict(self.kwargs)
+        at_run_time = {parameter.name for parameter in self.kernel.params if not parameter.is_constexpr}
+        return {
+            (name, value.dtype if isinstance(value, torch.Tensor) else value)
+            for name, value in passed.items()
+            if isinstance(value, torch.Tensor) or value is None or name not in at_run_time
+        }
 
 
-def compile_case(case: Case, arch: Architecture) -> Iterator[Compiled]:
-    """Compile every kernel that the case launches, in every variant."""
-    driver = _Driver()
-    driver.capability = arch.capability
-    triton.runtime.driver.set_active(driver)
-    launches: list[tuple[JITFunction, tuple, Any, dict[str, Any]]] = []
+def launches(case: Case, arch: Architecture) -> list[Launch]:
+    """What the case launches."""
+    found: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append((self, args, grid, kwargs))
+        found.append(Launch(case, arch, self, args, grid, kwargs))
 
     with (
         patch.object(JITFunction, "run", record),
@@ -154,23 +172,47 @@ def compile_case(case: Case, arch: Architecture) -> Iterator[Compiled]:
         patch.object(tuning, "_capability", lambda: arch.capability),
     ):
         case.call()
-    if not launches:
+    if not found:
         raise ValueError(f"{case.op} {case.shape}: expected a kernel launch, got none")
-    for kernel, args, grid, kwargs in launches:
-        size = math.prod(grid)
-        for variant in variants_of(arch):
-            mocked = {name: _mock(value, variant) for name, value in kwargs.items()}
-            values = [
-                _mock(value, variant) if not kernel.params[index].is_constexpr else value
-                for index, value in enumerate(args)
-            ]
-            constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-            options = {
-                name: kwargs[name] if name in constants or name not in kernel.arg_names else mocked[name]
-                for name in kwargs
-            }
-            compiled = kernel.run(*values, grid=grid, warmup=True, **options)
-            yield _describe(case, kernel.fn.__name__, arch, variant, size, compiled)
+    return found
+
+
+def every_variant(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
+    """Each launch in each variant that is compiled for its architecture."""
+    for launch in found:
+        for variant in VARIANTS if launch.arch.name == FRONT_END else VARIANTS[:2]:
+            yield launch, variant
+
+
+def representative(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
+    """A kernel's first launch in every variant; of the others, aligned, those given what none before them was."""
+    met: dict[tuple[str, str], set[tuple[str, object]]] = {}
+    for launch in found:
+        before = met.get((launch.arch.name, launch.name))
+        if before is None:
+            yield from every_variant([launch])
+        elif not launch.given() <= before:
+            yield launch, "aligned"
+        met[launch.arch.name, launch.name] = launch.given() | (before or set())
+
+
+def compiled(launch: Launch, variant: str) -> Compiled:
+    """What becomes of a launch."""
+    driver = _Driver()
+    driver.capability = launch.arch.capability
+    triton.runtime.driver.set_active(driver)
+    kernel, kwargs = launch.kernel, launch.kwargs
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    values = [
+        value if parameter.is_constexpr else _mock(value, variant)
+        for parameter, value in zip(kernel.params, launch.args, strict=False)
+    ]
+    options = {
+        name: value if name in constants or name not in kernel.arg_names else _mock(value, variant)
+        for name, value in kwargs.items()
+    }
+    made = kernel.run(*values, grid=launch.grid, warmup=True, **options)
+    return _describe(launch, variant, made)
 
 
 def _mock(value: Any, variant: str) -> Any:
@@ -183,14 +225,14 @@ def _mock(value: Any, variant: str) -> Any:
     return value
 
 
-def _describe(case: Case, name: str, arch: Architecture, variant: str, grid: int, compiled: Any) -> Compiled:
-    usage, sass = _dump(compiled.asm["cubin"])
-    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
-    metadata = compiled.metadata
-    spills, hgmma = (len(re.findall(pattern, sass)) for pattern in (r"\b(?:LDL|STL)\b", r"\bHGMMA"))
-    tf32 = compiled.asm["ptx"].count(".tf32")
+def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
+    case, arch, name, grid = launch.case, launch.arch, launch.name, math.prod(launch.grid)
+    ptx, metadata = made.asm["ptx"], made.metadata
+    registers, stack, spills = _resources(made.asm["cubin"])
+    hgmma = ptx.count("wgmma.mma_async.")  # each becomes one HGMMA
+    tf32 = ptx.count(".tf32")
     faults = []
-    half = any(word in compiled.asm["ptx"] for word in ("bf16", "f16x2", ".f16"))
+    half = any(word in ptx for word in ("bf16", "f16x2", ".f16"))
     if half and (stack or spills):
         faults.append(f"spills: {stack} bytes of stack, {spills} local accesses")
     if metadata.shared > arch.shared_block:
@@ -223,13 +265,17 @@ def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, regis
 
 
 @cache  # shapes share machine code
-def _dump(cubin: bytes) -> tuple[str, str]:
-    """(resource usage, machine code) as cuobjdump prints them."""
-    tool = triton.knobs.nvidia.cuobjdump.path
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, bytes of stack, local loads and stores) of the machine code; there are none without a stack."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        return tuple(
-            subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
+        usage = _cuobjdump("--dump-resource-usage", file)
+        registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
+        accesses = re.findall(r"\b(?:LDL|STL)\b", _cuobjdump("--dump-sass", file)) if stack or local else []
+        return registers, stack, len(accesses)
+
+
+def _cuobjdump(option: str, file: Path) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, file]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

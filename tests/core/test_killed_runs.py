@@ -11,7 +11,7 @@ import pytest
 from runs import contents, finish, receipts, settings, start
 
 COMMANDS = ("collect", "futures", "score", "rollouts", "train", "evaluate")
-KILLS = 20
+KILLS = 10
 IN_A_ROW = 4  # kills of one run, each of the process that went on behind the one before
 
 

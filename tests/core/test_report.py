@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import inspect
 import itertools
@@ -520,6 +521,7 @@ def test_rows_of_methods_are_as_found(single):
         assert words in found.note
 
 
+@pytest.mark.usefixtures("pictureless")
 def test_unequal_problem_counts_are_shown():
     findings = tiny()
     findings["rows"] = findings["rows"][:2]
@@ -557,6 +559,7 @@ def test_a_figure_of_a_benchmark_stands_beside_that_benchmark_alone(name, tmp_pa
     assert published(PAPER) == ({"deployment": DEPLOYMENT} if name == "gsm8k" else {})  # which is timed
 
 
+@pytest.mark.usefixtures("pictureless")
 def test_a_column_of_published_figures_is_there_where_there_are_some():
     findings = tiny()
     for caption in ("Offline stages", "Deployment", "Methods on demo:plans"):
@@ -642,20 +645,29 @@ def test_a_wrong_sample_is_held_against_a_right_one():
     assert "minus first correct sample, pp [95%]" in table(render([findings]), "Futures on b").head
 
 
+WITH_FIGURES = dict(DIAGNOSTICS)
+
+
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Without figures, which take a second each, but for two that show what models wrote."""
+def pictureless(monkeypatch):
+    """Without figures, which take a second each."""
     monkeypatch.setattr(report, "EXPERIMENT_FIGURES", {})
     for name, one in DIAGNOSTICS.items():
-        if name not in ("trajectory", "worked_event"):
-            monkeypatch.setitem(DIAGNOSTICS, name, one._replace(draw=lambda findings: None))
+        monkeypatch.setitem(DIAGNOSTICS, name, one._replace(draw=lambda findings: None))
+
+
+@pytest.fixture
+def undrawn(pictureless, monkeypatch):
+    """Without figures but for two that show what models wrote."""
+    for name in ("trajectory", "worked_event"):
+        monkeypatch.setitem(DIAGNOSTICS, name, WITH_FIGURES[name])
 
 
 SHOWN = [(name, table.title, f"futurebridge experiment {name}") for name, table in TABLES.items()]
 SHOWN += [(name, one.title, one.command) for name, one in DIAGNOSTICS.items()]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("pictureless")
 def test_what_was_not_run_is_named_with_its_command():
     whole = tiny()
     for name, title, command in SHOWN:
@@ -731,6 +743,7 @@ def test_a_text_as_it_is_stays_so(text):
     assert text in of_markdown(document.markdown("figures")).text
 
 
+@pytest.mark.usefixtures("pictureless")
 def test_long_rollouts_are_shortened():
     findings = tiny()
     findings["worked_event"]["candidates"][0]["rollout"] = "a" * 5000 + "z"
@@ -795,6 +808,7 @@ def test_runs_of_one_name_are_told_apart():
     assert [s.title for s in render([{"name": "a"}, {"name": "a"}]).sections] == ["All runs", "a (1)", "a (2)"]
 
 
+@pytest.mark.usefixtures("pictureless")
 def test_several_benchmarks_have_an_average_where_all_are_known():
     findings = {"name": "n", "rows": [row for row in tiny(benchmarks=("x", "y"))["rows"] if row["table"] == "methods"]}
     findings["rows"] = [r for r in findings["rows"] if (r["benchmark"], r["key"]) != ("y", "s2t")]
@@ -1039,15 +1053,19 @@ def test_a_report_is_made_without_any_model_code(tmp_path):
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@functools.cache
+def harmless_page() -> Tree:
+    return Tree(render([everywhere(tiny(), "text")]).html())
+
+
 @pytest.mark.parametrize(
     "text", [*HOSTILE, "<!-- x", "<![CDATA[x]]>", "<?php x ?>", "&copy; &#60;b&#62; &lt;i&gt;", "{{ 7 * 7 }}{% raw %}"]
 )
 @pytest.mark.usefixtures("undrawn")
 def test_hostile_text_adds_no_element_attribute_or_entity(text):
-    plain_page = Tree(render([everywhere(tiny(), "text")]).html())
     page = render([everywhere(tiny(), text)]).html()
     hostile = Tree(page)
-    assert hostile.tags == plain_page.tags
+    assert hostile.tags == harmless_page().tags
     assert hostile.entities <= ESCAPED
     assert hostile.other == []
     assert escaped(text) in Page(page).text  # once read, it is what was written

@@ -149,9 +149,8 @@ def test_verdicts(verifier: Verifier, answer: str, gold: str, verdict: str) -> N
     assert verifier.verify(answer, gold) == verdict
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(900, marks=pytest.mark.slow)])
-def test_verdicts_are_those_of_math_verify(count: int) -> None:
-    answers, golds = zip(*ordinary(count, seed=count), strict=True)
+def test_verdicts_are_those_of_math_verify() -> None:
+    answers, golds = zip(*ordinary(300, seed=300), strict=True)  # twenty of a kind
     with Verifier() as patient:
         verdicts = patient.verify_many(answers, golds)
     assert verdicts == [by_math_verify(*pair) for pair in zip(answers, golds, strict=True)]
@@ -555,7 +554,7 @@ def test_workers_do_not_run_the_calling_script_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_throughput_of_ordinary_answers(record_property: Callable[[str, object], None]) -> None:
-    answers, golds = zip(*ordinary(5_000, seed=0), strict=True)
+    answers, golds = zip(*ordinary(1_200, seed=0), strict=True)
     with Verifier(workers=2) as pair:
         pair.verify_many(answers[:200], golds[:200])
         pids = [os.getpid(), *(worker.process.pid for worker in pair._workers if worker.process)]

@@ -14,6 +14,7 @@ from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.experiment.gather import gather
 from fb_core.experiment.run import run_experiment
+from fb_core.experiment.variants import changed
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
 
@@ -82,9 +83,9 @@ def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
     assert (manifest["cost"]["gpu_hours"] > 0) == (device != "cpu")
 
 
-def experiments(folder: Path, device: str, dtype: str) -> None:
+def experiments(folder: Path, device: str, dtype: str, changes: dict[str, dict[str, object]]) -> None:
     """Peers, repairs and costs, and all that they are held against, in this process."""
-    settings, run = pair_on_disk(folder, device, dtype), folder / "run"
+    settings, run = changed(pair_on_disk(folder, device, dtype), changes), folder / "run"
     run_experiment(["methods", "repairs", "costs"], settings, run, workers=1)
     made = gather(settings, run)
     rows = {(row.table, row.label) for row in made.rows if row.accuracy}
@@ -106,4 +107,4 @@ def test_the_commands(tmp_path: Path, dtype: str) -> None:
 
 
 def test_experiments(tmp_path: Path) -> None:
-    experiments(tmp_path, DEVICE, "bfloat16")
+    experiments(tmp_path, DEVICE, "bfloat16", {})

@@ -1,6 +1,6 @@
 """Every kernel compiles for sm_90 without a GPU: no spill, shared memory in bounds, HGMMA, no TF32.
 
-`make aot` compiles for sm_80 and sm_100 too and fails on the same faults.
+Of launches alike but for sizes one is compiled. `make aot` compiles all, for sm_80 and sm_100 too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem != "compiler")
+SLOW = ("branch_attention", "branch_attention_backward")
+TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in SLOW]}  # one process each
+FOREIGN = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
-def test_compiles_without_a_fault(op: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize("ops", TOGETHER.values(), ids=TOGETHER)
+def test_compiles_without_a_fault(ops: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.aot", op, "--arch", "sm_90", "--json"],
-        env=environment,
+        [sys.executable, "-m", "benchmarks.aot", *ops, "--arch", "sm_90", "--quick", "--json"],
+        env=FOREIGN,
         capture_output=True,
         text=True,
     )
@@ -35,10 +37,13 @@ def test_compiles_without_a_fault(op: str) -> None:
     faults = [(row["kernel"], row["shape"], row["variant"], fault) for row in rows for fault in row["faults"]]
     assert [fault for fault in faults if not tolerated(fault[-1])] == []
     assert done.returncode == bool(faults), done.stderr
-    for kernel in {(row["kernel"], row["shape"]) for row in rows}:
-        variants = {(row["arch"], row["variant"]) for row in rows if (row["kernel"], row["shape"]) == kernel}
+    for op in ops:
+        assert {row["kernel"] for row in rows if row["op"] == op} == {
+            kernel for source in sources_of(op) for kernel in kernels_in(source)
+        }
+    for kernel in {row["kernel"] for row in rows}:
+        variants = {(row["arch"], row["variant"]) for row in rows if row["kernel"] == kernel}
         assert variants == {("sm_90", "aligned"), ("sm_90", "unaligned"), ("sm_90", "ones")}
-    assert {row["kernel"] for row in rows} == {kernel for source in sources_of(op) for kernel in kernels_in(source)}
 
 
 def tolerated(fault: str) -> bool:
@@ -78,8 +83,26 @@ swiglu.cases = lambda: [replace(case, matmul=("_swiglu_fwd_kernel",))]
 sys.argv = ["aot", "swiglu", "--arch", "sm_90"]
 command.main()
 """
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "FAULT no HGMMA" in done.stdout
     assert "1 with a fault" in done.stdout
+
+
+def test_the_quick_choice_has_every_constant_and_type() -> None:
+    code = """
+from benchmarks.aot.__main__ import OPS, launched
+from benchmarks.aot.compiler import representative
+every = list(launched(OPS, ["sm_90", "sm_100"]))
+chosen = list(representative(every))
+def shown(launches):
+    return {(launch.arch.name, launch.name, *given) for launch in launches for given in launch.given()}
+assert shown(launch for launch, _ in chosen) == shown(every)
+named = {name for *_, name, _ in shown(every)}
+assert {"SOFTCAP", "PAGED", "HEAD_DIM", "num_warps", "q", "logits", "bias"} <= named, named
+assert not {"rows", "window"} & named, named
+assert {variant for _, variant in chosen} == {"aligned", "unaligned", "ones"}
+assert len(chosen) < len(every)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
