@@ -222,7 +222,7 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
         target_logit: [S, N] like max.
 
     Returns:
-        (log-prob[N], lse[N]) as `linear_logprob` has them; rows whose sumexp is 0 in every shard (ignored ones) give 0.
+        (log-prob[N], lse[N]) as `linear_logprob` has them; rows empty in every shard, as ignored ones are, give 0.
         Gradients reach sumexp and target_logit.
 
     Raises:
