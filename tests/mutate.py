@@ -72,7 +72,7 @@ def sources() -> dict[str, list[str]]:
     found = dict(CORE)
     for folder in sorted(path.parent for path in (ROOT / "fb_kernels").glob("*/naive.py")):
         own = [f"kernels/test_{folder.name}.py"] if (ROOT / f"tests/kernels/test_{folder.name}.py").exists() else []
-        shared = [f"kernels/test_{name}.py" for name in ("contract", "memory", "op", "bad_input")]
+        shared = [f"kernels/test_{name}.py" for name in ("contract", "memory", "transforms", "op", "bad_input")]
         tests = [*own, *shared, "-k", folder.name]
         found |= {f"fb_kernels/{folder.name}/{name}.py": tests for name in ("__init__", "reference")}
     return found

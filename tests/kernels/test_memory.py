@@ -1,28 +1,28 @@
-"""What every public op promises, whatever it computes; first, any strides and nothing touched between elements."""
+"""Where the arguments of a public op may lie: expanded, one beside the other, and gradients of results anywhere."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from cases import NAMES, Case, case
+from cases import NAMES, case
+from cases.base import gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, ROUGH, outside
+from layouts import LAYOUTS, ROUGH, WHOLE, outside
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 
 import fb_kernels
 from fb_kernels import backend, checks
 
 BACKENDS = ("reference", "auto", pytest.param("triton", marks=pytest.mark.slow))  # auto: what is compiled for the CPU
+EXPANDED = [layout for layout in LAYOUTS if layout not in WHOLE]
 
 
 @pytest.fixture
@@ -53,61 +53,35 @@ def test_every_op_has_a_case() -> None:
     assert {case(name).op for name in NAMES} == functions
 
 
-def relaid(example: Case, which: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Each tensor in each layout; where calls take long, as in the interpreter, all tensors in one."""
-    if which == "triton":
-        yield ROUGH, {name: LAYOUTS[ROUGH](x) for name, x in example.tensors.items()}
-        return
-    for name, x in example.tensors.items():
-        for layout, lay in LAYOUTS.items():
-            yield f"{name}, {layout}", {name: lay(x)}
-
-
-def compact(views: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: view.contiguous().clone() for name, view in views.items()}
-
-
-@pytest.mark.parametrize("which", BACKENDS)
+@pytest.mark.parametrize("which", ["reference", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("kernels")
-def test_any_strides(name: str, which: str) -> None:
-    for what, views in relaid(case(name), which):
-        example = case(name)
-        before = [outside(view) for view in views.values()]
-        if any(argument in example.written and 0 in view.stride() for argument, view in views.items()):
-            shown = re.split("[.,]", what)[0]
-            with pytest.raises(ValueError, match=rf"^{example.op}: {shown}.*; clone it$"):
-                example.run(**views)
-            continue
-        expected = outcome(lambda views=views: case(name).run(**compact(views)))
-        assert_same(outcome(lambda example=example, views=views: example.run(**views)), expected, what)
-        after = [outside(view) for view in views.values()]
-        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True, msg=what)
-
-
-def gradients(example: Case, changes: dict[str, Tensor], upstream: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The gradients to all arguments that have one, from values laid out by `upstream`."""
-    leaves = {name: changes.get(name, example.tensors[name]).detach().requires_grad_() for name in example.gradients}
-    results = example.run(**changes | leaves)
-    outputs = [results[place] for place in example.outputs]
-    ramps = [torch.linspace(-1, 2 + place, x.numel(), dtype=x.dtype) for place, x in enumerate(outputs)]
-    grads = [upstream(ramp.view(x.shape)) for ramp, x in zip(ramps, outputs, strict=True)]
-    return list(torch.autograd.grad(outputs, list(leaves.values()), grads))
+def test_expanded_arguments(name: str, which: str) -> None:
+    """Other layouts are test_contract.py's."""
+    for argument, x in case(name).tensors.items():
+        for layout in EXPANDED:
+            view, example, what = LAYOUTS[layout](x), case(name), f"{argument}, {layout}"
+            before = outside(view)
+            if argument in example.written and 0 in view.stride():
+                shown = argument.partition(".")[0]
+                with pytest.raises(ValueError, match=rf"^{example.op}: {shown}.*; clone it$"):
+                    example.run(**{argument: view})
+                continue
+            expected = outcome(lambda view=view, argument=argument: case(name).run(**{argument: view.clone()}))
+            mine = outcome(lambda example=example, view=view, argument=argument: example.run(**{argument: view}))
+            assert_same(mine, expected, what)
+            torch.testing.assert_close(outside(view), before, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
 @pytest.mark.parametrize("which", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
 @pytest.mark.usefixtures("kernels")
-def test_any_strides_in_gradients(name: str, which: str) -> None:
+def test_any_strides_of_the_results_gradients(name: str, which: str) -> None:
     example = case(name)
-    for what, views in relaid(example, which):
-        if all(view.is_floating_point() for view in views.values()) or which == "triton":
-            expected = gradients(example, compact(views), torch.clone)
-            assert_same(gradients(example, views, torch.clone), expected, what)
     for layout in (ROUGH, "expanded") if which == "triton" else LAYOUTS:
         lay = LAYOUTS[layout]
-        expected = gradients(example, {}, lambda x, lay=lay: lay(x).contiguous().clone())
-        assert_same(gradients(example, {}, lay), expected, f"gradient of the result, {layout}")
+        expected = gradients(example, lambda x, lay=lay: lay(x).contiguous().clone())
+        assert_same(gradients(example, lay), expected, layout)
 
 
 WRITING = [
@@ -215,115 +189,3 @@ def test_tensors_without_memory_pass() -> None:
     for x in (meta, fake, torch.zeros(0)):
         checks.apart("op", [("x", x), ("y", x)], [("z", x)])
         checks.writable("op", "x", x)
-
-
-PRODUCTS = {"branch_attention", "linear_logprob", "linear_logprob_partials", "skinny_linear"}
-OWN_DTYPE = {"lse_a", "lse_b", "cos", "sin", "threshold", "entropy"}  # whatever the others have
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_autocast_casts_as_torch_does(name: str) -> None:
-    """Products in the region's dtype, others in the widest, nothing where an argument is written."""
-    op, arguments = case(name).op, case(name).tensors
-    floats = [name for name, x in arguments.items() if x.is_floating_point() and name not in OWN_DTYPE]
-    given = {name: arguments[name].to([torch.bfloat16, torch.float32][place % 2]) for place, name in enumerate(floats)}
-    wide = max((x.dtype for x in given.values()), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    cast = {name: x.to(torch.bfloat16 if op in PRODUCTS else wide) for name, x in given.items()}
-    if len(floats) > 1 and op != "candidate_head":  # whose weights may be float32
-        refusal = pytest.raises(TypeError, match=rf"^{op}: .*expected dtype .*, got b?float.*; ")
-        with refusal:
-            case(name).run(**given)
-        if op.endswith("_qkv") or case(name).written:
-            with torch.autocast("cpu", dtype=torch.bfloat16), refusal:
-                case(name).run(**given)
-            return
-    expected = case(name).run(**cast)
-    double = {name: x.double() for name, x in arguments.items() if x.is_floating_point()}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine = case(name).run(**given)
-        assert torch.float32 not in {x.dtype for x in case(name).run(**double)}
-    torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if case(name).gradients])
-def test_gradients_of_autocast_reach_the_tensors_given(name: str) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients(case(name), {}, torch.clone)
-    for grad, expected in zip(found, gradients(case(name), {}, torch.clone), strict=True):
-        assert grad.dtype == torch.float32
-        assert (grad - expected).norm() <= 0.05 * expected.norm()
-
-
-def test_autocast_compiles() -> None:
-    given = case("linear_logprob").arguments
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return fb_kernels.linear_logprob(hidden, weight, given["target"])
-
-    tensors = given["hidden"].bfloat16(), given["weight"]
-    assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(*tensors), loss(*tensors))
-
-
-DIFFERENTIABLE = [name for name in NAMES if case(name).gradients]
-
-
-def loss_of(example: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A scalar of the results that carry gradients, and the tensors that it is a function of."""
-    weights = [torch.linspace(1, 2 + place, x.numel()).view(x.shape) for place, x in enumerate(example.run())]
-
-    def loss(*values: Tensor) -> Tensor:
-        results = example.run(**dict(zip(example.gradients, values, strict=True)))
-        return torch.stack([(results[place] * weights[place]).sum() for place in example.outputs]).sum()
-
-    return loss, [example.tensors[name] for name in example.gradients]
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_by_transforms(name: str) -> None:
-    """torch.func.grad, and vmap of it for the gradients of each sample, are what autograd says."""
-    loss, values = loss_of(case(name))
-    leaves = [x.clone().requires_grad_() for x in values]
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    grad = torch.func.grad(loss, argnums=tuple(range(len(values))))
-    torch.testing.assert_close(grad(*values), expected)
-    samples = torch.func.vmap(grad)(*(torch.stack((2 * x, x)) for x in values))
-    torch.testing.assert_close(tuple(x[1] for x in samples), expected)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", NAMES)
-def test_vmap_is_a_loop(name: str) -> None:
-    example, expected = case(name), case(name).run()
-    changing = next(n for n in example.tensors if n not in example.written)
-    x = example.tensors[changing]
-
-    def run(value: Tensor) -> tuple[Tensor, ...]:
-        return tuple(example.run(**{changing: value}))
-
-    if example.written or example.op == "branch_attention_qkv":
-        with pytest.raises(NotImplementedError, match=rf"^{example.op}.*: expected .*, got .*; loop over the calls$"):
-            torch.func.vmap(run)(torch.stack((x, x)))
-    else:
-        torch.testing.assert_close([y[1] for y in torch.func.vmap(run)(torch.stack((x, x)))], expected)
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_no_tangent_is_lost(name: str) -> None:
-    loss, values = loss_of(case(name))
-    refusal = pytest.raises(NotImplementedError, match=rf"^{case(name).op}: expected .* reverse, got forward mode; use")
-    with refusal:
-        torch.func.jvp(loss, tuple(values), tuple(values))
-    with refusal, forward_ad.dual_level():
-        loss(*(forward_ad.make_dual(x, x) for x in values))
-    if not hasattr(torch.ops.fb, f"{case(name).op}_backward"):
-        return  # its gradient is made of torch's operations, which have their own
-    with pytest.raises(NotImplementedError, match=rf"^{case(name).op}: only first derivatives exist; "):
-        torch.func.jacrev(torch.func.grad(loss))(*values)
-
-
-def test_no_tangent_is_lost_where_there_is_no_gradient() -> None:
-    x, weight = torch.ones(2, 3), torch.ones(4, 3)
-    with pytest.raises(ValueError, match=r"^skinny_linear: x: expected a tensor without a tangent, got a dual one; "):
-        torch.func.jvp(lambda x: fb_kernels.skinny_linear(x, weight), (x,), (x,))

@@ -91,6 +91,16 @@ def listed(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else list(results)
 
 
+def gradients(example: Case, upstream: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
+    """The gradients to all arguments that have one, from values laid out by `upstream`."""
+    leaves = {name: example.tensors[name].detach().requires_grad_() for name in example.gradients}
+    results = example.run(**leaves)
+    outputs = [results[place] for place in example.outputs]
+    ramps = [torch.linspace(-1, 2 + place, x.numel(), dtype=x.dtype) for place, x in enumerate(outputs)]
+    grads = [upstream(ramp.view(x.shape)) for ramp, x in zip(ramps, outputs, strict=True)]
+    return list(torch.autograd.grad(outputs, list(leaves.values()), grads))
+
+
 @dataclass(frozen=True)
 class Way:
     """An implementation: what it takes, and launches in which a few elements fill several blocks."""
