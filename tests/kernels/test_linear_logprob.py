@@ -307,3 +307,14 @@ def test_launches_fit_together(rows: int) -> None:
         assert tuning.linear_logprob_columns(dtype, rows) % tuning.linear_logprob_chunk(dtype)["BLOCK_V"] == 0
         tile = tuning.linear_logprob(dtype, rows, 151_936, 2048)
         assert dtype == torch.float32 or rows > 128 or tile["BLOCK_M"] >= rows  # the weight is read once
+
+
+@pytest.mark.parametrize("way", names(PARTIALS))
+def test_a_vocabulary_of_nothing_has_no_partials(way: str) -> None:
+    case = single(3, target=ids(IGNORE, IGNORE, IGNORE))
+    hidden, weight, target = (case.arguments[name] for name in ("hidden", "weight", "target"))
+    with running_small(PARTIALS, way):
+        top, total, picked = linear_logprob_partials(hidden, weight, target, vocab_start=0, valid_vocab=0)
+    assert (top == -math.inf).all()
+    assert not total.any()
+    assert (picked == -math.inf).all()

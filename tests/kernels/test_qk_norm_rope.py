@@ -106,3 +106,10 @@ def test_out_of_range_where_the_host_does_not_look(way: str, slots: list[int], m
     for slot in range(7):
         expected = v[slots.index(slot)] if slot in slots else torch.full((2, 8), torch.nan)
         torch.testing.assert_close(cache[1][slot], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("positions", "said"), [([0, 99], 99), ([-3, 0], -3)])
+def test_the_position_that_is_outside_is_named(positions: list[int], said: int) -> None:
+    case = single(2)
+    with pytest.raises(ValueError, match=rf"^qk_norm_rope: positions: expected 0 to {LENGTH - 1}, .*, got {said}; "):
+        case.run(positions=torch.tensor(positions))
