@@ -363,8 +363,8 @@ def test_offsets_are_searched_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_launch_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that no row of a small batch fills takes the kernel that it takes in a large one."""
     forms = []
-    with blocks("triton"):
-        monkeypatch.setattr(tuning, "branch_attention", lambda *given: forms.append(given) or LAUNCH)
+    with blocks("triton"), monkeypatch.context() as patch:
+        patch.setattr(tuning, "branch_attention", lambda *given: forms.append(given) or LAUNCH)
         for length in (2, 40):
             OP.cast(make([([2], 0, length)], FEW, window=9, longest=TILE), torch.bfloat16).run()
     assert forms[0] == forms[1]
@@ -421,7 +421,7 @@ def test_form_says_whether_rows_are_aligned(changed: str | None, monkeypatch: py
         case = case.with_(q=LAYOUTS["steps of 2"](case.arguments["q"]))
     elif changed in ("q", "k", "prefix_v"):
         case = case.with_(**{changed: LAYOUTS["rows apart"](case.arguments[changed])})
-    with small(), running("triton"):
-        monkeypatch.setattr(tuning, "branch_attention_backward", lambda *a: forms.append(a[-1]) or BACKWARD_LAUNCH)
+    with small(), running("triton"), monkeypatch.context() as patch:
+        patch.setattr(tuning, "branch_attention_backward", lambda *a: forms.append(a[-1]) or BACKWARD_LAUNCH)
         check(OP, case, *evaluate(case, pulled=[pulled]), [pulled])
     assert forms == ["aligned" if changed in (None, "column", "expanded") else "unaligned"]
