@@ -190,8 +190,7 @@ def test_every_op_has_its_files_under_one_stem() -> None:
     for stem in sorted(stems):
         for file in (f"fb_kernels/{stem}/{name}.py" for name in ("naive", "reference")):
             assert (ROOT / file).is_file(), file
-        tests = ROOT / "tests" / "kernels"
-        assert (tests / "cases" / f"{stem}.py").is_file() or (tests / f"test_{stem}.py").is_file(), stem
+        assert (ROOT / f"tests/kernels/cases/{stem}.py").is_file(), stem
 
 
 def test_every_op_module_is_public() -> None:
