@@ -117,7 +117,7 @@ def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
             return branch_attention(*floats, layout, window=window)
 
         learns = size in trained and window is None
-        yield function, tuple(map(shifted, floats)) if unaligned else floats, 3 if learns else 0
+        yield function, tuple(map(shifted, floats)) if unaligned else floats, 5 if learns else 0
 
 
 def shifted(x: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ LOOKED_UP = {
         *("branch_attention plain", "branch_attention window", "branch_attention unaligned"),
         *("branch_attention_split plain", "branch_attention_split window", "branch_attention_split unaligned"),
         *("branch_attention_backward aligned", "branch_attention_backward unaligned"),
+        *("branch_attention_backward_prefix aligned", "branch_attention_backward_prefix unaligned"),
     },
 }
 

@@ -38,6 +38,7 @@ class Layout:
     width: int = 128
     page: int | None = None  # slots of a page, None for one flat buffer
     packed: bool = False  # the prefix is the packed rows themselves
+    trained: bool = False  # so it is, and its gradients are theirs
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,8 +47,13 @@ LAYOUTS = {
     "small-paged": Layout([[5, 1], [3]], [(1, 17), (2, 20)], (4, 1), 64, page=3),
     "small-window": Layout([[9, 1], [12]], [(0, 17), (0, 0)], (2, 2), 64, options={"window": 6, "softcap": 5.0}),
     "small-packed": Layout([[20], [5] * 2, [1] * 3], [(0, 0), (0, 17), (0, 20)], (4, 2), 64, packed=True),
+    "small-trained": Layout([[20], [5] * 2, [1] * 3], [(0, 0), (0, 17), (0, 20)], (4, 2), 64, trained=True),
     "scoring": Layout([[128] * 13] * 2, [(0, 1024), (1024, 1999)]),
     "trajectory": Layout([[2048], [128] * 13, [64] * 5], [(0, 0), (0, 1024), (0, 2000)], packed=True),
+    "trajectory-trained": Layout([[2048], [128] * 13, [64] * 5], [(0, 0), (0, 1024), (0, 2000)], trained=True),
+    "trained-window": Layout(
+        [[700], [128] * 3, [9] * 5], [(0, 0), (0, 640), (3, 697)], trained=True, options={"window": 256}
+    ),
     "decode": Layout([[1] * 13], [(7, 4096)]),
     "decode-many": Layout([[1] * 13] * 5, [(0, 1000), (500, 1), (0, 0), (3, 4096), (9, 127)]),
     "paged": Layout([[128] * 4, [1] * 13], [(0, 1000), (5, 777)], page=16),
@@ -80,11 +86,11 @@ def make(layout: Layout, dtype: torch.dtype, device: str = DEVICE, *, index: tor
     branches = BranchLayout(**indices, **hints)
 
     def op(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
-        prefix = prefix or (k.detach(), v.detach())
+        prefix = prefix or ((k, v) if layout.trained else (k.detach(), v.detach()))
         return branch_attention(q, k, v, *prefix, branches, **layout.options, return_lse=True)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, *prefix: Tensor) -> tuple[Tensor, Tensor]:
-        prefix = prefix or (k.detach(), v.detach())
+        prefix = prefix or ((k, v) if layout.trained else (k.detach(), v.detach()))
         flat = [x if x.ndim == 3 else x.flatten(0, 1) for x in prefix]
         return dense(q, k, v, flat[0], flat[1], layout.groups, slots, **layout.options)
 
@@ -96,7 +102,7 @@ def stored_prefix(
     layout: Layout, dtype: torch.dtype, device: str
 ) -> tuple[tuple[Tensor, ...], Tensor | None, list[Tensor]]:
     """(the two buffers, block table, rows of the flattened buffers that each group sees); unused slots are NaN."""
-    if layout.packed:
+    if layout.packed or layout.trained:
         return (), None, [torch.arange(start, start + n, device=device) for start, n in layout.slices]
     reach = [start + n for start, n in layout.slices]
     if layout.page is None:
@@ -238,7 +244,7 @@ def test_promises(promise: Callable[[Case], None], layout: str) -> None:
     promise(make(LAYOUTS[layout], torch.bfloat16))
 
 
-@pytest.mark.parametrize("layout", ["decode", "head-256"])
+@pytest.mark.parametrize("layout", ["decode", "head-256", "trajectory-trained"])
 def test_repeats_are_bit_equal(layout: str) -> None:
     PROMISES[0](make(LAYOUTS[layout], torch.bfloat16))
 
