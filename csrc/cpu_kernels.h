@@ -642,10 +642,12 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp and entropy of each row, from product[rows, vocabulary]; softcap 0 is none.
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row, from product[rows, vocabulary];
+// softcap 0 is none.
 static int linear_logprob(
     const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
+    float softcap, float temperature, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
+    int64_t vocabulary) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
@@ -656,7 +658,7 @@ static int linear_logprob(
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
-      logprob[row] = lse[row] = entropy[row] = 0;
+      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
       continue;
     }
     Lanes most = Lanes{} - INFINITY;
@@ -689,6 +691,7 @@ static int linear_logprob(
     const double log = std::log(total);
     lse[row] = top + log;
     logprob[row] = logit[id] - (top + log);
+    largest[row] = top - (top + log);
     entropy[row] = log - weighted / total;
   }
   return 0;

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
@@ -30,7 +30,7 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pp piq fff ppp qq",
+    "linear_logprob": "pp piq fff pppp qq",
     "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 
