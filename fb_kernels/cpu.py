@@ -24,7 +24,7 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq ii",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
-    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
+    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f",
     "topk_entropy": "pqqqq ppp",
     "rms_norm": "ppp f pp qq",
     "swiglu": "pp qq",
