@@ -133,7 +133,9 @@ def gradient_scales(case: Case, _: Sequence[Tensor], upstream: Sequence[Tensor])
     reach = states(case, **as_keys, scale=1.0, softcap=None)[1].clamp(min=0.0).T[..., None]
     ds = 2 * reach * shift * (case.arguments.get("scale") or width**-0.5)
     terms = {"q": ds * states(case, **as_values)[0]}
-    leaves = {name: size[name].requires_grad_() for name in ("v", "prefix_v") if name in size}  # p weighs what is pulled
+    leaves = {
+        name: size[name].requires_grad_() for name in ("v", "prefix_v") if name in size
+    }  # p weighs what is pulled
     out = states(case, q=case.arguments["q"].detach().requires_grad_(), **leaves)[0]
     for letter, pulled in (("k", ds * size["q"]), ("v", pull * shift)):
         found = torch.autograd.grad(out, list(leaves.values()), pulled, retain_graph=True, materialize_grads=True)
