@@ -66,7 +66,8 @@ def _load_rows(
     row = row.to(tl.int64)
     inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
     query = tl.load(_places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E), mask=inside, other=0.0)
-    return query, *_load_upstream(grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
+    upstream, total, delta = _load_upstream(grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
+    return query, upstream, total, delta
 
 
 @triton.jit
@@ -410,7 +411,7 @@ def _add_rows(
     q, q_row, q_head = q
     grad, grad_row, grad_head = grad
     column = tl.arange(0, BLOCK_E)
-    for m in range(low, high, KEY_ROWS):
+    for m in tl.range(low, high, KEY_ROWS, num_stages=1 if MASKED else None):
         packed = m + tl.arange(0, KEY_ROWS)  # [M]
         row, head = (first_row + packed // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + packed % REPEAT
         q_at = _places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E)
@@ -446,39 +447,37 @@ def _add_rows(
 
 @triton.jit
 def _add_groups(
-    k, v, slot, low, high,  # [KEYS, E] twice, [KEYS], the tile
-    q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
+    k_acc, v_acc, k, v, slot, low, high,  # [KEYS, E] four times, [KEYS], the tile
+    q, grad, state, layout, slices, numbers, kv_head, heads, first, last, careful,
     MASKED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, KEY_ROWS: tl.constexpr,
+    FULL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(sum of ds q, sum of p dout)[KEYS, E] over the rows of the groups `first` to `last`, in their order."""
+    """`_add_rows` of the groups `first` to `last`: whole blocks that see all of the tile, or, with MASKED, the rest.
+
+    All is the rest if `careful`.
+    """
     branches, groups, rows = layout
     prefix_start, prefix_len, capacity = slices
     window, multiplier, inner = numbers
-    k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
     for g in range(first, last + 1):
         start, length, _fits = prefix_slice(
             prefix_start, prefix_len, prefix_len, g, capacity, 1, 0, 0, 0, False, OFFSETS
-        )
+        )  # fmt: skip
         first_branch, end_branch = tl.load(groups + g).to(tl.int32), tl.load(groups + g + 1).to(tl.int32)
         first_row, end_row = tl.load(branches + first_branch), tl.load(branches + end_branch)
-        end = start + length
-        reached = start
+        end, reached = start + length, start
         if WINDOW:
             reached = tl.maximum(end + 1 - window, start)
         count = tl.where((reached < high) & (end > low), (end_row - first_row) * REPEAT, 0)
         full = 0
-        if not MASKED:
-            full = tl.where((start <= low) & (end >= high), count // KEY_ROWS * KEY_ROWS, 0)
-            k_acc, v_acc = _add_rows(
-                k_acc, v_acc, k, v, slot, start, end, q, grad, state, branches, kv_head, heads, rows,
-                first_row, end_row - 1, first_branch, end_branch - 1, 0, full, window, multiplier, inner,
-                False, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, KEY_ROWS,
-            )  # fmt: skip
+        if not WINDOW:
+            full = tl.where((start <= low) & (end >= high) & (careful == 0), count // FULL_ROWS * FULL_ROWS, 0)
         k_acc, v_acc = _add_rows(
             k_acc, v_acc, k, v, slot, start, end, q, grad, state, branches, kv_head, heads, rows,
-            first_row, end_row - 1, first_branch, end_branch - 1, full, count, window, multiplier, inner,
-            True, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, KEY_ROWS,
+            first_row, end_row - 1, first_branch, end_branch - 1,
+            full if MASKED else 0, count if MASKED else full, window, multiplier, inner,
+            MASKED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, KEY_ROWS,
         )  # fmt: skip
     return k_acc, v_acc
 
@@ -491,7 +490,7 @@ def _branch_attention_bwd_prefix_kernel(
     window, scale, multiplier, inner,  # numbers
     grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head,  # strides
     ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
     KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradients[Tp, Hkv, E] of KEYS keys of the prefix and a key head; zeros where no slice that fits lies."""
@@ -500,27 +499,28 @@ def _branch_attention_bwd_prefix_kernel(
     high = tl.minimum(low + KEYS, capacity)
     slot = low + tl.arange(0, KEYS)  # [KEYS]
     inside = (slot < capacity)[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
-    sound, *_tile = _find_rows(table, rows, tl.program_id(0) * 0, COLUMNS)
-    first, last = _covering(
-        prefix_start, prefix_len, tl.where(sound, groups, 0), capacity, low, high, OFFSETS
-    )
+    sound = tl.load(table) != -2  # as `read_tile` has it
+    first, last = _covering(prefix_start, prefix_len, tl.where(sound, groups, 0), capacity, low, high, OFFSETS)
     k_at = _places(prefix_k + kv_head.to(tl.int64) * k_head, slot.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
     v_at = _places(prefix_v + kv_head.to(tl.int64) * v_head, slot.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
     k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)  # [KEYS, E]
     q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
     layout, slices = (branches, groups_of, rows), (prefix_start, prefix_len, capacity)
     numbers, heads = (window, multiplier, inner), kv_heads * REPEAT
-    k_acc, v_acc = _add_groups(
-        k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
-        WINDOW, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
-    )  # fmt: skip
+    k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
+    careful = 0
     if not WINDOW:
-        strange = ~(tl.maximum(tl.abs(k_acc), tl.abs(v_acc)) < float("inf"))
-        if tl.max(strange.to(tl.int32)) > 0:  # a query that is not finite: all of them once more, masked
-            k_acc, v_acc = _add_groups(
-                k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
-                True, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEYS, KEY_ROWS,
-            )  # fmt: skip
+        k_acc, v_acc = _add_groups(
+            k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
+            0, False, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEY_ROWS, KEY_ROWS,
+        )  # fmt: skip
+        careful = tl.max((k_acc * 0.0 + v_acc * 0.0 != 0.0).to(tl.int32))
+        if careful > 0:  # a query that is not finite: all of them once more, masked
+            k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
+    k_acc, v_acc = _add_groups(
+        k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
+        careful, True, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, 16, KEY_ROWS,
+    )  # fmt: skip
     offset = (slot.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
     tl.store(_places(dprefix_k, offset, ALIGNED, BLOCK_E), k_acc * scale, mask=inside)
     tl.store(_places(dprefix_v, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
@@ -604,8 +604,9 @@ def branch_attention_backward(
     if dprefix_k.numel():
         grad, query, *_, own_out = given
         state = q.new_empty((2, rows, heads), dtype=torch.float32)
-        block_e, wanted = max(16, tuning.next_power_of_2(width)), tuning.branch_attention_backward_prefix(
-            q.dtype, width, "aligned" if aligned else "unaligned"
+        block_e, wanted = (
+            max(16, tuning.next_power_of_2(width)),
+            tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
         )
         _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, 32),)](
             grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
@@ -617,6 +618,6 @@ def branch_attention_backward(
             rows, kv_heads, groups, capacity, *numbers,
             *(n for x in (grad, query, given[4], given[5]) for n in x.stride()[-3:-1]),
             ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
-            BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, COLUMNS=branch_layout.COLUMNS, **wanted,
+            BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, **wanted,
         )  # fmt: skip
     return dq, dk, dv, dprefix_k, dprefix_v
