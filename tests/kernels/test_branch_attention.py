@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from cases.base import Case, ids, single
-from cases.branch_attention import BACKWARD_LAUNCH, LAUNCH, MIXED, OP, SPLIT, TILE, Groups, make, one_row, small
+from cases.branch_attention import (
+    BACKWARD_LAUNCH,
+    LAUNCH,
+    MIXED,
+    OP,
+    OWN,
+    SHARED,
+    SPLIT,
+    TILE,
+    Groups,
+    make,
+    one_row,
+    small,
+)
 from launches import count_kernels
 from layouts import LAYOUTS, laid
 from test_contract import check, evaluate, same, upstream
@@ -21,7 +34,7 @@ from ways import names, running
 
 from fb_kernels import BranchLayout, backend, branch_attention, tuning
 from fb_kernels.branch_attention import reference, triton, triton_backward, triton_layout
-from fb_kernels.testing import count_syncs, largest_tensor
+from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor
 
 STRANGE = (math.nan, math.inf, -math.inf)
 ALL = [(way, hint) for way in names(OP) for hint in ((TILE, SPLIT) if way == "triton" else (None,))]
@@ -80,7 +93,10 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
     clean, got = outcomes
     unseen = [0, 1, 2, 5, 6, 7]
     assert same([x[unseen] for x in got[:3]], [x[unseen] for x in clean[:3]])
-    assert same([x[5:8] for x in got[3:]], [x[5:8] for x in clean[3:]])  # row 3 sees all of its branch
+    assert same([x[5:8] for x in got[3:5]], [x[5:8] for x in clean[3:5]])  # row 3 sees all of its branch
+    for x in got[5:]:  # of the prefix
+        assert not x[[0, 10, 14, 15]].any()
+        assert x[11:14].isnan().all()
     assert all(x[[3, 4]].isnan().all() for x in (got[0], got[2]))
     assert got[0][[8, 9]].isnan().all()
 
@@ -160,15 +176,14 @@ def test_large_float16_values_are_finite(way: str, longest: int | None) -> None:
 @kernels(WHOLE)
 def test_no_keys_at_all(way: str, longest: int | None) -> None:
     case = single(make([([2], 0, 0)], own=False, longest=longest))
-    paged = case.with_(**{"layout.block_table": ids(-1)[None]})
+    paged = replace(case.with_(**{"layout.block_table": ids(-1)[None]}), gradients=("q",))
     shapes = [(case, (0, 2, 8)), (paged, (0, 4, 2, 8)), (paged, (3, 0, 2, 8))]
     shapes.append((paged.with_(**{"layout.block_table": ids()[None]}), (3, 4, 2, 8)))
     for each, shape in shapes:
         nothing = each.with_(prefix_k=torch.zeros(shape), prefix_v=torch.zeros(shape))
         with blocks(way):
-            (out, lse), (dq,) = evaluate(nothing)
-        assert not out.any()
-        assert not dq.any()
+            (out, lse), grads = evaluate(nothing)
+        assert not any(x.any() for x in (out, *grads))
         assert (lse == -math.inf).all()
 
 
@@ -193,7 +208,7 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
         pieces: list[Groups] = [[([rows], *at)] for lengths, *at in groups for rows in lengths]
     else:
         pieces = [[group] for group in groups]
-    case = single(make(groups, FEW, longest=longest, **options))
+    case = replace(single(make(groups, FEW, longest=longest, **options)), gradients=OWN)
     pulled, first = upstream(case, [case.arguments["q"]])[0], 0
     with blocks(way):
         (out, lse), grads = evaluate(case, pulled=[pulled])
@@ -218,7 +233,7 @@ def test_branches_of_one_row_beside_others(way: str, others: list[list[int]]) ->
     pulled = upstream(case, results)[0]
     with blocks(way):
         (out, lse), own = evaluate(part(case, slice(0, 2), groups[:1]), pulled=[pulled[:2]])
-    assert same([out, lse.T, *own], [x[:2] for x in (results[0], results[1].T, *grads)])
+    assert same([out, lse.T, *own[:3]], [x[:2] for x in (results[0], results[1].T, *grads[:3])])
 
 
 OFFSETS = [
@@ -252,12 +267,15 @@ def test_layouts_that_do_not_fit(
             with pytest.raises(ValueError, match=rf"^BranchLayout: ({name}|prefix_len): expected .*, got .*; .+"):
                 case.run()
             return
-        (out, lse), (dq, dk, dv) = evaluate(case)
+        (out, lse), (dq, dk, dv, *shared) = evaluate(case)
     bad = torch.zeros(6, dtype=torch.bool)
     bad[list(wrong)] = True
     for x in (out, lse.T, dq, *((dk, dv) if way == "triton" else ())):
         assert x[bad].isnan().all()
         assert x[~bad].isfinite().all()
+    for x in shared:  # to which what does not fit adds nothing
+        assert x.isfinite().all()
+        assert x[8:].any() == (5 not in wrong)
 
 
 @kernels(NOT_READ)
@@ -286,7 +304,7 @@ def test_no_sync_where_the_host_does_not_read(way: str, module: ModuleType, page
         given = operators(single(make(groups, FEW, page=page)), window=4)
         with blocks(way), count_syncs() as syncs:
             out, lse = module.branch_attention(*given)
-            module.branch_attention_backward(torch.ones_like(out), *given[:5], out, lse, *given[5:])
+            module.branch_attention_backward(torch.ones_like(out), *given[:5], out, lse, *given[5:], page is None)
         assert syncs.total == 0, syncs
 
 
@@ -309,23 +327,129 @@ def test_prefix_is_never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         for options in ({}, {"softcap": 5.0}, {"window": 100}):
             with largest_tensor() as largest:
                 evaluate(case.with_(**options))
-            assert largest.numel <= prefix, (options, largest)
+            assert largest.numel <= case.arguments["prefix_k"].numel(), (options, largest)  # its gradient
 
 
-def test_prefix_is_frozen() -> None:
-    case = make([([5], 0, 0), ([2, 2], 0, 3)])
-    q, k, v = (case.arguments[name].requires_grad_() for name in "qkv")
-    layout = case.arguments["layout"]
-    for name, prefix in (("prefix_k", (k, v.detach())), ("prefix_v", (k.detach(), v))):
-        with pytest.raises(ValueError, match=rf"^branch_attention: {name}: .*\.detach\(\)"):
-            branch_attention(q, k, v, *prefix, layout)
+def test_pages_are_frozen() -> None:
+    case = make([([2, 2], 0, 3)], page=2)
+    for name in SHARED:
+        trained = case.with_(**{name: case.arguments[name].requires_grad_()})
+        with pytest.raises(
+            ValueError, match=rf"^branch_attention: {name}: .*; give the layout flat slices, or .*detach"
+        ):
+            trained.run()
         with torch.no_grad():
-            plain = branch_attention(q, k, v, *prefix, layout)
-    out, lse = branch_attention(q, k, v, k.detach(), v.detach(), layout, return_lse=True)
-    assert torch.equal(out, plain)
+            trained.run()
+        case.arguments[name].requires_grad_(False)
+
+
+class Sequences:
+    """A trajectory of T rows and K branches behind each of its states, as one packed forward and as full sequences."""
+
+    rows, states, lengths, options = 24, (5, 17, 17), (4, 1, 7), {"scale": 0.4}
+
+    def __init__(self, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        case = make([([self.rows], 0, 0), *((self.lengths, 0, p) for p in self.states)], (6, 3), 8, **options)
+        case = OP.cast(case, dtype)
+        self.options = self.options | options
+        self.layout = case.arguments["layout"]
+        self.leaves = [case.arguments[name].requires_grad_() for name in OWN]
+        self.pulled = upstream(case, [case.arguments["q"]])[0]
+
+    def packed(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """[out, dq, dk, dv], the prefixes being views of k and v."""
+        q, k, v = leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.leaves]
+        out = branch_attention(q, k, v, k[: self.rows], v[: self.rows], self.layout, **self.options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.pulled.to(out.dtype))]
+
+    def apart(self, dtype: torch.dtype) -> list[Tensor]:
+        """The same of sequences that are run one after the other."""
+        leaves = [x.detach().to(dtype).requires_grad_() for x in self.leaves]
+        first, outs = self.rows, [self.full(*(x[: self.rows] for x in leaves))]
+        for p in self.states:
+            for length in self.lengths:
+                sequence = (torch.cat([x[:p], x[first : first + length]]) for x in leaves)
+                outs.append(self.full(*sequence)[p:])
+                first += length
+        out = torch.cat(outs)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.pulled.to(dtype))]
+
+    def full(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores, apart = torch.einsum("ihe,jhe->hij", q, k) * self.options["scale"], torch.arange(len(q))
+        apart = apart[:, None] - apart
+        if cap := self.options.get("softcap"):
+            scores = cap * torch.tanh(scores / cap)
+        hidden = (apart < 0) | (apart >= self.options.get("window", len(q)))
+        return torch.einsum("hij,jhe->ihe", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("way", ["reference", "device"])
+def test_one_packed_forward_is_full_sequences(way: str, options: dict[str, Any]) -> None:
+    """Keys that many branches read are rows of the trajectory; their gradients are those of the sequences, summed."""
+    sequences = Sequences(**options)
+    with blocks(way):
+        mine = sequences.packed()
+    torch.testing.assert_close(mine, sequences.apart(torch.float64), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [("reference", torch.float32), *((w, t) for w in ("device", "triton") for t in (torch.float32, torch.bfloat16))],
+)
+def test_one_packed_forward_rounds_like_full_sequences(way: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    sequences = Sequences(dtype, **options)
+    with blocks(way):
+        mine = sequences.packed()
+    for got, exact, plain in zip(mine, sequences.apart(torch.float64), sequences.apart(dtype), strict=True):
+        assert_close_to_reference(got, exact, plain, scale=exact.abs().amax(-1, keepdim=True))
+
+
+def test_lse_carries_no_gradient() -> None:
+    case = make([([2, 2], 0, 3)])
+    leaves = {name: case.arguments[name].requires_grad_() for name in case.gradients}
+    out, lse = case.run(**leaves)
+    assert out.requires_grad
     assert not lse.requires_grad
-    out[5:].sum().backward()  # the second group
-    assert not k.grad[:5].any()
+
+
+@pytest.mark.parametrize("trained", [("q",), OWN, ("prefix_k",), ("prefix_v",), (*OWN, *SHARED)], ids=str)
+def test_a_frozen_prefix_launches_nothing_more(trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(single(make([([2, 1], 0, 9), ([1], 3, 5)], FEW, 16)), gradients=trained)
+    with blocks("triton"):
+        launched = count_kernels(monkeypatch, triton_backward)
+        evaluate(case)
+    kinds = [name.removeprefix("_branch_attention_bwd_").removesuffix("kernel") for name in launched]
+    assert kinds == ["", *(["state_", "prefix_"] if set(trained) & set(SHARED) else [])]
+
+
+@pytest.mark.parametrize("groups", [1, 9])
+def test_slots_of_no_slice_get_zeros(groups: int) -> None:
+    """Also where there are more groups than a program looks at together, and slices that overlap within a tile."""
+    slices: Groups = [([2, 1], 20 + 3 * g, 5 + g) for g in range(groups)]
+    case = single(make(slices, FEW, 16, spare=70))
+    for way in ("reference", "device", "triton"):
+        with blocks(way):
+            results, grads = evaluate(case)
+            check(OP, case, results, grads)
+            assert same(evaluate(case)[1], grads)
+        for x in grads[3:]:
+            used = torch.zeros(len(x), dtype=torch.bool)
+            used[20 : max(start + length for _, start, length in slices)] = True
+            assert not x[~used].any()
+            assert x[used].flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("way", CPU)
+def test_expanded_gradients_are_left_to_no_other(way: str) -> None:
+    """Those of a sum; a kernel that is asked for takes them."""
+    case = one_row((3, 0, 9), (2, 4, 6))
+    pulled = torch.ones(()).expand(case.arguments["q"].shape)
+    with running(way):
+        expanded, whole = (evaluate(case, pulled=[x])[1] for x in (pulled, pulled.contiguous()))
+    assert same(expanded, whole)
 
 
 def test_changing_integers_compile_once() -> None:
@@ -405,7 +529,8 @@ def test_gradients_of_wide_heads_are_left_to_others() -> None:
     for case in (make([([2], 0, 3)]), single(make([([2], 0, 3)], width=257))):
         given = operators(case)
         out, lse = reference.branch_attention(*given)
-        assert triton.branch_attention_backward(out, *given[:5], out, lse, *given[5:]) is NotImplemented
+        for wanted in (False, True):
+            assert triton.branch_attention_backward(out, *given[:5], out, lse, *given[5:], wanted) is NotImplemented
 
 
 @pytest.mark.parametrize("changed", [None, "q", "k", "prefix_v", "upstream", "odd width", "column", "expanded"])
