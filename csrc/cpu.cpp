@@ -187,7 +187,7 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 6; }
+int fbcpu_abi_version() { return 7; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
@@ -227,13 +227,14 @@ int fbcpu_branch_attention_backward(
     const float* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head, const float* prefix_v, int64_t prefix_v_row,
     int64_t prefix_v_head, int64_t held, const int64_t* branch, const int64_t* group, const int64_t* start,
     const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
-    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
+    float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
+    int64_t width, float scale) {
   Layout layout = {branch, group, start, length, branches, groups, longest};
   if (!layout.fits(rows, held)) return OTHER_LAYOUT;
   return kernels.branch_attention_backward(
       {grad, grad_row, grad_head}, {q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
-      {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head}, layout, dq, dk, dv, done,
-      heads, kv_heads, width, scale);
+      {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head}, layout, dq, dk, dv, dprefix_k,
+      dprefix_v, done, heads, kv_heads, width, scale);
 }
 
 int fbcpu_topk_entropy(
@@ -268,9 +269,10 @@ int fbcpu_candidate_head(
 
 int fbcpu_linear_logprob(
     const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
+    float softcap, float temperature, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
+    int64_t vocabulary) {
   return kernels.linear_logprob(product, bias, target, wide, ignore_index, scale, softcap, temperature, logprob, lse,
-                                entropy, rows, vocabulary);
+                                entropy, largest, rows, vocabulary);
 }
 
 int fbcpu_qk_norm_rope(

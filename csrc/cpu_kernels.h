@@ -368,6 +368,47 @@ INLINE void all_weighted(
   for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out);
 }
 
+// The columns from e on of out[j] + sum_r p[r][j] x[r]: J places, V vectors, or `tail` columns where given.
+template <int J, int V>
+INLINE void added(
+    const float* p, int64_t p_stride, const float* x, int64_t stride, int64_t rows, int64_t tail, float* out,
+    int64_t out_stride) {
+  Lanes acc[J][V];
+  for (int j = 0; j < J; ++j)
+    for (int i = 0; i < V; ++i) {
+      const float* from = out + j * out_stride + i * LANES;
+      acc[j][i] = tail ? load(from, tail) : load(from);
+    }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int i = 0; i < V; ++i) {
+      Lanes value = load(x + r * stride + i * LANES);
+      for (int j = 0; j < J; ++j) acc[j][i] += p[r * p_stride + j] * value;
+    }
+  for (int j = 0; j < J; ++j)
+    for (int i = 0; i < V; ++i)
+      std::memcpy(out + j * out_stride + i * LANES, &acc[j][i], tail ? tail * sizeof(float) : sizeof(Lanes));
+}
+
+template <int J>
+INLINE void some_added(
+    const float* p, int64_t p_stride, const float* x, int64_t rows, int64_t width, float* out, int64_t out_stride) {
+  int64_t stride = padded(width), e = 0;
+  for (; e + 4 * LANES <= width; e += 4 * LANES)
+    added<J, 4>(p, p_stride, x + e, stride, rows, 0, out + e, out_stride);
+  for (; e < width; e += LANES)
+    added<J, 1>(p, p_stride, x + e, stride, rows, width - e < LANES ? width - e : 0, out + e, out_stride);
+}
+
+// out[j] += sum_r p[r][j] x[r] for the shared ones; x is padded to whole lanes.
+INLINE void all_added(
+    const float* p, int64_t p_stride, const float* x, int64_t rows, int64_t count, int64_t width, float* out,
+    int64_t out_stride) {
+  int64_t j = 0;
+  for (; j + ROWS <= count; j += ROWS)
+    some_added<ROWS>(p + j, p_stride, x, rows, width, out + j * out_stride, out_stride);
+  for (; j < count; ++j) some_added<1>(p + j, p_stride, x, rows, width, out + j * out_stride, out_stride);
+}
+
 static int branch_attention_qkv(
     const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
     const float* sin, const void* positions, int wide_positions, float* k_cache, int64_t k_slot, int64_t k_head,
@@ -461,10 +502,12 @@ static int branch_attention(
 }
 
 // With p the probabilities: ds = p (grad . v - sum p grad . v) and dq = scale ds k; of a row's own key and value
-// dk = scale ds q and dv = p grad, summed over the heads that share them.
+// dk = scale ds q and dv = p grad, summed over the heads that share them; those of the prefix are added to what is
+// there, in the order of the groups, unless they are null.
 static int branch_attention_backward(
     Heads grad, Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* dq, float* dk,
-    float* dv, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
+    float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width,
+    float scale) {
   int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
   int64_t score_stride = padded(layout.longest + 1);
   float* query = scratch(2 * most * (stride + score_stride));
@@ -493,8 +536,15 @@ static int branch_attention_backward(
         own_k[e] = (r % repeat ? own_k[e] : 0) + to[count] * query[r * stride + e];  // scale is in it
         own_v[e] = (r % repeat ? own_v[e] : 0) + of[count] * slope[r * stride + e];
       }
-      for (int64_t i = 0; i <= count; i += LANES) store(to + i, load(to + i) * scale);
     }
+    if (dprefix_k && dprefix_v) {
+      const int64_t at = (start * kv_heads + g) * width;
+      all_added(ds, score_stride, query, n, count, width, dprefix_k + at, kv_heads * width);
+      all_added(p, score_stride, slope, n, count, width, dprefix_v + at, kv_heads * width);
+    }
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t i = 0; i <= count; i += LANES)
+        store(ds + r * score_stride + i, load(ds + r * score_stride + i) * scale);
     Block<float> to = {dq + (first * heads + g * repeat) * width, heads * width, width, repeat};
     all_weighted(ds, score_stride, n, keys, count, width, to);
     return all_finite(to, n, width) && all_finite(to_k, taken, width) && all_finite(to_v, taken, width);
@@ -642,10 +692,12 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp and entropy of each row, from product[rows, vocabulary]; softcap 0 is none.
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row, from product[rows, vocabulary];
+// softcap 0 is none.
 static int linear_logprob(
     const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
+    float softcap, float temperature, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
+    int64_t vocabulary) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
@@ -656,7 +708,7 @@ static int linear_logprob(
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
-      logprob[row] = lse[row] = entropy[row] = 0;
+      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
       continue;
     }
     Lanes most = Lanes{} - INFINITY;
@@ -689,6 +741,7 @@ static int linear_logprob(
     const double log = std::log(total);
     lse[row] = top + log;
     logprob[row] = logit[id] - (top + log);
+    largest[row] = top - (top + log);
     entropy[row] = log - weighted / total;
   }
   return 0;

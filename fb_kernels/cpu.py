@@ -17,20 +17,20 @@ from pathlib import Path
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq ii",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
-    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppp qqqq f",
+    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f",
     "topk_entropy": "pqqqq ppp",
     "rms_norm": "ppp f pp qq",
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pp piq fff ppp qq",
+    "linear_logprob": "pp piq fff pppp qq",
     "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 

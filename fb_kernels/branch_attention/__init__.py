@@ -73,8 +73,9 @@ def branch_attention(
         q: [T, Hq, E] float; any strides.
         k: [T, Hkv, E] of q's dtype, Hkv dividing Hq: the branches' own keys; None for prefix only.
         v: like k, None with it.
-        prefix_k: [Tp, Hkv, E], or pages [pages, page, Hkv, E] where the layout has a block table. Frozen; it may be a
-            view of a detached k, and a cache [B, Hkv, S, E] is `cache.transpose(1, 2)` with one page a row.
+        prefix_k: [Tp, Hkv, E], or pages [pages, page, Hkv, E] where the layout has a block table. It may be k itself or
+            a view of it (states of one packed forward), detached where the prefix is frozen; a cache [B, Hkv, S, E]
+            is `cache.transpose(1, 2)` with one page a row.
         prefix_v: like prefix_k.
         layout: which rows are whose and what their groups see; one for all layers of a forward.
         window: sliding window, at least 1; None for all keys.
@@ -84,13 +85,15 @@ def branch_attention(
 
     Returns:
         out [T, Hq, E] in q's dtype; with return_lse also lse [Hq, T], natural log, float32 (float64 for float64 input).
-        A row that sees no key has out 0, lse -inf; one with a score that is NaN or +inf is NaN. Gradients reach q, k
-        and v through out; lse carries none. On the CPU a layout that does not fit is a ValueError of `BranchLayout`, on
-        a device the rows it affects are NaN. An attention sink is out * sigmoid(lse - sink).
+        A row that sees no key has out 0, lse -inf; one with a score that is NaN or +inf is NaN. Gradients go to q, k, v
+        through out (lse carries none), and to the prefix where it requires one (rows of the same packed forward; flat
+        [Tp, Hkv, E] prefixes): zeros in slots of no slice, sums in the order of groups where slices overlap. A frozen
+        prefix costs nothing extra. On the CPU a layout that does not fit is a ValueError of `BranchLayout`, on a device
+        the rows it affects are NaN. An attention sink is out * sigmoid(lse - sink).
 
     Raises:
         TypeError: an argument of the wrong kind or dtype; float8 prefixes are not supported.
-        ValueError: a wrong shape, device or value, or a prefix that requires grad (detach it).
+        ValueError: a wrong shape, device or value, or pages that require grad (give flat slices, or detach them).
     """
     if (
         eager((q, prefix_k, prefix_v), (k, v))
@@ -149,12 +152,11 @@ def _check(
         raise checks.error(OP, "prefix_k", f"a number of heads that divides Hq = {heads}", prefix_k, "check the heads")
     checks.floating(OP, "prefix_v", prefix_v, like=q)
     checks.shape(OP, "prefix_v", prefix_v, tuple(prefix_k.shape), letters, "give it prefix_k's shape")
-    if torch.is_grad_enabled():
+    if paged and torch.is_grad_enabled():
         for name, prefix in (("prefix_k", prefix_k), ("prefix_v", prefix_v)):
             if prefix.requires_grad:
-                raise checks.error(
-                    OP, name, "a frozen prefix, which requires no grad", prefix, "pass it with .detach()"
-                )
+                expected = "frozen pages, which require no grad"
+                raise checks.error(OP, name, expected, prefix, "give the layout flat slices, or pass it with .detach()")
     for name, own, other in (("k", k, v), ("v", v, k)):
         if own is not None:
             checks.floating(OP, name, own, like=q)
@@ -175,9 +177,10 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
 
 
-def _backward_fake(_: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-    q = tensors[0]
-    return tuple(q.new_empty(0 if x is None else x.shape) for x in tensors[:3])
+def _backward_fake(_: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, *prefix, prefix_grads = *arguments[:5], arguments[-1]
+    given = (q, k, v, *(x if prefix_grads else None for x in prefix))
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in given)
 
 
 _branch_attention = Op(
@@ -190,7 +193,8 @@ _branch_attention = Op(
 )
 _branch_attention_backward = Op(
     "branch_attention_backward",
-    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool prefix_grads) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=reference.branch_attention_backward,
     fake=_backward_fake,
     triton=True,
@@ -207,9 +211,9 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    own = ctx.saved_tensors[1] is not None
-    return dq, dk if own else None, dv if own else None, *(None,) * 12
+    needed = ctx.needs_input_grad[:5]
+    grads = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options, any(needed[3:]))
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
 
 
 _branch_attention.differentiate(setup_context=_save, backward=_backward, by=_branch_attention_backward)

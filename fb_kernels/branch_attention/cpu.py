@@ -37,19 +37,23 @@ def branch_attention_backward(
     out: Tensor,
     lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), likewise; the probabilities are made anew."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dprefix_k, dprefix_v), likewise; the probabilities are made anew."""
+    *layout_and_numbers, prefix_grads = options
     if k is None or v is None:
         return NotImplemented
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()  # that of a sum is expanded
     results = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    done = _one_row_branches("branch_attention_backward", (grad_out, q, k, v, prefix_k, prefix_v), options, results)
+    shared = [x.new_zeros(x.shape) if prefix_grads else x.new_empty(0) for x in (prefix_k, prefix_v)]
+    given = (grad_out, q, k, v, prefix_k, prefix_v)
+    done = _one_row_branches("branch_attention_backward", given, tuple(layout_and_numbers), (*results, *shared))
     if done is None:
         return NotImplemented
     if done.all():
-        return results
-    rest = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
+        return *results, shared[0], shared[1]
+    *rest, dprefix_k, dprefix_v = reference.branch_attention_backward(*given, out, lse, *options)
     dq, dk, dv = (torch.where(done[:, None, None], *pair) for pair in zip(results, rest, strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, dprefix_k, dprefix_v  # these of all rows: what is not finite may be added already
 
 
 def _one_row_branches(

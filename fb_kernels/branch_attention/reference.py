@@ -24,10 +24,11 @@ ROW_BLOCK = 256
 
 
 class _Piece(NamedTuple):
-    """R rows against n keys; `own` says which rows of k and v these are, None for frozen ones."""
+    """R rows against n keys: those of k and v, or of a flat prefix, that `keys` says (no matter which of pages)."""
 
     rows: slice
-    own: slice | None
+    own: bool
+    keys: slice
     k: Tensor  # [n, Hkv, E] in the accumulation dtype
     v: Tensor
     visible: Tensor | None  # [R, n], None where all is
@@ -101,8 +102,12 @@ def branch_attention_backward(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) with p = exp(s - lse), ds = p (dout . v - dout . out); dk and dv are empty without k and v."""
+    prefix_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dprefix_k, dprefix_v) with p = exp(s - lse), ds = p (dout . v - dout . out).
+
+    Without k and v their gradients are empty; so are those of the prefix, a flat one, where they are not wanted.
+    """
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     sound = None
     if _host_reads(q):
@@ -114,10 +119,13 @@ def branch_attention_backward(
     dtype = lse.dtype
     delta = torch.linalg.vecdot(out.to(dtype), grad_out.to(dtype)).T  # [Hq, T]
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    dk, dv = (torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device) for x in (k, v))
+    grads = [
+        torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device)
+        for x in (k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
+    ]
     for piece in pieces:
-        rows, own = piece.rows, piece.own
-        heads = piece.k.shape[1]
+        rows, heads = piece.rows, piece.k.shape[1]
+        dk, dv = grads[:2] if piece.own else grads[2:]
         q_rows, grad = (_fold(x[rows].to(dtype), heads) for x in (q, grad_out))  # [Hkv, rep R, E]
         lse_rows, delta_rows = (x[:, rows].unflatten(0, (heads, -1)).flatten(1, 2)[..., None] for x in (lse, delta))
         scores, slope = _scores(q_rows, piece.k, scale, softcap)
@@ -131,12 +139,13 @@ def branch_attention_backward(
         ds.mul_(scale)
         q_rows, grad, keys = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q_rows, grad, piece.k))
         dq[rows] += _unfold(ds @ keys.transpose(0, 1), rows.stop - rows.start)
-        if own is not None:
-            dk[own] += (ds.mT @ q_rows).transpose(0, 1)
-            dv[own] += (p.mT @ grad).transpose(0, 1)
+        if dk.numel():
+            dk[piece.keys] += (ds.mT @ q_rows).transpose(0, 1)
+            dv[piece.keys] += (p.mT @ grad).transpose(0, 1)
     if sound is not None:
         dq.masked_fill_(~sound[:, None, None], torch.nan)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    dk, dv, *of_prefix = (x.to(q.dtype) for x in grads)
+    return dq.to(q.dtype), dk, dv, of_prefix[0], of_prefix[1]
 
 
 def _host_reads(q: Tensor) -> bool:
@@ -195,7 +204,7 @@ def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | N
     """(out, lse) in the accumulation dtype; rows of no piece are empty."""
     out = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=out.dtype, device=q.device)
-    for rows, _, k, v, visible in pieces:
+    for rows, _, _, k, v, visible in pieces:
         state = _attend(q[rows].to(out.dtype), k, v, scale, softcap, visible)
         out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *state)
     return out, lse
@@ -241,13 +250,15 @@ def _pieces(
                 visible = None
                 if window is not None:
                     visible = group.length + row - start - torch.arange(seen, group.length) < window
-                yield _Piece(rows, None, keys[seen:], values[seen:], visible)
+                shared = slice(group.start + seen, group.start + group.length)
+                yield _Piece(rows, False, shared, keys[seen:], values[seen:], visible)
             if k is not None and v is not None:
                 low = int(start[0])
                 if window is not None:
                     low = max(low, first + 1 - window)
                 own = slice(low, rows.stop)
-                yield _Piece(rows, own, k[own].to(dtype), v[own].to(dtype), _own_visible(row, own, start, window))
+                visible = _own_visible(row, own, start, window)
+                yield _Piece(rows, True, own, k[own].to(dtype), v[own].to(dtype), visible)
 
 
 def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> Tensor:
@@ -448,8 +459,8 @@ def _masked_pieces(
                 visible &= group == g
             if window is not None:
                 visible &= length + row - layout.row_start[rows, None] - key < window
-            yield _Piece(rows, None, keys, values, visible)
+            yield _Piece(rows, False, slice(None), keys, values, visible)
     if k is not None and v is not None:
         k, v, own = k.to(dtype), v.to(dtype), slice(0, total)
         for rows, row in blocks(total):
-            yield _Piece(rows, own, k, v, _own_visible(row, own, layout.row_start[rows, None], window))
+            yield _Piece(rows, True, own, k, v, _own_visible(row, own, layout.row_start[rows, None], window))

@@ -370,8 +370,9 @@ def branch_attention_backward(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); dk and dv are empty without k and v. Few rows allocate float32 pieces of dq.
+    prefix_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dprefix_k, dprefix_v), empty as the operator's are. Few rows allocate float32 pieces of dq.
 
     The bits depend on values, shapes, alignment and max_prefix_len. A layout that does not fit gives NaN, as does an
     lse of NaN.
@@ -381,12 +382,13 @@ def branch_attention_backward(
     branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
     page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
-    if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
+    if prefix_grads or q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
         return NotImplemented
     dq = q.new_empty(q.shape)
     dk, dv = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v))
+    of_prefix = q.new_empty(0), q.new_empty(0)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
+        return dq, dk.zero_(), dv.zero_(), *of_prefix
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
     indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     windowed, everything = window is not None, rows + capacity + 1
@@ -424,4 +426,4 @@ def branch_attention_backward(
         _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](
             pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
         )
-    return dq, dk, dv
+    return dq, dk, dv, *of_prefix

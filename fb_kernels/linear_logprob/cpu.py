@@ -23,8 +23,8 @@ def linear_logprob(
     temperature: float,
     ignore_index: int,
     valid_vocab: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, lse, entropy), each of target's shape."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
     found, float32 = cpu.library(), torch.float32
     rows, valid = target.numel(), weight.shape[0]
     head = weight
@@ -44,12 +44,13 @@ def linear_logprob(
     x = hidden if hidden.ndim == 2 else hidden.reshape(rows, hidden.shape[-1])
     product = linear(x, head)  # [N, V], contiguous
     logprob = product.new_empty(target.shape)
-    lse, entropy = torch.empty_like(logprob), torch.empty_like(logprob)
+    lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
     code = found.fbcpu_linear_logprob(
         product.data_ptr(), bias_at, target.data_ptr(), target.dtype is torch.int64, ignore_index,
-        logit_scale, softcap or 0.0, temperature, logprob.data_ptr(), lse.data_ptr(), entropy.data_ptr(), rows, valid,
+        logit_scale, softcap or 0.0, temperature, logprob.data_ptr(), lse.data_ptr(), entropy.data_ptr(),
+        largest.data_ptr(), rows, valid,
     )  # fmt: skip
     if code:
         reference.check_targets("linear_logprob", target, ignore_index, valid)
         return NotImplemented
-    return logprob, lse, entropy
+    return logprob, lse, entropy, largest

@@ -140,11 +140,67 @@ def test_what_is_asked_for_is_what_comes(way: str) -> None:
     given = leaves(single()).arguments
     plain = {name: x for name, x in given.items() if name not in ALL}
     with running_small(OP, way):
-        logprob, lse, entropy = linear_logprob(**given)
+        logprob, lse, entropy, largest = linear_logprob(**given)
         assert torch.equal(linear_logprob(**plain), logprob)
         assert torch.equal(linear_logprob(**plain, return_lse=True)[1], lse)
         assert torch.equal(linear_logprob(**plain, return_entropy=True)[1], entropy)
+        assert torch.equal(linear_logprob(**plain, return_max=True)[1], largest)
+        both = linear_logprob(**plain, return_lse=True, return_max=True)
+        assert all(torch.equal(one, other) for one, other in zip(both, (logprob, lse, largest), strict=True))
     assert not entropy.requires_grad
+    assert not largest.requires_grad
+
+
+@every_way
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 2.0, "temperature": 0.7},
+        {"logit_scale": -1.7, "temperature": 3.0},
+    ],
+    ids=str,
+)
+def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, options: dict[str, Any]) -> None:
+    """Every id is asked of every row, -100 last; columns 9 and 60 are twins, and win in rows 1 and 2, which are one."""
+    valid, rows = 70, 4
+    case = single(rows, 16, 73, valid_vocab=valid, **options)
+    hidden, weight = ((case.tensors[name] * 4).round() / 4 for name in ("hidden", "weight"))  # of exact products
+    bias = case.tensors["bias"].clone()
+    hidden[2] = hidden[1]
+    weight[[9, 60]], bias[[9, 60]] = hidden[1] * math.copysign(1.0, options.get("logit_scale", 1.0)), 1.0
+    weight[valid:], bias[valid:] = math.nan, math.inf
+    with running_small(OP, way):
+        found = [
+            case.run(hidden=hidden, weight=weight, bias=bias, target=torch.full((rows,), one))
+            for one in (*range(valid), IGNORE)
+        ]
+    logprob, largest = (torch.stack([results[place] for results in found], 1) for place in (0, 3))  # [rows, valid + 1]
+    assert not logprob[:, valid].any()
+    assert not largest[:, valid].any()
+    logprob, largest = logprob[:, :valid], largest[:, :valid]
+    assert torch.equal(largest, logprob.amax(1, keepdim=True).expand_as(largest))
+    assert (logprob == largest)[1:3].nonzero().tolist() == [[0, 9], [0, 60], [1, 9], [1, 60]]
+
+
+@every_way
+def test_the_largest_log_prob_of_strange_rows(way: str) -> None:
+    """NaN and inf make NaN, also where every logit is -inf; ids of probability zero are no maximum."""
+    case = single(4)
+    hidden, weight, bias = (case.tensors[name].clone() for name in FLOATS)
+    strange = hidden.clone()
+    strange[1], strange[2, 3] = math.nan, math.inf
+    bias[::2] = -math.inf
+    with running_small(OP, way):
+        largest = case.run(hidden=strange, target=ids(5, 5, 5, IGNORE))[3]
+        nowhere = case.run(bias=torch.full((70,), -math.inf))[3]
+        banned = case.run(bias=bias, target=ids(0, 2, 4, 68))
+    assert largest.isnan().tolist() == [False, True, True, False]
+    assert largest[3] == 0
+    assert nowhere.isnan().all()
+    assert (banned[0] == -math.inf).all()
+    expected = torch.log_softmax(hidden @ weight[1::2].T + bias[1::2], 1).amax(1)
+    torch.testing.assert_close(banned[3], expected)
 
 
 @every_way_of_shards

@@ -20,7 +20,7 @@ from fb_kernels.precision import accumulation_dtype
 from fb_kernels.testing import magnitude, poison_
 
 Groups = Sequence[tuple[Sequence[int], int, int]]  # rows of each branch, first key of the slice, keys
-OWN = ("q", "k", "v")
+OWN, SHARED = ("q", "k", "v"), ("prefix_k", "prefix_v")
 TILE, SPLIT = 1 << 20, 1  # hints of the longest branch, which decide which kernel of Triton's runs
 
 LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
@@ -63,8 +63,8 @@ def make(
         longest_prefix,
     )
     given = (q, *(both[:2] if own else (None, None)), *prefix, layout)
-    arguments = dict(zip((*OWN, "prefix_k", "prefix_v", "layout"), given, strict=True))
-    gradients = OWN if own else OWN[:1]
+    arguments = dict(zip((*OWN, *SHARED, "layout"), given, strict=True))
+    gradients = (OWN if own else OWN[:1]) + (SHARED if page is None else ())
     return Case("branch_attention", arguments | options | {"return_lse": return_lse}, gradients=gradients)
 
 
@@ -132,13 +132,15 @@ def gradient_scales(case: Case, _: Sequence[Tensor], upstream: Sequence[Tensor])
     as_keys = {"q": pull, "prefix_k": size["prefix_v"]} | ({"k": size["v"]} if own else {})
     reach = states(case, **as_keys, scale=1.0, softcap=None)[1].clamp(min=0.0).T[..., None]
     ds = 2 * reach * shift * (case.arguments.get("scale") or width**-0.5)
-    terms = [ds * states(case, **as_values)[0]]
-    if own:
-        q, values = (case.arguments[name].detach().requires_grad_() for name in ("q", "v"))
-        out = states(case, q=q, v=values)[0]
-        for pulled in (ds * size["q"], pull * shift):
-            terms += torch.autograd.grad(out, values, pulled, retain_graph=True, materialize_grads=True)
-    return [x.abs().amax(-1, keepdim=True) for x in terms]
+    terms = {"q": ds * states(case, **as_values)[0]}
+    leaves = {
+        name: size[name].requires_grad_() for name in ("v", "prefix_v") if name in size
+    }  # p weighs what is pulled
+    out = states(case, q=case.arguments["q"].detach().requires_grad_(), **leaves)[0]
+    for letter, pulled in (("k", ds * size["q"]), ("v", pull * shift)):
+        found = torch.autograd.grad(out, list(leaves.values()), pulled, retain_graph=True, materialize_grads=True)
+        terms |= {name[:-1] + letter: x for name, x in zip(leaves, found, strict=True)}
+    return [terms[name].abs().amax(-1, keepdim=True) for name in case.gradients]
 
 
 def groups(rows: st.SearchStrategy[list[int]], keys: int, least: int = 0, most: int = 3) -> st.SearchStrategy[Groups]:
@@ -219,6 +221,7 @@ K, V, PREFIX = GOOD["k"], GOOD["v"], GOOD["prefix_k"]
 PAGES = PREFIX[:8].view(2, 4, 2, 8)
 TABLE = ids(0, 1, -1, 0, 1, 2).view(2, 3)
 IN_PAGES = {"prefix_k": PAGES, "prefix_v": PAGES}
+FROZEN = IN_PAGES | {"layout.block_table": TABLE}
 OP = Op(
     "branch_attention",
     make,
@@ -289,11 +292,10 @@ OP = Op(
         ("prefix_k", {"prefix_k": PREFIX[:, :0]}, ValueError),
         ("prefix_k", {"prefix_k": PREFIX.repeat(1, 2, 1)[:, :3]}, ValueError),
         ("prefix_k", {"prefix_k": PAGES}, ValueError),
-        ("prefix_k", {"prefix_k": PREFIX.clone().requires_grad_()}, ValueError),
         ("prefix_k", {"layout.block_table": TABLE}, ValueError),
         ("prefix_v", {"prefix_v": PREFIX[1:]}, ValueError),
         ("prefix_v", {"prefix_v": PREFIX.half()}, TypeError),
-        ("prefix_v", {"prefix_v": PREFIX.clone().requires_grad_()}, ValueError),
+        *((name, FROZEN | {name: PAGES.clone().requires_grad_()}, ValueError) for name in SHARED),
         ("layout.cu_branch", {"layout.cu_branch": [0, 6]}, TypeError),
         ("layout.cu_branch", {"layout.cu_branch": torch.tensor([0.0, 6.0])}, TypeError),
         ("layout.cu_branch", {"layout.cu_branch": torch.tensor([[0, 6]])}, ValueError),
@@ -333,16 +335,16 @@ def branches(rows: int, lengths: tuple[int, ...], paged: bool = False, own: bool
     }
 
 
-def example(arguments: dict[str, Any], gradients: tuple[str, ...] = OWN) -> Case:
+def example(arguments: dict[str, Any], gradients: tuple[str, ...] = (*OWN, *SHARED)) -> Case:
     return Case("branch_attention", arguments, gradients=gradients)
 
 
 EXAMPLES = {
     "branch_attention": lambda: example(branches(9, (2, 3, 1, 3)) | {"return_lse": True}),
     "branch_attention, one row each": lambda: example(branches(6, (1,) * 6) | {"return_lse": True}),
-    "branch_attention, one page each": lambda: example(branches(6, (1,) * 6, paged=True) | {"return_lse": True}).with_(
+    "branch_attention, one page each": lambda: example(branches(6, (1,) * 6, True) | {"return_lse": True}, OWN).with_(
         **{"layout.block_table": ids(2, 0).view(2, 1), "layout.prefix_len": ids(3, 4)}
     ),
-    "branch_attention, paged": lambda: example(branches(9, (2, 3, 1, 3), paged=True) | {"window": 3, "softcap": 2.0}),
-    "branch_attention, prefix only": lambda: example(branches(9, (2, 3, 1, 3), own=False), ("q",)),
+    "branch_attention, paged": lambda: example(branches(9, (2, 3, 1, 3), True) | {"window": 3, "softcap": 2.0}, OWN),
+    "branch_attention, prefix only": lambda: example(branches(9, (2, 3, 1, 3), own=False), ("q", *SHARED)),
 }
