@@ -7,40 +7,11 @@ from typing import Any
 
 from datasets import Dataset
 
-NAMES = [
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Frank",
-    "Grace",
-    "Henry",
-    "Ivy",
-    "Jack",
-    "Kate",
-    "Leo",
-    "Mary",
-    "Noah",
-    "Olive",
-    "Paul",
-    "Rose",
-    "Sam",
-    "Tina",
-    "Will",
-]
+NAMES = ["Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Ivy", "Jack", "Kate", "Leo", "Mary"]
 COUNTS = ["two", "three", "four", "five", "six", "seven", "eight", "nine"]
 COLOURS = ["red", "blue", "green", "black", "white", "brown", "yellow", "pink"]
 THINGS = ["apples", "books", "cups", "hats", "keys", "lamps", "maps", "pens", "plates", "shoes", "stones", "toys"]
-PLACES = [
-    "in the kitchen",
-    "under the bed",
-    "on the roof",
-    "behind the door",
-    "near the window",
-    "in the garden",
-    "by the river",
-]
+PLACES = ["in the kitchen", "under the bed", "on the roof", "behind the door", "near the window", "by the river"]
 
 
 def belongings(draw: random.Random) -> str:
@@ -60,10 +31,10 @@ def document(draw: random.Random, facts: int, answer: int) -> dict[str, Any]:
 
 def split(facts: int, answer: int, documents: int, **_: Any) -> dict[str, Dataset]:
     """The `test` documents and, from another seed, four to show as examples."""
-    seeds = {"test": (0, documents), "train": (1, 4)}
+    drawn = {"test": (random.Random(0), documents), "train": (random.Random(1), 4)}
     return {
         name: Dataset.from_list([document(draw, facts, answer) for _ in range(count)])
-        for name, (draw, count) in ((name, (random.Random(seed), count)) for name, (seed, count) in seeds.items())
+        for name, (draw, count) in drawn.items()
     }
 
 
