@@ -11,12 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from fb_core import hf
 from fb_core.extras import require
-from fb_core.scorer import CompatibilityScorer
-from fb_core.scorer import token_budget as rows_in_memory
 
 try:
     require("fb_core.lm_eval", "lm_eval", extra="lm-eval")
@@ -26,11 +21,16 @@ except ImportError as problem:
     print(problem, file=sys.stderr)
     raise SystemExit(2) from None
 
+import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+
+from fb_core import hf
+from fb_core.scorer import CompatibilityScorer
+from fb_core.scorer import token_budget as rows_in_memory
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
