@@ -128,6 +128,17 @@ def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, ro
     return _tuned("branch_attention_backward", dtype, (width, block_m, keys, form), default)
 
 
+def branch_attention_backward_prefix(dtype: torch.dtype, head_dim: int, form: str) -> Launch:
+    """For tiles of KEYS keys of the prefix, which meet KEY_ROWS rows times heads at a time; `form` is as above."""
+    width = max(16, next_power_of_2(head_dim))
+    if dtype == torch.float32 or width > 128 or form == "unaligned":  # for want of registers
+        default = {"KEYS": 32, "KEY_ROWS": 16, "num_stages": 1}
+    else:
+        default = {"KEYS": 128 if _capability() == 90 else 64, "KEY_ROWS": 32, "num_stages": 3}
+    default |= {"num_warps": 8, "maxnreg": 255}
+    return _tuned("branch_attention_backward_prefix", dtype, (width, form), default)
+
+
 def rms_norm(dtype: torch.dtype, width: int) -> Launch:
     """For rows of `width`; longer ones are several blocks."""
     block = min(next_power_of_2(width), 8192)

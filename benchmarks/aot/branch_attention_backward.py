@@ -10,7 +10,7 @@ from benchmarks.aot.compiler import Case, Cost
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward
 
 CANDIDATES = 13
-KERNEL = "_branch_attention_bwd_kernel"
+KERNEL, ADD, STATE, PREFIX = (f"_branch_attention_bwd_{name}kernel" for name in ("", "add_", "state_", "prefix_"))
 
 
 def cases() -> Iterator[Case]:
@@ -25,6 +25,7 @@ def cases() -> Iterator[Case]:
     for length in (1, 128):
         yield _case(1, length, 1024, dtype=torch.float16)
         yield _case(1, length, 1024, window=512, softcap=50.0, page=16)
+        yield _case(1, length, 1024, window=512)
         yield _case(1, length, 1024, softcap=50.0)
         yield _case(1, length, 1024, softcap=50.0, width=256)
         yield _case(1, length, 1024, window=512, softcap=50.0, width=256)
@@ -64,7 +65,13 @@ def _case(
         bytes=groups * seen * kv_heads * size + rows * (2 * heads + 2 * kv_heads) * size,
         flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # three products; eight over half of its own
     )
+    on_prefix = Cost(
+        bytes=2 * groups * seen * kv_heads * size + rows * heads * size,
+        flops=8 * rows * heads * width * seen,  # four products
+    )
+    trained = page is None
     tall = length > 1 and width <= 128 and not pad and dtype != torch.float32  # tiles of 64 rows
+    many = width <= 128 and not pad and dtype != torch.float32  # tiles of 64 keys
     name = f"G={groups} K={CANDIDATES} L={length} P={prefix} E={width} {str(dtype).removeprefix('torch.')}"
     name += f" w={window}" * (window is not None) + " cap" * (softcap is not None)
     name += " paged" * (page is not None) + " unaligned" * bool(pad)
@@ -73,9 +80,9 @@ def _case(
         name,
         lambda: branch_attention_backward(
             *(q, q, k, k, keys, keys, q, lse, cu_branch, cu_group, start, count, table),
-            *(length, prefix, window, width**-0.5, softcap),
+            *(length, prefix, window, width**-0.5, softcap, trained),
         ),
-        {KERNEL: cost},
-        matmul=(KERNEL,) if tall else (),
-        exact=(KERNEL, "_branch_attention_bwd_add_kernel") if dtype == torch.float32 else (),
+        {KERNEL: cost, PREFIX: on_prefix},
+        matmul=(*[KERNEL] * tall, *[PREFIX] * (many and trained)),
+        exact=(KERNEL, ADD, STATE, PREFIX) if dtype == torch.float32 else (),
     )

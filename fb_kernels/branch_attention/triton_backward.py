@@ -1,9 +1,12 @@
-"""Triton kernel of `branch_attention`'s backward: dq over the prefix and the own branch, dk and dv of the branches.
+"""Triton kernels of `branch_attention`'s backward: dq over the prefix and the own branch, dk and dv of the branches.
 
 One launch holds two kinds of programs that need nothing of each other. Query programs own a tile of packed rows (rows
 times the query heads of one key head) and read a piece of the prefix: q . k, dout . v and dq += ds . k, no more. Key
 programs own a tile of the branches' keys and read the rows that see them. Pieces of dq are added in order by a second
 launch, if there is more than one. A row's p is exp(s - lse), ds = p (dout . v - dout . out).
+
+Where the prefix's gradients are wanted, a launch writes lse and dout . out of all rows, and one more has programs that
+own a tile of the prefix and read, group after group, the rows that see it.
 """
 
 from __future__ import annotations
@@ -60,21 +63,31 @@ def _load_rows(
 ):
     """(q[M, E], dout[M, E], lse[M], delta[M]) of packed rows; lse in units of log 2, NaN where dout is not finite."""
     q, q_row, q_head = q
+    row = row.to(tl.int64)
+    inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
+    query = tl.load(_places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E), mask=inside, other=0.0)
+    upstream, total, delta = _load_upstream(grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
+    return query, upstream, total, delta
+
+
+@triton.jit
+def _load_upstream(
+    grad, out, lse, row, head, valid, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """All of it but q."""
     grad, grad_row, grad_head = grad
     out, out_row, out_head = out
     lse, lse_head, lse_row = lse
-    row = row.to(tl.int64)
     inside = valid[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
-    q_at = _places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E)
     grad_at = _places(grad, row * grad_row + head * grad_head, ALIGNED, BLOCK_E)
     out_at = _places(out, row * out_row + head * out_head, ALIGNED, BLOCK_E)
-    query, upstream = tl.load(q_at, mask=inside, other=0.0), tl.load(grad_at, mask=inside, other=0.0)
+    upstream = tl.load(grad_at, mask=inside, other=0.0)
     wide = upstream.to(tl.float32)
     delta = tl.sum(wide * tl.load(out_at, mask=inside, other=0.0).to(tl.float32), 1)
     total = tl.load(lse + row * lse_row + head * lse_head, mask=valid, other=0.0)
     total = tl.where(total == float("-inf"), 0.0, total * 1.4426950408889634)
     spoilt = tl.sum((~(tl.abs(wide) < float("inf"))).to(tl.int32), 1) > 0
-    return query, upstream, tl.where(spoilt, float("nan"), total), delta
+    return upstream, tl.where(spoilt, float("nan"), total), delta
 
 
 @triton.jit
@@ -351,6 +364,168 @@ def _branch_attention_bwd_add_kernel(partial, dq, size, splits, BLOCK: tl.conste
     tl.store(dq + i, total, mask=i < size)
 
 
+@triton.jit(do_not_specialize=["rows", "lse_head"])
+def _branch_attention_bwd_state_kernel(
+    grad, out, lse, state, rows, heads, grad_row, grad_head, out_row, out_head, lse_head, lse_row,
+    ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """state[2, T, Hq]: lse and delta, as of `_load_upstream`, of ROWS heads of rows."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    size = rows.to(tl.int64) * heads
+    grad, out, lse = (grad, grad_row, grad_head), (out, out_row, out_head), (lse, lse_head, lse_row)
+    _upstream, total, delta = _load_upstream(
+        grad, out, lse, i // heads, i % heads, i < size, ALIGNED, HEAD_DIM, BLOCK_E
+    )
+    tl.store(state + i, total, mask=i < size)
+    tl.store(state + size + i, delta, mask=i < size)
+
+
+@triton.jit
+def _covering(prefix_start, prefix_len, groups, capacity, low, high, OFFSETS: tl.constexpr):
+    """The first and last group with keys from `low` below `high`; of none (groups, -1)."""
+    first, last = groups, -1
+    for g in range(0, groups, OFFSETS):
+        g = g + tl.arange(0, OFFSETS)
+        start = tl.load(prefix_start + g, mask=g < groups, other=0).to(tl.int64)
+        length = tl.load(prefix_len + g, mask=g < groups, other=0).to(tl.int64)
+        fits = (start >= 0) & (start < high) & (length > 0) & (length <= capacity - start)
+        covers = fits & (start + length > low)
+        first = tl.minimum(first, tl.min(tl.where(covers, g, groups), 0))
+        last = tl.maximum(last, tl.max(tl.where(covers, g, -1), 0))
+    return first, last
+
+
+@triton.jit
+def _add_rows(
+    k_acc, v_acc, k, v, slot, start, end,  # [KEYS, E] four times, [KEYS], the slice
+    q, grad, state, branches, kv_head, heads, rows,
+    first_row, last_row, first_branch, last_branch, low, high,
+    window, multiplier, inner,
+    MASKED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, KEY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """(k_acc + ds q, v_acc + p dout) over packed rows from `low` below `high`, counted from a group's first row.
+
+    Without MASKED each of them sees all keys of the tile.
+    """
+    q, q_row, q_head = q
+    grad, grad_row, grad_head = grad
+    column = tl.arange(0, BLOCK_E)
+    for m in tl.range(low, high, KEY_ROWS, num_stages=1 if MASKED else None):
+        packed = m + tl.arange(0, KEY_ROWS)  # [M]
+        row, head = (first_row + packed // REPEAT).to(tl.int64), kv_head.to(tl.int64) * REPEAT + packed % REPEAT
+        q_at = _places(q, row * q_row + head * q_head, ALIGNED, BLOCK_E)
+        grad_at = _places(grad, row * grad_row + head * grad_head, ALIGNED, BLOCK_E)
+        state_at = state + (row * heads + head)
+        if MASKED:
+            valid = packed < high
+            inside = valid[:, None] & (column < HEAD_DIM)[None, :]
+            query, upstream = tl.load(q_at, mask=inside, other=0.0), tl.load(grad_at, mask=inside, other=0.0)
+            total = tl.load(state_at, mask=valid, other=0.0)
+            delta = tl.load(state_at + rows.to(tl.int64) * heads, mask=valid, other=0.0)
+        elif HEAD_DIM < BLOCK_E:
+            inside = (column < HEAD_DIM)[None, :]
+            query, upstream = tl.load(q_at, mask=inside, other=0.0), tl.load(grad_at, mask=inside, other=0.0)
+            total, delta = tl.load(state_at), tl.load(state_at + rows.to(tl.int64) * heads)
+        else:
+            query, upstream = tl.load(q_at), tl.load(grad_at)  # [M, E]
+            total, delta = tl.load(state_at), tl.load(state_at + rows.to(tl.int64) * heads)
+        scores = tl.dot(k, tl.trans(query), input_precision="ieee")  # [KEYS, M]
+        products = tl.dot(v, tl.trans(upstream), input_precision="ieee")  # [KEYS, M]
+        p, ds = _weights(scores, products, total[None, :], delta[None, :], multiplier, inner, SOFTCAP)
+        if MASKED:
+            seen = ((slot >= start) & (slot < end))[:, None] & valid[None, :]
+            if WINDOW:
+                begin, _end = _branch_bounds(branches, row.to(tl.int32), first_branch, last_branch, last_row)
+                seen = seen & (slot[:, None] > (end + row - begin - window)[None, :])
+            p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)
+            query, upstream = _finite(query), _finite(upstream)
+        v_acc = tl.dot(p.to(query.dtype), upstream, v_acc, input_precision="ieee")
+        k_acc = tl.dot(ds.to(query.dtype), query, k_acc, input_precision="ieee")
+    return k_acc, v_acc
+
+
+@triton.jit
+def _add_groups(
+    k_acc, v_acc, k, v, slot, low, high,  # [KEYS, E] four times, [KEYS], the tile
+    q, grad, state, layout, slices, numbers, kv_head, heads, first, last, careful,
+    MASKED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, KEY_ROWS: tl.constexpr,
+    FULL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """`_add_rows` of the groups `first` to `last`: whole blocks that see all of the tile, or, with MASKED, the rest.
+
+    All is the rest if `careful`.
+    """
+    branches, groups, rows = layout
+    prefix_start, prefix_len, capacity = slices
+    window, multiplier, inner = numbers
+    for g in range(first, last + 1):
+        start, length, _fits = prefix_slice(
+            prefix_start, prefix_len, prefix_len, g, capacity, 1, 0, 0, 0, False, OFFSETS
+        )  # fmt: skip
+        first_branch, end_branch = tl.load(groups + g).to(tl.int32), tl.load(groups + g + 1).to(tl.int32)
+        first_row, end_row = tl.load(branches + first_branch), tl.load(branches + end_branch)
+        end, reached = start + length, start
+        if WINDOW:
+            reached = tl.maximum(end + 1 - window, start)
+        count = tl.where((reached < high) & (end > low), (end_row - first_row) * REPEAT, 0)
+        full = 0
+        if not WINDOW:
+            full = tl.where((start <= low) & (end >= high) & (careful == 0), count // FULL_ROWS * FULL_ROWS, 0)
+        k_acc, v_acc = _add_rows(
+            k_acc, v_acc, k, v, slot, start, end, q, grad, state, branches, kv_head, heads, rows,
+            first_row, end_row - 1, first_branch, end_branch - 1,
+            full if MASKED else 0, count if MASKED else full, window, multiplier, inner,
+            MASKED, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, KEY_ROWS,
+        )  # fmt: skip
+    return k_acc, v_acc
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "capacity", "window"])
+def _branch_attention_bwd_prefix_kernel(
+    grad, q, prefix_k, prefix_v, state, dprefix_k, dprefix_v,  # tensors, results
+    table, branches, groups_of, prefix_start, prefix_len,  # the layout
+    rows, kv_heads, groups, capacity,  # sizes
+    window, scale, multiplier, inner,  # numbers
+    grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head,  # strides
+    ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
+    KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients[Tp, Hkv, E] of KEYS keys of the prefix and a key head; zeros where no slice that fits lies."""
+    kv_head = tl.program_id(0) % kv_heads
+    low = tl.program_id(0) // kv_heads * KEYS
+    high = tl.minimum(low + KEYS, capacity)
+    slot = low + tl.arange(0, KEYS)  # [KEYS]
+    inside = (slot < capacity)[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
+    sound = tl.load(table) != -2  # as `read_tile` has it
+    first, last = _covering(prefix_start, prefix_len, tl.where(sound, groups, 0), capacity, low, high, OFFSETS)
+    k_at = _places(prefix_k + kv_head.to(tl.int64) * k_head, slot.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
+    v_at = _places(prefix_v + kv_head.to(tl.int64) * v_head, slot.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
+    k, v = tl.load(k_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)  # [KEYS, E]
+    q, grad = (q, q_row, q_head), (grad, grad_row, grad_head)
+    layout, slices = (branches, groups_of, rows), (prefix_start, prefix_len, capacity)
+    numbers, heads = (window, multiplier, inner), kv_heads * REPEAT
+    k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
+    careful = 0
+    if not WINDOW:
+        k_acc, v_acc = _add_groups(
+            k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
+            0, False, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEY_ROWS, KEY_ROWS,
+        )  # fmt: skip
+        careful = tl.max((k_acc * 0.0 + v_acc * 0.0 != 0.0).to(tl.int32))
+        if careful > 0:  # a query that is not finite: all of them once more, masked
+            k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
+    k_acc, v_acc = _add_groups(
+        k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
+        careful, True, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, 16, KEY_ROWS,
+    )  # fmt: skip
+    offset = (slot.to(tl.int64) * kv_heads + kv_head) * HEAD_DIM
+    tl.store(_places(dprefix_k, offset, ALIGNED, BLOCK_E), k_acc * scale, mask=inside)
+    tl.store(_places(dprefix_v, offset, ALIGNED, BLOCK_E), v_acc, mask=inside)
+
+
 def branch_attention_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -382,13 +557,13 @@ def branch_attention_backward(
     branches, groups = cu_branch.shape[0] - 1, cu_group.shape[0] - 1
     page_size = prefix_k.shape[0] if block_table is None else prefix_k.shape[1]
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
-    if prefix_grads or q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
+    if q.dtype == torch.float64 or width > 256 or max(rows * heads, rows + capacity, branches, groups) >= 1 << 30:
         return NotImplemented
     dq = q.new_empty(q.shape)
     dk, dv = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v))
-    of_prefix = q.new_empty(0), q.new_empty(0)
+    dprefix_k, dprefix_v = (q.new_empty(x.shape if prefix_grads else 0) for x in (prefix_k, prefix_v))
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), *of_prefix
+        return dq, dk.zero_(), dv.zero_(), dprefix_k.zero_(), dprefix_v.zero_()
     repeat, filled = heads // kv_heads, max(1, min(groups, rows))
     indices = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     windowed, everything = window is not None, rows + capacity + 1
@@ -426,4 +601,23 @@ def branch_attention_backward(
         _branch_attention_bwd_add_kernel[(triton.cdiv(dq.numel(), 512),)](
             pieces, dq, dq.numel(), splits, BLOCK=512, num_warps=4
         )
-    return dq, dk, dv, *of_prefix
+    if dprefix_k.numel():
+        grad, query, *_, own_out = given
+        state = q.new_empty((2, rows, heads), dtype=torch.float32)
+        block_e, wanted = (
+            max(16, tuning.next_power_of_2(width)),
+            tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
+        )
+        _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, 32),)](
+            grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
+            ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=32, num_warps=4,
+        )  # fmt: skip
+        _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, wanted["KEYS"]) * kv_heads,)](
+            grad, query, given[4], given[5], state, dprefix_k, dprefix_v,
+            tiles, starts, cu_group.contiguous(), prefix_start.contiguous(), prefix_len.contiguous(),
+            rows, kv_heads, groups, capacity, *numbers,
+            *(n for x in (grad, query, given[4], given[5]) for n in x.stride()[-3:-1]),
+            ALIGNED=aligned, WINDOW=windowed, SOFTCAP=softcap is not None, REPEAT=repeat, HEAD_DIM=width,
+            BLOCK_E=block_e, OFFSETS=branch_layout.OFFSETS, **wanted,
+        )  # fmt: skip
+    return dq, dk, dv, dprefix_k, dprefix_v

@@ -25,6 +25,7 @@ TILE, SPLIT = 1 << 20, 1  # hints of the longest branch, which decide which kern
 
 LAUNCH = {"BLOCK_M": 8, "BLOCK_N": 4, "num_warps": 4, "num_stages": 1}
 BACKWARD_LAUNCH = {"BLOCK_M": 16, "BLOCK_N": 16, "KEYS": 16, "KEY_ROWS": 16}
+PREFIX_LAUNCH = {"KEYS": 16, "KEY_ROWS": 16}
 
 
 def make(
@@ -198,6 +199,7 @@ def small() -> Iterator[None]:
         branch_attention=LAUNCH,
         branch_attention_split=LAUNCH | {"CHUNK": 8},
         branch_attention_backward=BACKWARD_LAUNCH,
+        branch_attention_backward_prefix=PREFIX_LAUNCH,
     )
     with given, mock.patch.object(triton_backward, "PIECE", 16), mock.patch.object(triton_layout, "OFFSETS", 4):
         yield
