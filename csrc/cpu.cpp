@@ -8,14 +8,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t Order __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, Order{i, j, k, l})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
 namespace {
