@@ -219,6 +219,15 @@ INLINE void normed(const float* from, const float* weight, float eps, int64_t wi
   if (i < width) store(to + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
 }
 
+// Rows of x, normed where there is a weight, each followed by zeros to whole lanes.
+INLINE void padded_rows(
+    const float* x, int64_t x_stride, const float* norm_weight, float eps, int64_t rows, int64_t width, float* to) {
+  for (int64_t row = 0; row < rows; ++row, to += padded(width)) {
+    normed(x + row * x_stride, norm_weight, eps, width, to);
+    pad(to, width);
+  }
+}
+
 // to = silu(gate) * up.
 INLINE void gated(const float* gate, const float* up, int64_t width, float* to) {
   for (int64_t i = 0; i < width; i += LANES) {
@@ -251,6 +260,24 @@ INLINE void tiled(
       row_products<1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
 }
 
+// The same of all outputs, on so many threads at most.
+INLINE void projected(
+    const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t outputs, float* out,
+    int64_t out_stride, int threads) {
+  share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
+    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
+      const int64_t apart = (stop - output) / TILE;
+      for (int64_t last = output + apart; output < last; ++output) {
+        float sum[TILE];
+        row_products<TILE, true>(x, weight + output * weight_stride, apart * weight_stride, width, sum);
+        for (int t = 0; t < TILE; ++t) out[output + t * apart] = sum[t];
+      }
+      output += (TILE - 1) * apart;
+    }
+    tiled(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
+  });
+}
+
 static int skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
     const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
@@ -259,32 +286,16 @@ static int skinny_linear(
   float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
   if (!input) return OUT_OF_MEMORY;
   float* result = swiglu ? input + rows * stride : out;
-  for (int64_t row = 0; row < rows; ++row) {
-    normed(x + row * x_stride, norm_weight, eps, width, input + row * stride);
-    pad(input + row * stride, width);
+  padded_rows(x, x_stride, norm_weight, eps, rows, width, input);
+  projected(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
+  for (int64_t row = 0; row < rows && (bias || residual); ++row) {
+    float* to = result + row * products_stride;
+    const float* from = residual + row * residual_stride;
+    for (int64_t i = 0; i < outputs; ++i) {
+      const float y = bias ? to[i] + bias[i] : to[i];
+      to[i] = residual ? y + from[i] : y;
+    }
   }
-
-  share(outputs, TILE, threads, [&](int64_t first, int64_t stop) {
-    int64_t output = first;
-    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
-      const int64_t apart = (stop - output) / TILE;
-      for (int64_t last = output + apart; output < last; ++output) {
-        float sum[TILE];
-        row_products<TILE, true>(input, weight + output * weight_stride, apart * weight_stride, width, sum);
-        for (int t = 0; t < TILE; ++t) result[output + t * apart] = sum[t];
-      }
-      output += (TILE - 1) * apart;
-    }
-    tiled(input, rows, weight, weight_stride, width, output, stop, result, products_stride);
-    for (int64_t row = 0; row < rows && (bias || residual); ++row) {
-      float* to = result + row * products_stride;
-      const float* from = residual + row * residual_stride;
-      for (int64_t i = first; i < stop; ++i) {
-        const float y = bias ? to[i] + bias[i] : to[i];
-        to[i] = residual ? y + from[i] : y;
-      }
-    }
-  });
   if (!swiglu) return 0;
   int64_t half = outputs / 2;
   for (int64_t row = 0; row < rows; ++row) {
@@ -659,20 +670,27 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row, from product[rows, vocabulary];
-// softcap 0 is none.
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight x holds the products
+// already; softcap 0 is none.
 static int linear_logprob(
-    const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
-    int64_t vocabulary) {
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
+    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
   }
-  const int64_t columns = padded(vocabulary);
-  float* logit = scratch(columns);
-  if (!logit) return OUT_OF_MEMORY;
-  for (int64_t row = 0; row < rows; ++row) {
+  const int64_t columns = padded(vocabulary), stride = padded(width);
+  float* input = scratch(weight ? rows * (stride + columns) : columns);
+  if (!input) return OUT_OF_MEMORY;
+  float* logit = weight ? input + rows * stride : input;
+  if (weight) {
+    padded_rows(x, x_stride, nullptr, 0, rows, width, input);
+    projected(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
+    x = logit;
+    x_stride = columns;
+  }
+  for (int64_t row = 0; row < rows; ++row, x += x_stride, logit += weight ? columns : 0) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
       logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
@@ -681,7 +699,7 @@ static int linear_logprob(
     Lanes most = Lanes{} - INFINITY;
     for (int64_t i = 0; i < columns; i += LANES) {
       const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
-      Lanes l = some(product + row * vocabulary + i, n) * scale;
+      Lanes l = some(x + i, n) * scale;
       if (bias) l += some(bias + i, n);
       if (softcap != 0) l = tangent(l / softcap) * softcap;
       if (temperature != 1) l /= temperature;

@@ -8,8 +8,7 @@ from cases.base import Sizes
 from cases.skinny_linear import BOTH, OP, VARIANTS, make
 from ways import names, running, with_dtypes
 
-from fb_kernels import skinny_linear
-from fb_kernels.skinny_linear import cpu
+from fb_kernels import cpu, skinny_linear
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
