@@ -166,9 +166,10 @@ def linear_logprob(
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
         logprob, lse, entropy, largest = _linear_logprob(hidden, weight, target, bias, *options)
-    asked = [(lse, return_lse), (entropy, return_entropy), (largest, return_max)]
-    more = [values for values, wanted in asked if wanted]
-    return (logprob, *more) if more else logprob
+    if not (return_lse or return_entropy or return_max):
+        return logprob
+    asked = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
+    return logprob, *(values for values, wanted in asked if wanted)
 
 
 def linear_logprob_partials(

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from ways import names, running_small
 
-from fb_kernels import combine_logprob_partials, linear_logprob, linear_logprob_partials, tuning
+from fb_kernels import combine_logprob_partials, cpu, linear_logprob, linear_logprob_partials, tuning
 from fb_kernels.linear_logprob import reference
 from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
@@ -161,9 +161,10 @@ def test_what_is_asked_for_is_what_comes(way: str) -> None:
     ],
     ids=str,
 )
-def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rows", [4, 20])
+def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, rows: int, options: dict[str, Any]) -> None:
     """Every id is asked of every row, -100 last; columns 9 and 60 are twins, and win in rows 1 and 2, which are one."""
-    valid, rows = 70, 4
+    valid = 70
     case = single(rows, 16, 73, valid_vocab=valid, **options)
     hidden, weight = ((case.tensors[name] * 4).round() / 4 for name in ("hidden", "weight"))  # of exact products
     bias = case.tensors["bias"].clone()
@@ -201,6 +202,23 @@ def test_the_largest_log_prob_of_strange_rows(way: str) -> None:
     assert (banned[0] == -math.inf).all()
     expected = torch.log_softmax(hidden @ weight[1::2].T + bias[1::2], 1).amax(1)
     torch.testing.assert_close(banned[3], expected)
+
+
+@pytest.mark.parametrize("way", [name for name in names(OP) if name.startswith("cpu")])
+def test_small_products_on_the_cpu_are_its_own(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A row's bits know neither the others nor the threads; what lies otherwise in memory is torch's product."""
+    case = single(11, 37, 70, valid_vocab=67)
+    hidden, weight, target = (case.tensors[name] for name in ("hidden", "weight", "target"))
+    with running_small(OP, way):
+        alone = [case.run(hidden=hidden[i : i + 1], target=target[i : i + 1] % 67) for i in range(11)]
+        columns = case.run(weight=weight.T.contiguous().T, target=target % 67)
+        monkeypatch.setattr(cpu, "SHARE", 1)
+        for threads in (1, 3, 8):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            together = case.run(target=target % 67)
+            for place, values in enumerate(together):
+                assert torch.equal(values, torch.cat([one[place] for one in alone]))
+    torch.testing.assert_close(columns, together)
 
 
 @every_way_of_shards

@@ -249,13 +249,16 @@ OP = Op(
             layouts=CONTIGUOUS,
             apart=("weight",),
             also=[
-                {
-                    "rows": (9,),
-                    "width": 7,
-                    "vocabulary": 3001,
-                    "options": {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5},
-                }
-                for softcap in (None, 30.0)
+                {"rows": (3,), "width": 0, "vocabulary": 5},
+                *(
+                    {
+                        "rows": (9,),
+                        "width": 7,
+                        "vocabulary": 3001,
+                        "options": {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5},
+                    }
+                    for softcap in (None, 30.0)
+                ),
             ],
             refused=[
                 lambda: single(make((2,), 3, 5)).with_(bias=torch.ones(10)[::2]),
