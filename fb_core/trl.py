@@ -20,7 +20,7 @@ from fb_core.shared_prefix import Requests, check_trainable, shared_prefix_logpr
 
 require("fb_core.trl", "trl", extra="trl")
 
-from trl import GRPOTrainer  # noqa: E402: the sentence above first
+from trl import GRPOTrainer  # noqa: E402
 
 
 class SharedPrefixGRPOTrainer(GRPOTrainer):
@@ -29,8 +29,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
     Arguments, losses and metrics are TRL's. Log-probs and gradients are those of its own passes to rounding, from
     P + sum R tokens a prompt instead of rows padded to [K, P + R]. Three things are done another way:
 
-    - Passes without gradients, which TRL cuts into chunks of rows, are cut into packs that hold no more tokens than such
-      a chunk, padding included; a prompt's rows stay together as long as they fit.
+    - Passes without gradients, which TRL cuts into chunks of rows, are cut into packs of no more tokens than such a
+      chunk has, padding included; a prompt's rows stay together as long as they fit.
     - TRL shuffles rows over the micro-batches. Rows of one optimiser step are put together again by prompt, so that
       they meet in a micro-batch; a step sees the rows that TRL gives it. What a loss normalises by the micro-batch
       (`bnpo`, the mean of the entropy bonus) sees other micro-batches.
@@ -189,6 +189,4 @@ def _by_prompt(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, value in batches[0].items()
         if value is not None and value.ndim
     }
-    return [
-        batch | {name: parts[index] for name, parts in whole.items()} for index, batch in enumerate(batches)
-    ]
+    return [batch | {name: parts[index] for name, parts in whole.items()} for index, batch in enumerate(batches)]
