@@ -47,6 +47,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an empty prompt.
     """
 
+    _buffered_inputs: Any  # of TRL: the micro-batches of a generation
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Arguments as `trl.GRPOTrainer` has them."""
         super().__init__(*args, **kwargs)
