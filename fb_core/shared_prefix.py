@@ -247,14 +247,14 @@ def shared_prefix_logprobs_many(
         TypeError: as there.
         ValueError: as there.
     """
-    inner = _trainable(model)
+    inner = check_trainable(model)
     pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, hf.valid_ids(valid_vocab, inner))]
     options = {"valid_vocab": valid_vocab, "temperature": temperature, "return_entropy": return_entropy}
     found = [group for (group,) in forward(inner, pack, **options)]  # type: ignore[arg-type]
     return found if return_entropy else [[logprob for (logprob,) in group] for group in found]  # type: ignore[return-value]
 
 
-def _trainable(model: hf.Trainable) -> hf.CausalLM:
+def check_trainable(model: hf.Trainable) -> hf.CausalLM:
     """The causal LM, whose packed forward is known to be right; raises as `shared_prefix_logprobs`."""
     inner = hf.causal_lm(model)
     hf.check_supported(inner)
