@@ -25,7 +25,7 @@ from cases.linear_logprob import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from ways import names, running_small
+from ways import names, running, running_small
 
 from fb_kernels import combine_logprob_partials, cpu, linear_logprob, linear_logprob_partials, tuning
 from fb_kernels.linear_logprob import reference
@@ -248,6 +248,15 @@ def test_uneven_and_empty_shards_equal_the_whole(
     expected, native = (gradients(each, truth) for each, truth in zip((wide, plain), truths, strict=True))
     for one, truth, other, scale in zip(grads, expected, native, scales, strict=True):
         assert_close_to_reference(one, truth, other, scale=scale)
+
+
+@every_way_of_shards
+def test_the_first_id_of_the_next_shard_is_in_that(way: str) -> None:
+    case = single(4, 6, 11, target=ids(3, 4, 7, 0))
+    hidden, weight = case.tensors["hidden"], case.tensors["weight"]
+    with running(way):
+        picked = linear_logprob_partials(hidden, weight[4:7], case.tensors["target"], vocab_start=4)[2]
+    assert picked.isfinite().tolist() == [False, True, False, False]
 
 
 @every_way_of_shards
