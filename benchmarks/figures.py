@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, stages, targets
+from benchmarks import roofline, speedups, stages, targets
 from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
@@ -217,20 +217,32 @@ def render_notes(text: str, root: Path = ROOT) -> str:
     return _replace(text, "targets", targets.table(load(root, GPU)))
 
 
+def render_shared_prefix(text: str, root: Path = ROOT) -> str:
+    """docs/shared_prefix.md with its tables made anew."""
+    cpu = load(root, "cpu")
+    if "grpo" in cpu:
+        text = _replace(text, "grpo", speedups.grpo_table(cpu["grpo"]))
+        text = _replace(text, "sweep", speedups.sweep_table(cpu["grpo"]))
+    return _replace(text, "lm-eval", speedups.lm_eval_table(cpu["lm_eval"])) if "lm_eval" in cpu else text
+
+
 RENDERED = {  # by file
     "README.md": render,
     "docs/experiments.md": render_experiments,
     "docs/benchmarks.md": render_benchmarks,
     "docs/scale.md": render_scale,
+    "docs/shared_prefix.md": render_shared_prefix,
     "benchmarks/NOTES.md": render_notes,
 }
 
 
 def main(root: Path = ROOT) -> None:
-    """Write the generated blocks of every file and, where there are GPU results, their plots."""
-    gpu = load(root, GPU)
+    """Write the generated blocks of every file and the plots of what there are results of."""
+    cpu, gpu = load(root, "cpu"), load(root, GPU)
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
+    if "grpo" in cpu:
+        speedups.plot(cpu["grpo"], root / "docs" / "shared_prefix.svg")
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

@@ -1,0 +1,104 @@
+"""What a shared prefix saves: the tables and the plot of docs/shared_prefix.md, from grpo.json and lm_eval.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import OURS
+from benchmarks.roofline import GREY, STYLE, save
+from fb_core.report.page import markdown_table
+
+Result = Mapping[str, Any]
+Sizes = tuple[int, int, int]  # G, P, R
+
+
+def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
+    """{shape: (ours, the quickest peer)} of an op's timed cases."""
+    cases = [case for case in result["cases"] if case["op"] == op and case["median_us"]]
+    found = {}
+    for shape in dict.fromkeys(case["shape"] for case in cases):
+        here = [case for case in cases if case["shape"] == shape]
+        peers = [case for case in here if case["impl"] != OURS]
+        (ours,) = (case for case in here if case["impl"] == OURS)
+        found[shape] = ours, min(peers, key=lambda case: case["median_us"])
+    return found
+
+
+def sizes(shape: str) -> Sizes:
+    """Of `G=8, P=512, R=128`."""
+    group, prompt, completion = map(int, re.findall(r"=(\d+)", shape))
+    return group, prompt, completion
+
+
+def saved(group: int, prompt: int, completion: int) -> float:
+    """Tokens of full rows by those of a packed forward."""
+    return group * (prompt + completion) / (prompt + group * completion)
+
+
+def grpo_table(result: Result) -> list[str]:
+    """The two passes at the first size, with memory, then what the runs say."""
+    rows = []
+    for op, label in (("grpo_logprobs", "without gradients"), ("grpo_gradients", "with gradients")):
+        (ours, trl), *_ = pairs(result, op).values()
+        memory = [f"{case['peak_bytes'] / 2**20:,.0f}" for case in (ours, trl)]
+        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
+        faster, smaller = trl["median_us"] / ours["median_us"], ours["peak_bytes"] / trl["peak_bytes"]
+        rows.append([f"{ours['shape']}, {label}", *seconds, f"{faster:.2f}x", *memory, f"{smaller:.2f}x"])
+    head = ["pass", "ours, s", "TRL, s", "TRL / ours", "ours, peak MiB", "TRL, peak MiB", "ours / TRL"]
+    runs = [case["details"] for case in result["cases"] if case["op"] == "grpo_run"]
+    apart = {what: max(abs(runs[0][key] - runs[1][key]) for key in runs[0] if key.startswith(what)) for what in _CURVES}
+    steps = sum(key.startswith("loss") for key in runs[0])
+    said = ", ".join(f"{what} by at most {value:.1e}" for what, value in apart.items())
+    return [f"On {result['device']}:", "", *markdown_table(head, rows), "", f"Runs of {steps} steps differ: {said}."]
+
+
+_CURVES = ("loss", "reward")
+
+
+def sweep_table(result: Result) -> list[str]:
+    """Times without gradients over sizes, beside the tokens saved."""
+    rows = []
+    for shape, (ours, trl) in pairs(result, "grpo_logprobs").items():
+        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
+        rows.append([shape, *seconds, f"{trl['median_us'] / ours['median_us']:.2f}x", f"{saved(*sizes(shape)):.2f}x"])
+    return markdown_table(["sizes", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
+
+
+def lm_eval_table(result: Result) -> list[str]:
+    """Every task by `hf` at its best batch size, and by ours."""
+    rows = []
+    for shape, (ours, best) in pairs(result, "lm_eval").items():
+        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, best)]
+        rows.append([shape, *seconds, best["impl"], f"{best['median_us'] / ours['median_us']:.2f}x"])
+    head = ["task", "ours, s", "hf, s", "its best", "hf / ours"]
+    return [f"On {result['device']}:", "", *markdown_table(head, rows)]
+
+
+def plot(result: Result, path: Path) -> Path:
+    """Speed-up over P / R, a line for each G, a panel for each R; dashed, the tokens saved."""
+    from matplotlib import pyplot as plt
+
+    points = {sizes(shape): pair for shape, pair in pairs(result, "grpo_logprobs").items()}
+    completions = sorted({completion for _, _, completion in points})
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(completions), figsize=(4.2 * len(completions), 3.4), squeeze=False, sharey=True, layout="constrained"
+        )
+        for axis, completion in zip(axes.flat, completions, strict=True):
+            for place, group in enumerate(sorted({group for group, _, _ in points})):
+                prompts = sorted(p for g, p, r in points if (g, r) == (group, completion))
+                ratios = [p / completion for p in prompts]
+                found = [points[group, p, completion] for p in prompts]
+                measured = [trl["median_us"] / ours["median_us"] for ours, trl in found]
+                axis.plot(ratios, measured, marker="o", markersize=3, color=f"C{place}", label=f"G = {group}")
+                tokens = [saved(group, p, completion) for p in prompts]
+                axis.plot(ratios, tokens, color=f"C{place}", linestyle="--", linewidth=0.8)
+            axis.axhline(1, color=GREY, linewidth=0.8)
+            axis.set(title=f"R = {completion}", xlabel="P / R", xscale="log")
+            axis.grid(color=GREY, alpha=0.25)
+        axes[0, 0].set_ylabel("times as fast as TRL")
+        axes[0, 0].legend()
+        return save(figure, path)
