@@ -26,6 +26,7 @@ RUNS = {
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         "largest difference from the whole head",
     ),
+    "grpo.py": ([], "mean reward"),
     "hf_logprobs.py": ([], "largest tensor without logits"),
     "serving_engine.py": ([], "largest difference from contiguous prefixes"),
 }
