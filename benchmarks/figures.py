@@ -219,11 +219,11 @@ def render_notes(text: str, root: Path = ROOT) -> str:
 
 def render_shared_prefix(text: str, root: Path = ROOT) -> str:
     """docs/shared_prefix.md with its tables made anew."""
-    cpu = load(root, "cpu")
-    if "grpo" in cpu:
-        text = _replace(text, "grpo", speedups.grpo_table(cpu["grpo"]))
-        text = _replace(text, "sweep", speedups.sweep_table(cpu["grpo"]))
-    return _replace(text, "lm-eval", speedups.lm_eval_table(cpu["lm_eval"])) if "lm_eval" in cpu else text
+    if grpo := load(root, "grpo").get("cpu"):
+        text = _replace(text, "grpo", speedups.grpo_table(grpo))
+        text = _replace(text, "sweep", speedups.sweep_table(grpo))
+    tasks = load(root, "cpu").get("lm_eval")
+    return _replace(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
 
 
 RENDERED = {  # by file
@@ -238,11 +238,11 @@ RENDERED = {  # by file
 
 def main(root: Path = ROOT) -> None:
     """Write the generated blocks of every file and the plots of what there are results of."""
-    cpu, gpu = load(root, "cpu"), load(root, GPU)
+    gpu, grpo = load(root, GPU), load(root, "grpo").get("cpu")
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
-    if "grpo" in cpu:
-        speedups.plot(cpu["grpo"], root / "docs" / "shared_prefix.svg")
+    if grpo:
+        speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

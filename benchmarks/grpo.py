@@ -1,9 +1,9 @@
 """GRPO's passes by TRL's own trainer and with shared prompts: `python -m benchmarks.grpo MODEL [PART ...]`.
 
 MODEL is a directory (`examples/pretrained_model.py` makes one). Both ways are methods of one trainer on one float32
-model in one process; they are compared first and then take turns. TRL's own has G rows at once and its fused LM head, as
-by default, and gradient checkpointing, its default, where the shape says so. Memory is what a call adds to the peak of a
-process of its own. Results are added to `benchmarks/results/grpo/cpu.json` part by part.
+model in one process; they are compared first and then take turns. TRL's own has G rows at once, and gradient
+checkpointing, its default, where the shape says so. Memory is what a call adds to the peak of a process of its own.
+Results are added to `benchmarks/results/grpo/cpu.json` part by part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a shared prefix saves: the tables and the plot of docs/shared_prefix.md, from grpo.json and lm_eval.json."""
+"""What a shared prefix saves: the tables and the plot of docs/shared_prefix.md, from their result files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fb_core.report.page import markdown_table
 
 Result = Mapping[str, Any]
 Sizes = tuple[int, int, int]  # G, P, R
+PASSES = {"grpo_no_grad": "no gradients", "grpo_gradient": "gradients"}
 
 
 def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
@@ -28,7 +29,7 @@ def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
 
 
 def sizes(shape: str) -> Sizes:
-    """Of `G=8, P=512, R=128`."""
+    """Of `G=8 P=512 R=128`."""
     group, prompt, completion = map(int, re.findall(r"=(\d+)", shape))
     return group, prompt, completion
 
@@ -39,32 +40,36 @@ def saved(group: int, prompt: int, completion: int) -> float:
 
 
 def grpo_table(result: Result) -> list[str]:
-    """The two passes at the first size, with memory, then what the runs say."""
+    """Every way at the shapes whose memory was measured, then what the runs say."""
     rows = []
-    for op, label in (("grpo_logprobs", "without gradients"), ("grpo_gradients", "with gradients")):
-        (ours, trl), *_ = pairs(result, op).values()
-        memory = [f"{case['peak_bytes'] / 2**20:,.0f}" for case in (ours, trl)]
-        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
-        faster, smaller = trl["median_us"] / ours["median_us"], ours["peak_bytes"] / trl["peak_bytes"]
-        rows.append([f"{ours['shape']}, {label}", *seconds, f"{faster:.2f}x", *memory, f"{smaller:.2f}x"])
-    head = ["pass", "ours, s", "TRL, s", "TRL / ours", "ours, peak MiB", "TRL, peak MiB", "ours / TRL"]
-    runs = [case["details"] for case in result["cases"] if case["op"] == "grpo_run"]
-    apart = {what: max(abs(runs[0][key] - runs[1][key]) for key in runs[0] if key.startswith(what)) for what in _CURVES}
-    steps = sum(key.startswith("loss") for key in runs[0])
-    said = ", ".join(f"{what} by at most {value:.1e}" for what, value in apart.items())
-    return [f"On {result['device']}:", "", *markdown_table(head, rows), "", f"Runs of {steps} steps differ: {said}."]
-
-
-_CURVES = ("loss", "reward")
+    for op, label in PASSES.items():
+        cases = [case for case in result["cases"] if case["op"] == op and case.get("peak_bytes")]
+        for case in cases:
+            (ours,) = (each for each in cases if each["impl"] == OURS and each["shape"] == case["shape"])
+            time, memory = case["median_us"] / ours["median_us"], ours["peak_bytes"] / case["peak_bytes"]
+            name = "**ours**" if case is ours else case["impl"]
+            peak = f"{case['peak_bytes'] / 2**20:,.0f}"
+            ratios = ["", ""] if case is ours else [f"{time:.2f}x", f"{memory:.2f}x"]
+            rows.append([f"{case['shape']}, {label}", name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios])
+    table = markdown_table(["pass", "by", "s", "peak MiB", "its time / ours", "our memory / its"], rows)
+    apart = ", ".join(f"{name} {value:.1e}" for name, value in result["curves"]["largest_difference"].items())
+    said = f"The curves of two runs of {result['curves']['steps']} steps differ at most by: {apart}."
+    return [f"On {result['device']}:", "", *table, "", said]
 
 
 def sweep_table(result: Result) -> list[str]:
-    """Times without gradients over sizes, beside the tokens saved."""
+    """Times of both passes over sizes, beside the tokens saved."""
     rows = []
-    for shape, (ours, trl) in pairs(result, "grpo_logprobs").items():
-        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
-        rows.append([shape, *seconds, f"{trl['median_us'] / ours['median_us']:.2f}x", f"{saved(*sizes(shape)):.2f}x"])
-    return markdown_table(["sizes", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
+    for op, label in PASSES.items():
+        for shape, (ours, trl) in _swept(result, op).items():
+            seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
+            ratio = f"{trl['median_us'] / ours['median_us']:.2f}x"
+            rows.append([shape, label, *seconds, ratio, f"{saved(*sizes(shape)):.2f}x"])
+    return markdown_table(["sizes", "pass", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
+
+
+def _swept(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
+    return {shape: pair for shape, pair in pairs(result, op).items() if "checkpointing" not in shape}
 
 
 def lm_eval_table(result: Result) -> list[str]:
@@ -81,7 +86,7 @@ def plot(result: Result, path: Path) -> Path:
     """Speed-up over P / R, a line for each G, a panel for each R; dashed, the tokens saved."""
     from matplotlib import pyplot as plt
 
-    points = {sizes(shape): pair for shape, pair in pairs(result, "grpo_logprobs").items()}
+    points = {sizes(shape): pair for shape, pair in _swept(result, "grpo_no_grad").items()}
     completions = sorted({completion for _, _, completion in points})
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
