@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fb_core import hf
 from fb_core.extras import require
 from fb_core.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
 
@@ -36,8 +34,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
       (`bnpo`, the mean of the entropy bonus) sees other micro-batches.
     - Positions behind the end of a completion get 0, as TRL's own have it, and entropies carry no gradient.
 
-    Batches with images or token types go through TRL's own method. `model.forward` answers one more keyword, as TRL's
-    fused LM head does, so that wrappers such as DistributedDataParallel and PEFT see an ordinary forward.
+    Batches with images or token types go through TRL's own method. Model and TRL stay as they are;
+    DistributedDataParallel sees an ordinary forward of its module.
 
     Raises:
         ImportError: on import of this module, without the extra `trl`.
@@ -74,7 +72,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
                         f"SharedPrefixGRPOTrainer: model: expected no dropout, got {layer.p} in {name}; pass "
                         "disable_dropout=True"
                     )
-            _answer_requests(check_trainable(model))
+            check_trainable(model)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -107,7 +105,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         for pack in _packs(_groups(prompts), [len(answer) for answer in answers], [len(p) for p in prompts], budget):
             requests = [(prompts[group[0]], [answers[row] for row in group]) for group in pack]
             with self.accelerator.autocast():
-                scores = model(shared_prefixes=requests, temperature=self.temperature, return_entropy=compute_entropy)
+                scores = self._scores(model, requests, compute_entropy)
             rows += (row for group in pack for row in group)
             found += (score if compute_entropy else (score,) for group in scores for score in group)
         back = sorted(range(len(rows)), key=rows.__getitem__)
@@ -115,6 +113,23 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         flat = (torch.cat([found[index][part] for index in back]) for part in range(1 + compute_entropy))
         logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
         return logps, entropies[0] if entropies else None, None
+
+    def _scores(self, model: nn.Module, requests: Requests, entropy: bool) -> list[list[Any]]:
+        """What `shared_prefix_logprobs_many` gives; in a wrapper as the forward of the module in it."""
+        inner = self.accelerator.unwrap_model(model)
+        asked = partial(
+            shared_prefix_logprobs_many, inner, requests, temperature=self.temperature, return_entropy=entropy
+        )
+        if inner is model:
+            return asked()
+        before = vars(inner).get("forward")
+        inner.forward = asked  # gradients of several processes meet in what the wrapper does around a forward
+        try:
+            return model()
+        finally:
+            del inner.forward
+            if before is not None:
+                inner.forward = before
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         before = self._buffered_inputs
@@ -128,20 +143,6 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
             batch for start in range(0, steps, together) for batch in _by_prompt(batches[start : start + together])
         ]
         return self._buffered_inputs[self._step % steps]
-
-
-def _answer_requests(model: hf.CausalLM) -> None:
-    """The model's forward, called with `shared_prefixes`, gives what `shared_prefix_logprobs_many` does."""
-    plain = model.forward
-
-    @wraps(plain)
-    def forward(self: hf.CausalLM, *args: Any, shared_prefixes: Requests | None = None, **kwargs: Any) -> Any:
-        if shared_prefixes is None:
-            return plain(*args, **kwargs)
-        asked = {name: kwargs[name] for name in ("temperature", "return_entropy")}  # PEFT adds entries of its own
-        return shared_prefix_logprobs_many(self, shared_prefixes, **asked)
-
-    model.forward = MethodType(forward, model)
 
 
 def _groups(prompts: Sequence[Tensor]) -> list[list[int]]:
