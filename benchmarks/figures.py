@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, stages, targets
+from benchmarks import roofline, speedups, stages, targets
 from benchmarks.harness import OURS
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
@@ -217,20 +217,32 @@ def render_notes(text: str, root: Path = ROOT) -> str:
     return _replace(text, "targets", targets.table(load(root, GPU)))
 
 
+def render_shared_prefix(text: str, root: Path = ROOT) -> str:
+    """docs/shared_prefix.md with its tables made anew."""
+    if grpo := load(root, "grpo").get("cpu"):
+        text = _replace(text, "grpo", speedups.grpo_table(grpo))
+        text = _replace(text, "sweep", speedups.sweep_table(grpo))
+    tasks = load(root, "cpu").get("lm_eval")
+    return _replace(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
+
+
 RENDERED = {  # by file
     "README.md": render,
     "docs/experiments.md": render_experiments,
     "docs/benchmarks.md": render_benchmarks,
     "docs/scale.md": render_scale,
+    "docs/shared_prefix.md": render_shared_prefix,
     "benchmarks/NOTES.md": render_notes,
 }
 
 
 def main(root: Path = ROOT) -> None:
-    """Write the generated blocks of every file and, where there are GPU results, their plots."""
-    gpu = load(root, GPU)
+    """Write the generated blocks of every file and the plots of what there are results of."""
+    gpu, grpo = load(root, GPU), load(root, "grpo").get("cpu")
     if gpu:
         roofline.plots(list(gpu.values()), root / "docs" / GPU)
+    if grpo:
+        speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

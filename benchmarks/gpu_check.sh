@@ -73,6 +73,8 @@ part() {
       for file in tests/gpu/test_*_gpu.py; do
         run "$(basename "$file" _gpu.py)" 120 "$PYTHON" -m pytest -q -x -p no:xdist -p no:cacheprovider "$file"
       done
+      run contract 150 "$PYTHON" -m pytest -q --maxfail=5 -p no:cacheprovider -n 8 tests/kernels/test_contract.py \
+        -k "triton or cuda"
       ;;
     head) bench head 120 linear_logprob ;;
     attention) bench attention 120 branch_attention ;;

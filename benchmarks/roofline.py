@@ -11,6 +11,13 @@ from typing import Any
 from benchmarks.harness import FLOOR, OURS
 
 GREY = "#808891"  # is read on white and on black
+STYLE: Mapping[str, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor", "legend.edgecolor"), "none"),
+    "font.size": 9.0,
+    "svg.hashsalt": "futurebridge",
+    "svg.fonttype": "none",
+}
 SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "prefix": ("P", "prefix tokens", ("branch_attention", "branch_attention_backward", "score_group")),
     "candidates": ("K", "candidates", ("branch_attention",)),
@@ -28,26 +35,19 @@ def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     cases = [case for result in results for case in result["cases"] if case["median_us"]]
-    style = {
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor", "legend.edgecolor"), "none"),
-        "font.size": 9.0,
-        "svg.hashsalt": "futurebridge",
-        "svg.fonttype": "none",
-    }
     paths = []
     folder.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         for name, (size, label, ops) in SWEEPS.items():
             panels = sweeps([case for case in cases if case["op"] in ops], size)
             if panels:
-                paths.append(_save(_lines(panels, f"{label} {size}"), folder / f"{name}.svg"))
+                paths.append(save(_lines(panels, f"{label} {size}"), folder / f"{name}.svg"))
         reached = [case for case in cases if case["impl"] == OURS and case["fraction_of_ceiling"] is not None]
         if reached:
-            paths.append(_save(_bars(reached, best_peers(cases)), folder / "roofline.svg"))
+            paths.append(save(_bars(reached, best_peers(cases)), folder / "roofline.svg"))
         loop = [case for op in LOOP for case in cases if case["op"] == op and case["impl"] != FLOOR]
         if loop:
-            paths.append(_save(_loop(loop), folder / "decode.svg"))
+            paths.append(save(_loop(loop), folder / "decode.svg"))
     return paths
 
 
@@ -154,7 +154,8 @@ def _loop(cases: Sequence[Case]) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """The figure as SVG, the same bytes every time."""
     from matplotlib import pyplot as plt
 
     figure.savefig(path, transparent=True, metadata={"Date": None})

@@ -8,14 +8,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-typedef int32_t Order __attribute__((vector_size(16)));
-#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, Order{i, j, k, l})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
 namespace {
@@ -187,7 +187,7 @@ const Kernels kernels = fitting();
 
 extern "C" {
 
-int fbcpu_abi_version() { return 7; }
+int fbcpu_abi_version() { return 8; }
 
 int fbcpu_skinny_linear(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
@@ -268,10 +268,11 @@ int fbcpu_candidate_head(
 }
 
 int fbcpu_linear_logprob(
-    const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
-  return kernels.linear_logprob(product, bias, target, wide, ignore_index, scale, softcap, temperature, logprob, lse,
-                                entropy, rows, vocabulary);
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
+    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
+  return kernels.linear_logprob(x, x_stride, weight, weight_stride, bias, target, wide, ignore_index, scale, softcap,
+                                temperature, logprob, lse, entropy, largest, rows, width, vocabulary, threads);
 }
 
 int fbcpu_qk_norm_rope(

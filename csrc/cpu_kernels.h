@@ -9,6 +9,7 @@ typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
+constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold their sums with a tile
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
 constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
@@ -48,11 +49,26 @@ INLINE Quad quarter(Lanes v) {  // lanes folded to four
 #endif
 }
 
-INLINE Quad sums(Lanes a, Lanes b, Lanes c, Lanes d) {
-  Quad p = quarter(a), q = quarter(b), r = quarter(c), s = quarter(d);
-  Quad pq = SHUFFLE(p, q, 0, 4, 1, 5) + SHUFFLE(p, q, 2, 6, 3, 7);
-  Quad rs = SHUFFLE(r, s, 0, 4, 1, 5) + SHUFFLE(r, s, 2, 6, 3, 7);
-  return SHUFFLE(pq, rs, 0, 1, 4, 5) + SHUFFLE(pq, rs, 2, 3, 6, 7);
+// Of lanes that differ in bit D the sum: of a where the bit is 0, of b where it is 1.
+template <int D, int... L>
+INLINE Lanes folded(Lanes a, Lanes b, std::integer_sequence<int, L...>) {
+  return SHUFFLE(a, b, (L & D ? LANES + L - D : L)...) + SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
+}
+
+template <int STEP, int... L>
+INLINE Lanes spread(Lanes v, std::integer_sequence<int, L...>) {  // lane i is v's lane i * STEP, as far as there are
+  return SHUFFLE(v, v, (L * STEP % LANES)...);
+}
+
+// Lane i is the sum of v[i], of N vectors, in the order of `quarter` and what follows it.
+template <int N, int D = LANES / 2, int STEP = LANES / N>
+INLINE Lanes sums(const Lanes* v) {
+  constexpr std::make_integer_sequence<int, LANES> all;
+  constexpr int LEFT = N > 1 ? N / 2 : 1;
+  Lanes half[LEFT];
+  for (int i = 0; i < LEFT; ++i) half[i] = folded<D>(v[i], v[i + N / 2], all);
+  if constexpr (D > 1) return sums<LEFT, D / 2, STEP>(half);
+  else return STEP == 1 ? half[0] : spread<STEP>(half[0], all);
 }
 
 // The sum of term(i, n), of n columns from i on; in float over stretches, so that long rows lose no more than short.
@@ -79,54 +95,76 @@ INLINE double added(int64_t width, Term term) {
   return total;
 }
 
-// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. A single row of x takes
-// those of w as they lie, or all T at once.
-template <int R, int T, bool AT_ONCE = false>
-INLINE void products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float out[R][T]) {
-  Lanes acc[R][T][2];
+// out[r][t] = x[r] . w[t] for R * T vectors that add up to them.
+template <int R, int T>
+INLINE void write_sums(const Lanes each[R * T], float* out, int64_t out_stride) {
+  constexpr int N = R * T < LANES ? R * T : LANES;
+  float sum[R * T];
+  for (int first = 0; first < R * T; first += N) {
+    Lanes some = sums<N>(each + first);
+    std::memcpy(sum + first, &some, N * sizeof(float));
+  }
+  for (int r = 0; r < R; ++r) std::memcpy(out + r * out_stride, sum + r * T, T * sizeof(float));
+}
+
+// To acc[r][t] the products of n columns of x[r] and w[t].
+template <int R, int T>
+INLINE void add_products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
+  Lanes a[R];
+  for (int r = 0; r < R; ++r) a[r] = load(x + r * x_stride);
+#pragma GCC unroll 4  // or the sums leave their registers
+  for (int t = 0; t < T; ++t) {
+    Lanes b = some(w + t * w_stride, n);
+    for (int r = 0; r < R; ++r) acc[r * T + t] += a[r] * b;
+  }
+}
+
+// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. The even vectors of a row
+// add up, then the odd ones with what is left: one after the other, since registers do not hold both.
+template <int R, int T>
+INLINE void products(
+    const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float* out, int64_t out_stride) {
+  Lanes even[R * T] = {}, odd[R * T] = {};
+  const int64_t rest = width % LANES, whole = width - rest;
+  for (int64_t k = 0; k < whole; k += 2 * LANES) add_products<R, T>(x + k, x_stride, w + k, w_stride, LANES, even);
+  for (int64_t k = LANES; k < whole; k += 2 * LANES) add_products<R, T>(x + k, x_stride, w + k, w_stride, LANES, odd);
+  if (rest) add_products<R, T>(x + whole, x_stride, w + whole, w_stride, rest, odd);
+  for (int i = 0; i < R * T; ++i) even[i] += odd[i];
+  write_sums<R, T>(even, out, out_stride);
+}
+
+// The same of one row, which takes those of w as they lie, or all at once.
+template <int T, bool AT_ONCE = false>
+INLINE void row_products(const float* x, const float* w, int64_t w_stride, int64_t width, float* out) {
+  Lanes acc[T][2];
   const int64_t pairs = width / (2 * LANES) * (2 * LANES);
-  if (R == 1 && !AT_ONCE && width <= 2048) {  // on an AMD EPYC half the time of T rows at once
+  if (!AT_ONCE && width <= 2048) {  // on an AMD EPYC half the time of T rows at once
     for (int t = 0; t < T; ++t) {
       Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
       for (int64_t k = 0; k < pairs; k += 2 * LANES) {
         even += load(x + k) * load(w + t * w_stride + k);
         odd += load(x + k + LANES) * load(w + t * w_stride + k + LANES);
       }
-      acc[0][t][0] = even;
-      acc[0][t][1] = odd;
+      acc[t][0] = even;
+      acc[t][1] = odd;
     }
   } else {
-    for (int r = 0; r < R; ++r)
-      for (int t = 0; t < T; ++t) acc[r][t][0] = acc[r][t][1] = Lanes{};
+    for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = Lanes{};
     for (int64_t k = 0; k < pairs; k += 2 * LANES)
-      for (int part = 0; part < 2; ++part) {
-        Lanes a[R];
-        for (int r = 0; r < R; ++r) a[r] = load(x + r * x_stride + k + part * LANES);
-        for (int t = 0; t < T; ++t) {
-          Lanes b = load(w + t * w_stride + k + part * LANES);
-          for (int r = 0; r < R; ++r) acc[r][t][part] += a[r] * b;
-        }
-      }
+      for (int part = 0; part < 2; ++part)
+        for (int t = 0; t < T; ++t)
+          acc[t][part] += load(x + k + part * LANES) * load(w + t * w_stride + k + part * LANES);
   }
   int64_t k = pairs;
   if (k + LANES <= width) {
-    for (int t = 0; t < T; ++t) {
-      Lanes b = load(w + t * w_stride + k);
-      for (int r = 0; r < R; ++r) acc[r][t][0] += load(x + r * x_stride + k) * b;
-    }
+    for (int t = 0; t < T; ++t) acc[t][0] += load(x + k) * load(w + t * w_stride + k);
     k += LANES;
   }
   if (k < width)
-    for (int t = 0; t < T; ++t) {
-      Lanes b = load(w + t * w_stride + k, width - k);
-      for (int r = 0; r < R; ++r) acc[r][t][1] += load(x + r * x_stride + k) * b;
-    }
-  for (int r = 0; r < R; ++r) {
-    Lanes one[TILE];
-    for (int t = 0; t < TILE; ++t) one[t] = acc[r][t % T][0] + acc[r][t % T][1];
-    Quad total = sums(one[0], one[1], one[2], one[3]);
-    std::memcpy(out[r], &total, T * sizeof(float));
-  }
+    for (int t = 0; t < T; ++t) acc[t][1] += load(x + k) * load(w + t * w_stride + k, width - k);
+  Lanes each[T];
+  for (int t = 0; t < T; ++t) each[t] = acc[t][0] + acc[t][1];
+  write_sums<1, T>(each, out, T);
 }
 
 // e^x to 1 ulp or two: Cephes' polynomial; 0 and inf beyond the range, subnormals in between, NaN of NaN.
@@ -181,6 +219,15 @@ INLINE void normed(const float* from, const float* weight, float eps, int64_t wi
   if (i < width) store(to + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
 }
 
+// Rows of x, normed where there is a weight, each followed by zeros to whole lanes.
+INLINE void padded_rows(
+    const float* x, int64_t x_stride, const float* norm_weight, float eps, int64_t rows, int64_t width, float* to) {
+  for (int64_t row = 0; row < rows; ++row, to += padded(width)) {
+    normed(x + row * x_stride, norm_weight, eps, width, to);
+    pad(to, width);
+  }
+}
+
 // to = silu(gate) * up.
 INLINE void gated(const float* gate, const float* up, int64_t width, float* to) {
   for (int64_t i = 0; i < width; i += LANES) {
@@ -191,32 +238,44 @@ INLINE void gated(const float* gate, const float* up, int64_t width, float* to) 
   }
 }
 
-// finish(row, first, count, sums): products of padded rows of x with those of a weight from `output` to `stop`.
-template <typename Finish>
+// out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
 INLINE void tiled(
     const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t output,
-    int64_t stop, Finish finish) {
+    int64_t stop, float* out, int64_t out_stride) {
   const int64_t stride = padded(width);
   for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
     const float* w = weight + output * weight_stride;
+    float* to = out + output;
     int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) {
-      float sum[ROWS][TILE];
-      products<ROWS, TILE>(x + row * stride, stride, w, weight_stride, width, sum);
-      for (int r = 0; r < ROWS; ++r) finish(row + r, output, TILE, sum[r]);
+    for (; row + MANY <= rows; row += MANY)
+      products<MANY, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
+    if (MANY > ROWS && row + ROWS <= rows) {
+      products<ROWS, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
+      row += ROWS;
     }
-    for (; row < rows; ++row) {
-      float sum[1][TILE];
-      products<1, TILE>(x + row * stride, stride, w, weight_stride, width, sum);
-      finish(row, output, TILE, sum[0]);
-    }
+    for (; row < rows; ++row) row_products<TILE>(x + row * stride, w, weight_stride, width, to + row * out_stride);
   }
   for (; output < stop; ++output)
-    for (int64_t row = 0; row < rows; ++row) {
-      float sum[1][1];
-      products<1, 1>(x + row * stride, stride, weight + output * weight_stride, weight_stride, width, sum);
-      finish(row, output, 1, sum[0]);
+    for (int64_t row = 0; row < rows; ++row)
+      row_products<1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
+}
+
+// The same of all outputs, on so many threads at most.
+INLINE void projected(
+    const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t outputs, float* out,
+    int64_t out_stride, int threads) {
+  share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
+    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
+      const int64_t apart = (stop - output) / TILE;
+      for (int64_t last = output + apart; output < last; ++output) {
+        float sum[TILE];
+        row_products<TILE, true>(x, weight + output * weight_stride, apart * weight_stride, width, sum);
+        for (int t = 0; t < TILE; ++t) out[output + t * apart] = sum[t];
+      }
+      output += (TILE - 1) * apart;
     }
+    tiled(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
+  });
 }
 
 static int skinny_linear(
@@ -227,30 +286,16 @@ static int skinny_linear(
   float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
   if (!input) return OUT_OF_MEMORY;
   float* result = swiglu ? input + rows * stride : out;
-  for (int64_t row = 0; row < rows; ++row) {
-    normed(x + row * x_stride, norm_weight, eps, width, input + row * stride);
-    pad(input + row * stride, width);
+  padded_rows(x, x_stride, norm_weight, eps, rows, width, input);
+  projected(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
+  for (int64_t row = 0; row < rows && (bias || residual); ++row) {
+    float* to = result + row * products_stride;
+    const float* from = residual + row * residual_stride;
+    for (int64_t i = 0; i < outputs; ++i) {
+      const float y = bias ? to[i] + bias[i] : to[i];
+      to[i] = residual ? y + from[i] : y;
+    }
   }
-
-  auto finish = [&](int64_t row, int64_t first, int64_t count, const float* sum) {
-    float* to = result + row * products_stride + first;
-    for (int64_t t = 0; t < count; ++t) {
-      float y = bias ? sum[t] + bias[first + t] : sum[t];
-      to[t] = residual ? y + residual[row * residual_stride + first + t] : y;
-    }
-  };
-  share(outputs, TILE, threads, [&](int64_t output, int64_t stop) {
-    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
-      const int64_t apart = (stop - output) / TILE;
-      for (int64_t last = output + apart; output < last; ++output) {
-        float sum[1][TILE];
-        products<1, TILE, true>(input, stride, weight + output * weight_stride, apart * weight_stride, width, sum);
-        for (int t = 0; t < TILE; ++t) finish(0, output + t * apart, 1, sum[0] + t);
-      }
-      output += (TILE - 1) * apart;
-    }
-    tiled(input, rows, weight, weight_stride, width, output, stop, finish);
-  });
   if (!swiglu) return 0;
   int64_t half = outputs / 2;
   for (int64_t row = 0; row < rows; ++row) {
@@ -322,26 +367,9 @@ struct Seen {
 // out[r][j] = x[r] . seen[j] for `count` shared ones and, at j = count, the row's own; x is padded to whole lanes.
 INLINE void all_products(
     const float* x, int64_t rows, const Seen& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
-  int64_t stride = padded(width), j = 0;
-  for (; j + TILE <= count; j += TILE) {  // of each tile all rows, while it lies in the cache
-    const float* shared = seen.shared + j * seen.stride;
-    float tile[ROWS][TILE];
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS) {
-      products<ROWS, TILE>(x + row * stride, stride, shared, seen.stride, width, tile);
-      for (int r = 0; r < ROWS; ++r) std::memcpy(out + (row + r) * out_stride + j, tile[r], sizeof tile[r]);
-    }
-    for (; row < rows; ++row) {
-      products<1, TILE>(x + row * stride, stride, shared, seen.stride, width, tile);
-      std::memcpy(out + row * out_stride + j, tile[0], sizeof tile[0]);
-    }
-  }
+  tiled(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = j; i <= count; ++i) {
-      float one[1][1];
-      products<1, 1>(x + row * stride, 0, i < count ? seen.shared + i * seen.stride : seen.own[row], 0, width, one);
-      out[row * out_stride + i] = one[0][0];
-    }
+    row_products<1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
 }
 
 template <int R>
@@ -692,27 +720,36 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp and entropy of each row, from product[rows, vocabulary]; softcap 0 is none.
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight x holds the products
+// already; softcap 0 is none.
 static int linear_logprob(
-    const float* product, const float* bias, const void* target, int wide, int64_t ignore_index, float scale,
-    float softcap, float temperature, float* logprob, float* lse, float* entropy, int64_t rows, int64_t vocabulary) {
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
+    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
     if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
   }
-  const int64_t columns = padded(vocabulary);
-  float* logit = scratch(columns);
-  if (!logit) return OUT_OF_MEMORY;
-  for (int64_t row = 0; row < rows; ++row) {
+  const int64_t columns = padded(vocabulary), stride = padded(width);
+  float* input = scratch(weight ? rows * (stride + columns) : columns);
+  if (!input) return OUT_OF_MEMORY;
+  float* logit = weight ? input + rows * stride : input;
+  if (weight) {
+    padded_rows(x, x_stride, nullptr, 0, rows, width, input);
+    projected(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
+    x = logit;
+    x_stride = columns;
+  }
+  for (int64_t row = 0; row < rows; ++row, x += x_stride, logit += weight ? columns : 0) {
     const int64_t id = entry(target, wide, row);
     if (id == ignore_index) {
-      logprob[row] = lse[row] = entropy[row] = 0;
+      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
       continue;
     }
     Lanes most = Lanes{} - INFINITY;
     for (int64_t i = 0; i < columns; i += LANES) {
       const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
-      Lanes l = some(product + row * vocabulary + i, n) * scale;
+      Lanes l = some(x + i, n) * scale;
       if (bias) l += some(bias + i, n);
       if (softcap != 0) l = tangent(l / softcap) * softcap;
       if (temperature != 1) l /= temperature;
@@ -739,6 +776,7 @@ static int linear_logprob(
     const double log = std::log(total);
     lse[row] = top + log;
     logprob[row] = logit[id] - (top + log);
+    largest[row] = top - (top + log);
     entropy[row] = log - weighted / total;
   }
   return 0;

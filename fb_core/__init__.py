@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         State,
     )
     from fb_core.server import ServerLLM
+    from fb_core.shared_prefix import shared_prefix_logprobs, shared_prefix_logprobs_many
     from fb_core.targets import future_compatibility, group_targets
     from fb_core.training import (
         GroupMetrics,
@@ -59,6 +60,7 @@ _HOMES = {
         "State",
     ),
     "fb_core.server": ("ServerLLM",),
+    "fb_core.shared_prefix": ("shared_prefix_logprobs", "shared_prefix_logprobs_many"),
     "fb_core.targets": ("future_compatibility", "group_targets"),
     "fb_core.training": (
         "GroupMetrics",
@@ -105,6 +107,8 @@ __all__ = [
     "candidate_features",
     "future_compatibility",
     "group_targets",
+    "shared_prefix_logprobs",
+    "shared_prefix_logprobs_many",
     "train_reranker",
     "validate",
 ]

@@ -1,4 +1,4 @@
-"""CompatibilityScorer: teacher-force one shared future behind every candidate, in one packed forward."""
+"""CompatibilityScorer: teacher-force continuations behind shared prefixes, many in one packed forward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from fb_core import hf
-from fb_kernels import linear_logprob
+from fb_core import hf, shared_prefix
+from fb_core.shared_prefix import Branches, Ids, Pack, Requests, Results
 
 TOKEN_BUDGET = 16_384
 LEAST_BUDGET, MOST_BUDGET = 1024, 65_536  # more rows gain nothing
@@ -37,7 +37,7 @@ Trajectories: TypeAlias = Sequence[tuple[Tensor | Sequence[int], Sequence[Branch
 
 
 class CompatibilityScorer:
-    """Log-likelihoods of a shared future behind candidate tokens, under a frozen causal LM.
+    """Log-likelihoods of continuations behind shared prefixes, such as candidates with one future, under a frozen LM.
 
     l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
     packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
@@ -89,10 +89,8 @@ class CompatibilityScorer:
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
         group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
-        if cache is None:
-            return self._forward([(tokens, [group])])[0][0][0]
-        held = hf.cached_prefix(cache, self.model, len(tokens))
-        return self._forward([(held, [group])])[0][0][0]
+        held = tokens if cache is None else hf.cached_prefix(cache, self.model, len(tokens))
+        return _matrix(self._forward([(held, [group])])[0][0])
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
         """Score all groups of one trajectory in one forward.
@@ -139,112 +137,172 @@ class CompatibilityScorer:
             TypeError: as `score`.
             ValueError: as `score_trajectory`; everything is checked before the first forward.
         """
-        if not token_budget >= 1:
-            raise ValueError(
-                f"token_budget: expected 1 row or more, got {token_budget}; leave it out for {TOKEN_BUDGET}"
-            )
         checked = []
         for tokens, groups in trajectories:
             ids = hf.token_ids("tokens", tokens, self.model)
             kept = [self._check_group(group, len(ids)) for group in groups]
+            if return_local:
+                kept = [group._replace(first=0) for group in kept]
             checked.append((ids[: max((group.position for group in kept), default=0)], kept))
-        results: list[list[tuple[Tensor, Tensor]]] = []
-        for start, stop in hf.packs([_rows(*pair) for pair in checked], token_budget):
-            results.extend(self._forward_in_halves(checked[start:stop], return_local))
-        return results if return_local else [[matrix for matrix, _ in scores] for scores in results]
+        matrices = [[_matrix(group) for group in groups] for groups in self._packed(checked, token_budget)]
+        if not return_local:
+            return matrices
+        return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in found] for found in matrices]
 
-    def _check_group(self, group: BranchGroup, length: int) -> BranchGroup:
-        future = hf.token_ids("future", group.future, self.model)
+    @overload
+    def logprobs(
+        self,
+        prefix: Ids,
+        continuations: Sequence[Ids],
+        *,
+        return_entropy: Literal[False] = ...,
+        return_greedy: Literal[False] = ...,
+    ) -> list[Tensor]: ...
+
+    @overload
+    def logprobs(
+        self, prefix: Ids, continuations: Sequence[Ids], *, return_entropy: bool = ..., return_greedy: bool = ...
+    ) -> list[Tensor] | list[tuple[Tensor, ...]]: ...
+
+    def logprobs(
+        self,
+        prefix: Ids,
+        continuations: Sequence[Ids],
+        *,
+        return_entropy: bool = False,
+        return_greedy: bool = False,
+    ) -> list[Tensor] | list[tuple[Tensor, ...]]:
+        """Log-probs of continuations of any lengths behind one prefix, in one forward.
+
+        log p(c_i | prefix, c_<i) of every token of every continuation. The candidates with one future of `score` are a
+        case of it. A continuation of one token costs no row of its own.
+
+        Args:
+            prefix: [P] token ids, at least one.
+            continuations: K sequences [R_k] of token ids, each of its own length; none may be given, and empty ones.
+            return_entropy: also give the entropies of the distributions that the tokens are drawn from, in nats.
+            return_greedy: also say which tokens are the likeliest of their distributions (ties count).
+
+        Returns:
+            one float32 [R_k] a continuation, in nats; with a flag a tuple of it, the entropies float32 [R_k] and the
+            greedy ones bool [R_k], as asked.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: an empty prefix, an id outside the vocabulary or in its padding, another device, more positions
+                than the model has, or active dropout.
+        """
+        asked = {"return_entropy": return_entropy, "return_greedy": return_greedy}
+        return self.logprobs_many([(prefix, continuations)], **asked)[0]
+
+    @overload
+    def logprobs_many(
+        self,
+        requests: Requests,
+        token_budget: int = ...,
+        *,
+        return_entropy: Literal[False] = ...,
+        return_greedy: Literal[False] = ...,
+    ) -> list[list[Tensor]]: ...
+
+    @overload
+    def logprobs_many(
+        self, requests: Requests, token_budget: int = ..., *, return_entropy: bool = ..., return_greedy: bool = ...
+    ) -> list[list[Tensor]] | list[list[tuple[Tensor, ...]]]: ...
+
+    def logprobs_many(
+        self,
+        requests: Requests,
+        token_budget: int = TOKEN_BUDGET,
+        *,
+        return_entropy: bool = False,
+        return_greedy: bool = False,
+    ) -> list[list[Tensor]] | list[list[tuple[Tensor, ...]]]:
+        """`logprobs` of many prefixes, several of them packed into each forward.
+
+        Where memory runs out a forward is halved and tried again, down to a single continuation.
+
+        Args:
+            requests: (prefix, continuations) pairs as for `logprobs`.
+            token_budget: rows that a forward takes at most. A request with more is cut into as many as it takes, each
+                with the prefix again, and with no fewer rows of continuations than of the prefix.
+            return_entropy: as `logprobs`.
+            return_greedy: as `logprobs`.
+
+        Returns:
+            for every request what `logprobs` returns.
+
+        Raises:
+            TypeError: as `logprobs`.
+            ValueError: as `logprobs`; everything is checked before the first forward.
+        """
+        pieces, cut = [], []
+        for tokens, whole in shared_prefix.checked(self.model, requests, self.valid_vocab):
+            rows = [max(0, len(each) - 1) for each in whole.continuations]
+            parts = hf.packs(rows, max(token_budget - len(tokens), len(tokens))) or [(0, 0)]
+            pieces += [(tokens, [Branches(len(tokens), whole.continuations[slice(*part)])]) for part in parts]
+            cut.append(len(parts))
+        found = self._packed(pieces, token_budget, return_entropy=return_entropy, return_greedy=return_greedy)
+        apart = iter([group for (group,) in found])
+        each = [[_float32(outputs) for _ in range(count) for outputs in next(apart)] for count in cut]
+        return each if return_entropy or return_greedy else [[logprob for (logprob,) in one] for one in each]
+
+    def _check_group(self, group: BranchGroup, length: int) -> Branches:
+        future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
         position = hf.check_position(group.position, length)
-        checked = BranchGroup(position, hf.check_group(self.model, position, group.candidates, len(future)), future)
-        for name, ids in (("candidates", checked.candidates), ("future", checked.future)):
-            if self.valid_vocab < hf.vocabulary(self.model) and int(ids.max()) >= self.valid_vocab:
-                raise ValueError(
-                    f"{name}: expected ids from 0 below {self.valid_vocab}, got {int(ids.max())}; use the tokenizer's "
-                    "own, or make the scorer with another valid_vocab"
-                )
-        return checked
+        candidates = hf.token_ids("candidates", group.candidates, self.model, self.valid_vocab)
+        hf.check_group(self.model, position, candidates, len(future))
+        return Branches(position, torch.cat([candidates[:, None], future.expand(len(candidates), -1)], 1).unbind(), 1)
 
-    def _forward_in_halves(
-        self, pack: Sequence[tuple[Tensor, Sequence[BranchGroup]]], local: bool
-    ) -> list[list[tuple[Tensor, Tensor]]]:
+    def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
+        """The results of any amount of work, forward by forward."""
+        if not budget >= 1:
+            raise ValueError(f"token_budget: expected 1 row or more, got {budget}; leave it out for {TOKEN_BUDGET}")
+        rows = [len(tokens) + sum(group.rows for group in groups) for tokens, groups in work]
+        results: Results = []
+        for start, stop in hf.packs(rows, budget):
+            results.extend(self._forward_in_halves(work[start:stop], asked))
+        return results
+
+    def _forward_in_halves(self, pack: Sequence[tuple[Tensor, Sequence[Branches]]], asked: dict[str, bool]) -> Results:
         """`_forward`, in as many parts as memory wants."""
         try:
-            return self._forward(pack, local)
+            return self._forward(pack, **asked)
         except (RuntimeError, MemoryError) as problem:
             known = isinstance(problem, torch.OutOfMemoryError | MemoryError)
             if not known and not any(words in str(problem) for words in OUT_OF_MEMORY):
                 raise
-            if len(pack) == 1 and len(pack[0][1]) < 2:
+            if sum(len(group.continuations) for _, groups in pack for group in groups) < 2:
                 raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(pack) > 1:
             half = len(pack) // 2
-            return self._forward_in_halves(pack[:half], local) + self._forward_in_halves(pack[half:], local)
+            return self._forward_in_halves(pack[:half], asked) + self._forward_in_halves(pack[half:], asked)
         ((tokens, groups),) = pack
-        half = len(groups) // 2
-        first, second = (self._forward_in_halves([(tokens, part)], local)[0] for part in (groups[:half], groups[half:]))
-        return [first + second]
+        if len(groups) > 1:
+            half = len(groups) // 2
+            parts = [self._forward_in_halves([(tokens, part)], asked)[0] for part in (groups[:half], groups[half:])]
+            return [parts[0] + parts[1]]
+        ((position, continuations, first),) = groups
+        half = len(continuations) // 2
+        halves = (Branches(position, part, first) for part in (continuations[:half], continuations[half:]))
+        return [[[each for half in halves for each in self._forward_in_halves([(tokens, [half])], asked)[0][0]]]]
 
     @torch.no_grad()
-    def _forward(
-        self, trajectories: Sequence[tuple[Tensor | hf.Prefix, Sequence[BranchGroup]]], local: bool = False
-    ) -> list[list[tuple[Tensor, Tensor]]]:
-        """One packed forward: ([K, H], log p(c | prefix) [K] if `local`, else [0]) of every group.
+    def _forward(self, pack: Pack, **asked: bool) -> Results:
+        return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
 
-        A trajectory is given by its tokens, or, then alone and without `local`, by its cached prefix.
-        """
-        device = self.model.device
-        ids: list[Tensor] = []
-        positions: list[Tensor] = []
-        targets: list[Tensor] = []
-        scored: list[Tensor] = []
-        layout: list[tuple[list[int], int, int]] = []
-        prefix = None
-        row = 0
-        for tokens, groups in trajectories:
-            start = row
-            if isinstance(tokens, hf.Prefix):
-                prefix, start = tokens.kv, tokens.start
-            else:
-                layout.append(([len(tokens)], 0, 0))
-                ids.append(tokens)
-                positions.append(torch.arange(len(tokens), device=device))
-                row += len(tokens)
-            for group in groups:
-                k, h = len(group.candidates), len(group.future)
-                body = group.future[:-1].expand(k, h - 1)
-                ids.append(torch.cat([group.candidates[:, None], body], 1).reshape(-1))
-                positions.append(torch.arange(group.position, group.position + h, device=device).repeat(k))
-                targets.append(group.future.repeat(k))
-                scored.append(torch.arange(row, row + k * h, device=device))
-                if local:
-                    targets.append(group.candidates)
-                    scored.append(torch.full((k,), start + group.position - 1, device=device))
-                layout.append(([h] * k, start, group.position))
-                row += k * h
-        if not any(groups for _, groups in trajectories):
-            return [[] for _ in trajectories]
-        packed = hf.Layout.build(layout, device, prefix=prefix, pages=None if prefix is None else [0] * len(layout))
-        hidden = hf.packed_forward(self.model, torch.cat(ids), torch.cat(positions), packed, rows=torch.cat(scored))
-        head = hf.lm_head(self.model)
-        logprob = linear_logprob(
-            hidden,
-            head.weight,
-            torch.cat(targets),
-            head.bias,
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
-            valid_vocab=self.valid_vocab,
-        ).float()
-        flat = iter(logprob.split([len(rows) for rows in scored]))
-        return [
-            [(next(flat).view(len(group.candidates), -1), next(flat) if local else logprob[:0]) for group in groups]
-            for _, groups in trajectories
-        ]
+
+def _matrix(group: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """float32 [K, R] of K continuations of one length."""
+    return torch.stack([logprob for logprob, *_ in group]).float()
+
+
+def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(each.float() if each.is_floating_point() else each for each in outputs)
 
 
 def token_budget(model: hf.CausalLM) -> int:
@@ -255,7 +313,3 @@ def token_budget(model: hf.CausalLM) -> int:
     live = 6 * config.hidden_size + 3 * config.intermediate_size + 2 * (heads + 2 * kv_heads) * width
     row = live * model.dtype.itemsize + ROW_STATISTICS
     return max(LEAST_BUDGET, min(MOST_BUDGET, int(0.5 * hf.free_memory(model.device) / row)))
-
-
-def _rows(tokens: Tensor, groups: Sequence[BranchGroup]) -> int:
-    return len(tokens) + sum(len(group.candidates) * len(group.future) for group in groups)

@@ -85,10 +85,10 @@ class Op:
             cpu: whether its `cpu.py` has one.
         """
         self.name = name
-        kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
+        self.kinds = [kind for kind, has in (("cuda", compiled), ("triton", triton), ("cpu", cpu)) if has]
         LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-        stem = reference.__module__.split(".")[1]
-        self._run = {each: backend.implementation(name, stem, reference, kinds, each) for each in ("cpu", "cuda")}
+        self.stem = stem = reference.__module__.split(".")[1]
+        self._run = {each: backend.implementation(name, stem, reference, self.kinds, each) for each in ("cpu", "cuda")}
         for device, run in self._run.items():
             LIBRARY.impl(name, _without_autocast(run, device), device.upper())
         torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)

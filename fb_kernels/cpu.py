@@ -15,9 +15,13 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from fb_kernels import shared_library
 
-ABI_VERSION = 7
+ABI_VERSION = 8
+ROWS = 16  # the most of a linear layer: from there on oneDNN's blocks are ahead
+SHARE = 1 << 17  # products, the least of a thread
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
@@ -30,9 +34,14 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pp piq fff ppp qq",
+    "linear_logprob": "pq pq pp iq fff pppp qqq i",
     "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
+
+
+def threads(products: int) -> int:
+    """How many a linear layer of so many products runs on."""
+    return max(1, min(torch.get_num_threads(), products // SHARE))
 
 
 @cache

@@ -29,8 +29,12 @@ BROUGHT = {
     "sympy": "math-verify",
     "markupsafe": "jinja2",
     "pydantic-core": "pydantic",
+    "tqdm": "lm-eval",
 }
 SENTENCE = ": expected the extra [run] to be installed, got no {}; pip install 'futurebridge[run]'"
+NO_LM_EVAL = (
+    "fb_core.lm_eval: expected the extra [lm-eval] to be installed, got no lm_eval; pip install 'futurebridge[lm-eval]'"
+)
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
@@ -189,6 +193,13 @@ def test_the_verifier_names_its_extra(core: Environment, name: str) -> None:
     assert done.stdout == name + SENTENCE.format("math_verify") + "\n", done.stderr
 
 
+def test_the_model_of_lm_eval_names_its_extra(core: Environment) -> None:
+    done = core.run("try:\n    import fb_core.lm_eval\nexcept ImportError as problem:\n    print(problem)")
+    assert done.stdout == NO_LM_EVAL + "\n", done.stderr
+    done = core.run("import runpy\nrunpy.run_module('fb_core.lm_eval', run_name='__main__')")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", NO_LM_EVAL + "\n")
+
+
 def command(*absent: str) -> str:
     """The entry point of pyproject.toml, where packages are absent besides."""
     module, function = PROJECT["scripts"]["futurebridge"].split(":")
@@ -258,7 +269,7 @@ def test_the_extra_is_what_the_sentence_asks_for() -> None:
 
 
 def test_what_comes_with_a_package_does() -> None:
-    lines = {canonicalize_name(Requirement(line).name): line for line in EXTRAS["run"]}
+    lines = {canonicalize_name(Requirement(line).name): line for line in (*EXTRAS["run"], *EXTRAS["lm-eval"])}
     for name, declared in BROUGHT.items():
         assert name in closure([lines[declared]])
 
@@ -283,7 +294,7 @@ def test_what_the_core_imports_is_declared_without_an_extra(at_work: subprocess.
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_what_is_imported_is_declared(path: Path) -> None:
-    wanted = [EXTRAS[extra] for extra in ("run", "gpu", "data", "ray")]
+    wanted = [EXTRAS[extra] for extra in ("run", "gpu", "data", "ray", "lm-eval", "trl")]
     assert undeclared(path, PROJECT["dependencies"], *wanted) == set()
 
 

@@ -65,8 +65,9 @@ def test_all_is_well(tree: Path) -> None:
         (tree / "tests" / "gpu" / f"test_{name}_gpu.py").unlink()
     done = visit(tree, PARTS="tests,training")
     assert done.returncode == 0, done.stdout
-    tests, training = done.stdout.splitlines()[-2:]
+    tests, contract, training = done.stdout.splitlines()[-3:]
     assert re.fullmatch(r"test_works: ok, \d+ s, 3 passed", tests)
+    assert re.fullmatch(r"contract: ok, \d+ s, 3 passed", contract)
     assert re.fullmatch(r"training: ok, \d+ s, measured", training)
 
 

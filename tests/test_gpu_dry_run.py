@@ -90,6 +90,7 @@ def test_what_has_no_case() -> None:
     qk_norm_rope.writes_its_slots(qk_norm_rope.SIZES["small"], torch.bfloat16, "cpu")
     topk_entropy.orders_exactly(topk_entropy.hostile(20, "cpu"), 4)
     linear_logprob.partials_combine(linear_logprob.SIZES["small"], torch.float32, "cpu")
+    linear_logprob.largest_is_one_of_them(70, torch.float32, "cpu")
     for layout in ("small-paged", "small-window"):
         branch_attention.writes_every_element(branch_attention.LAYOUTS[layout], torch.float32, "cpu")
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 SETS = ("constraints.txt", *sorted(f"constraints/{path.name}" for path in (ROOT / "constraints").glob("torch-*.txt")))
+SOURCE_ALONE = ("rouge-score", "sqlitedict", "word2number")  # lm-eval's: the index has no wheel of them
 LOCAL = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE", "PIP_CONSTRAINT", "UV_FIND_LINKS", "UV_CONSTRAINT")
 pytestmark = pytest.mark.index
 
@@ -27,11 +28,11 @@ def clean() -> dict[str, str]:
 
 
 def resolve(python: str, machine: str, *options: str, asked: str | Path = ROOT / "pyproject.toml") -> dict[str, str]:
-    """{package: version} as the index serves them to a Linux machine, wheels alone."""
+    """{package: version} as the index serves them to a Linux machine, wheels alone where there are any."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python", sys.executable]  # else uv fetches the Python that it resolves for
     command += ["--python-version", python, "--python-platform", f"{machine}-unknown-linux-gnu"]
-    command += ["--only-binary", ":all:", *options, str(asked)]
+    command += ["--only-binary", ":all:", *(f"--no-binary={name}" for name in SOURCE_ALONE), *options, str(asked)]
     done = subprocess.run(command, cwd=ROOT, env=clean(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(line.split("==") for line in done.stdout.split() if "==" in line)
@@ -68,14 +69,17 @@ def test_every_set_resolves(constraints: str, python: str, machine: str) -> None
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
-    found = resolve(python, machine, *(f"--extra={extra}" for extra in ("run", "gpu", "data", "ray")))
+    found = resolve(python, machine, *(f"--extra={extra}" for extra in ("run", "gpu", "data", "ray", "lm-eval")))
     assert "antlr4-python3-runtime" in found
 
 
 def test_without_extras_little_is_installed() -> None:
     found = resolve("3.13", "x86_64")
     assert {"torch", "transformers", "peft", "safetensors", "numpy"} <= found.keys()
-    assert not {"math-verify", "antlr4-python3-runtime", "pyarrow", "matplotlib", "datasets", "ray"} & found.keys()
+    assert (
+        not {"math-verify", "antlr4-python3-runtime", "pyarrow", "matplotlib", "datasets", "ray", "lm-eval"}
+        & found.keys()
+    )
 
 
 def test_an_installation_does_not_pull_torch_back(tmp_path: Path) -> None:
@@ -91,7 +95,7 @@ def test_a_set_that_does_not_go_together_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
-    target = ["--only-binary=:all:", "--python-version", "{}.{}".format(*sys.version_info), "--target", str(tmp_path)]
+    target = ["--only-binary=:all:", f"--no-binary={','.join(SOURCE_ALONE)}", "--target", str(tmp_path)]
     newest_pip = [sys.executable, "-m", "uv", "tool", "run", "--quiet", "--python", sys.executable, "pip"]
     lazily = ["--dry-run", "--use-feature=fast-deps"]  # reads what the wheels need, not 3 GB of wheels
     command = [*newest_pip, "install", *lazily, "--quiet", "--ignore-installed", *target]
@@ -99,7 +103,7 @@ def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     asked = [
         *project["dependencies"],
-        *(line for extra in ("run", "gpu", "data", "ray", "dev") for line in extras[extra]),
+        *(line for extra in ("run", "gpu", "data", "ray", "lm-eval", "dev") for line in extras[extra]),
     ]
     requirements = [line for line in asked if not line.startswith("futurebridge[")]  # those are asked for already
     assert len(requirements) > 20

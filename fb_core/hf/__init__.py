@@ -2,6 +2,7 @@
 
 from fb_core.hf.adapters import (
     AdapterConfig,
+    Trainable,
     adapter_dropouts,
     adapter_tensors,
     add_adapter,
@@ -63,7 +64,7 @@ from fb_core.hf.packed import (
     packs,
     prefill_packed,
 )
-from fb_core.hf.tokens import chat_ids, check_group, check_position, token_ids
+from fb_core.hf.tokens import chat_ids, check_group, check_position, check_positions, many_token_ids, token_ids
 
 __all__ = [
     "MAX_ROWS",
@@ -77,6 +78,7 @@ __all__ = [
     "Step",
     "Stop",
     "Tokenizer",
+    "Trainable",
     "adapter_dropouts",
     "adapter_tensors",
     "add_adapter",
@@ -88,6 +90,7 @@ __all__ = [
     "check_group",
     "check_packed_forward",
     "check_position",
+    "check_positions",
     "check_supported",
     "checkpoint_ends",
     "checkpoint_hash",
@@ -108,6 +111,7 @@ __all__ = [
     "lockstep",
     "logits",
     "lora_config",
+    "many_token_ids",
     "max_positions",
     "merged_projections",
     "new_cache",

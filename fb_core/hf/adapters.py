@@ -19,6 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 AdapterConfig: TypeAlias = LoraConfig
+Trainable: TypeAlias = PreTrainedModel | PeftModel
 
 
 # Entries of an adapter_config.json that change nothing, or that the names of the weights settle.
@@ -127,6 +128,18 @@ def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
     return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
 
 
-def causal_lm(adapted: PeftModel) -> PreTrainedModel:
-    """The causal LM inside, adapters active."""
-    return adapted.get_base_model()
+def causal_lm(model: Trainable) -> PreTrainedModel:
+    """The causal LM inside a PEFT model, adapters active; any other model as it is.
+
+    Raises:
+        ValueError: an adapter that adds tokens to the prompt, which the causal LM inside knows nothing of.
+    """
+    if not isinstance(model, PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"model: expected adapters inside the layers, got {kind}, which adds to the prompt; train with LoRA or "
+            "another adapter of the layers"
+        )
+    return model.get_base_model()

@@ -44,7 +44,7 @@ def lm_head(model: PreTrainedModel) -> Head:
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(layer.weight.detach(), getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
+    return Head(layer.weight, getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

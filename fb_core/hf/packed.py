@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -114,7 +115,7 @@ class Layout:
         """Attention of one layer, (out[T, Hq, E], lse[Hq, T]); its k and v are kept where `capture` is set."""
         if self.capture:
             self.captured[layer] = (k.detach(), v.detach())
-        prefix_k, prefix_v = (k.detach(), v.detach()) if self.prefix is None else self.prefix.layers[layer]
+        prefix_k, prefix_v = (k, v) if self.prefix is None else self.prefix.layers[layer]
         return branch_attention(
             q, k, v, prefix_k, prefix_v, self.branches, window=window, scale=scale, softcap=softcap, return_lse=True
         )
@@ -187,6 +188,28 @@ def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation = before
 
 
+@contextmanager
+def _recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Layers under gradient checkpointing run with the packed attention in the backward pass too."""
+    layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    before = [layer._gradient_checkpointing_func for layer in layers]
+
+    def attend(function: Callable, *inputs: Any) -> Any:
+        with _attention(model, ATTENTION):
+            return function(*inputs)
+
+    def through(checkpoint: Callable) -> Callable:
+        return lambda function, *inputs: checkpoint(partial(attend, function), *inputs)
+
+    try:
+        for layer, checkpoint in zip(layers, before, strict=True):
+            layer._gradient_checkpointing_func = through(checkpoint)
+        yield
+    finally:
+        for layer, checkpoint in zip(layers, before, strict=True):
+            layer._gradient_checkpointing_func = checkpoint
+
+
 def packed_forward(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None
 ) -> Tensor:
@@ -221,7 +244,7 @@ def packed_forward(
 def forward_through_modules(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
     """`packed_forward` by the model's own modules, with their gradients: [T, D]."""
     layout.windows.clear()
-    with _attention(model, ATTENTION):
+    with _attention(model, ATTENTION), _recomputed(model) if model.training else nullcontext():
         hidden = model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, fb_layout=layout
         ).last_hidden_state[0]

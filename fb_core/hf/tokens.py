@@ -40,30 +40,63 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
         ) from None
 
 
-def token_ids(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
-    """`value` as int64 [n] on the model's device, every id inside its vocabulary.
+def token_ids(
+    name: str, value: Tensor | Sequence[int], model: PreTrainedModel, valid_vocab: int | None = None
+) -> Tensor:
+    """`value` as int64 [n] on the model's device, every id inside its vocabulary, or below `valid_vocab`.
 
     Raises:
         TypeError: not integers.
         ValueError: more than one dimension, another device, or an id outside the vocabulary.
     """
-    ids = value if isinstance(value, Tensor) else torch.tensor(_listed(name, value), dtype=torch.int64).to(model.device)
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{name}: expected int64 token ids, got {ids.dtype}; convert them with .long()")
-    if ids.ndim != 1:
-        row = f", such as {name}[0]" if ids.ndim > 1 else ""
-        raise ValueError(f"{name}: expected one dimension, got shape {list(ids.shape)}; pass one sequence{row}")
-    if ids.device != model.device:
+    return _inside(name, _one_row(name, value, model).to(model.device), vocabulary(model), valid_vocab)
+
+
+def many_token_ids(
+    name: str, values: Sequence[Tensor | Sequence[int]], model: PreTrainedModel, valid_vocab: int
+) -> list[Tensor]:
+    """Every one of `values` as int64 [n] on the model's device, ids below `valid_vocab`; checked all at once.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: as `token_ids`, or an id in the vocabulary's padding.
+    """
+    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a list of sequences, got {type(values).__name__}; put each into a list")
+    rows = [_one_row(f"{name}[{place}]", value, model) for place, value in enumerate(values)]
+    if not rows:
+        return []
+    whole = _inside(name, torch.cat([row.to(model.device) for row in rows]), vocabulary(model), valid_vocab)
+    return list(whole.split([len(row) for row in rows]))
+
+
+def _one_row(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
+    """`value` as integers [n], on the host where it was no tensor; raises as `token_ids`."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(_listed(name, value), dtype=torch.int64)
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected int64 token ids, got {value.dtype}; convert them with .long()")
+    if value.ndim != 1:
+        row = f", such as {name}[0]" if value.ndim > 1 else ""
+        raise ValueError(f"{name}: expected one dimension, got shape {list(value.shape)}; pass one sequence{row}")
+    if value.device != model.device:
         raise ValueError(
-            f"{name}: expected a tensor on the model's device {model.device}, got {ids.device}; "
+            f"{name}: expected a tensor on the model's device {model.device}, got {value.device}; "
             f"move it with .to('{model.device}')"
         )
-    size = vocabulary(model)
-    outside = (ids < 0) | (ids >= size)
+    return value
+
+
+def _inside(name: str, ids: Tensor, size: int, valid: int | None = None) -> Tensor:
+    """The ids as int64, all from 0 below `size`, and below `valid` where it is given; raises as `token_ids`."""
+    limit = size if valid is None else valid
+    outside = (ids < 0) | (ids >= limit)
     if bool(outside.any()):
-        raise ValueError(
-            f"{name}: expected ids from 0 below {size}, got {int(ids[outside][0])}; use the model's own tokenizer"
-        )
+        got = int(ids[outside][0])
+        remedy = "use the model's own tokenizer"
+        if 0 <= got < size:
+            remedy = "use the tokenizer's own, or make the scorer with another valid_vocab"
+        raise ValueError(f"{name}: expected ids from 0 below {limit}, got {got}; {remedy}")
     return ids.long()
 
 
@@ -122,12 +155,21 @@ def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequ
         raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
     if len(ids.unique()) < len(ids):
         raise ValueError(f"candidates: expected no id twice, got {ids.tolist()}; remove duplicates with joint_pool")
+    check_positions(model, position, future)
+    return ids
+
+
+def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:
+    """A state behind `position` tokens, with `rows` more behind it.
+
+    Raises:
+        ValueError: no prefix, or more positions than the model has.
+    """
     if position < 1:
         raise ValueError(f"prefix: expected at least 1 token, got {position}; a state needs a token before it")
     limit = max_positions(model)
-    if limit is not None and position + future > limit:
+    if limit is not None and position + rows > limit:
         raise ValueError(
-            f"prefix: expected at most {limit} positions with candidate and future, got {position} + {future}; "
+            f"prefix: expected at most {limit} positions with what follows it, got {position} + {rows}; "
             "shorten the prefix or the future"
         )
-    return ids

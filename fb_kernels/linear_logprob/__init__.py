@@ -29,6 +29,7 @@ def linear_logprob(
     valid_vocab: int | None = None,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
+    return_max: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def linear_logprob(
@@ -44,6 +45,7 @@ def linear_logprob(
     valid_vocab: int | None = None,
     return_lse: Literal[True],
     return_entropy: Literal[False] = False,
+    return_max: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_logprob(
@@ -59,6 +61,7 @@ def linear_logprob(
     valid_vocab: int | None = None,
     return_lse: Literal[False] = False,
     return_entropy: Literal[True],
+    return_max: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_logprob(
@@ -72,9 +75,10 @@ def linear_logprob(
     temperature: float = 1.0,
     ignore_index: int = -100,
     valid_vocab: int | None = None,
-    return_lse: Literal[True],
-    return_entropy: Literal[True],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    return_max: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_logprob(
     hidden: Tensor,
@@ -89,6 +93,7 @@ def linear_logprob(
     valid_vocab: int | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_max: bool = False,
 ) -> Tensor | tuple[Tensor, ...]: ...
 def linear_logprob(
     hidden: Tensor,
@@ -103,6 +108,7 @@ def linear_logprob(
     valid_vocab: int | None = None,
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_max: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute log softmax(hidden @ weight.T)[target], with the logits never in memory as a whole.
 
@@ -122,11 +128,14 @@ def linear_logprob(
         valid_vocab: number of leading rows of weight that count; None for all. Padding rows never count.
         return_lse: also return the log-sum-exp.
         return_entropy: also return the entropy of the softmax, in nats.
+        return_max: also return the largest log-prob of the row, rounded as the target's: where both are equal, and only
+            there, no id has a larger one.
 
     Returns:
-        log-prob of target's shape, then lse and entropy if asked for: float32 (float64 for float64 input). Gradients
-        reach hidden, weight and bias through log-prob and lse; the entropy carries none. A row with a NaN or +inf
-        logit is NaN. On the CPU an id outside the vocabulary is a ValueError, on a device its log-prob is NaN.
+        log-prob of target's shape, then lse, entropy and maximum, each if asked for: float32 (float64 for float64
+        input). Gradients reach hidden, weight and bias through log-prob and lse; the others carry none. A row with a
+        NaN or +inf logit is NaN. On the CPU an id outside the vocabulary is a ValueError, on a device its log-prob is
+        NaN.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -149,16 +158,18 @@ def linear_logprob(
         and -checks.LARGEST <= ignore_index <= checks.LARGEST
         and (valid_vocab is None or (type(valid_vocab) is int and 0 <= valid_vocab <= weight.shape[0]))
     ):
-        logprob, lse, entropy = _linear_logprob.direct(hidden, weight, target, bias, *options)
+        logprob, lse, entropy, largest = _linear_logprob.direct(hidden, weight, target, bias, *options)
     else:
         op = "linear_logprob"
         hidden, weight, bias = precision.lowered(hidden, weight, bias)
         _check(op, "weight", hidden, weight, target, bias, options)
         if valid_vocab is not None:
             checks.integer(op, "valid_vocab", valid_vocab, "pass None for all rows of weight", 0, weight.shape[0])
-        logprob, lse, entropy = _linear_logprob(hidden, weight, target, bias, *options)
-    asked = (logprob,) + ((lse,) if return_lse else ()) + ((entropy,) if return_entropy else ())
-    return asked if len(asked) > 1 else logprob
+        logprob, lse, entropy, largest = _linear_logprob(hidden, weight, target, bias, *options)
+    if not (return_lse or return_entropy or return_max):
+        return logprob
+    asked = ((lse, return_lse), (entropy, return_entropy), (largest, return_max))
+    return logprob, *(values for values, wanted in asked if wanted)
 
 
 def linear_logprob_partials(
@@ -269,10 +280,9 @@ def _check(
     checks.integer(op, "ignore_index", options.ignore_index, "use -100")
 
 
-def _statistics_fake(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_fake(count: int, hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     dtype = accumulation_dtype(hidden.dtype)
-    first, second, third = (hidden.new_empty(target.shape, dtype=dtype) for _ in range(3))
-    return first, second, third
+    return tuple(hidden.new_empty(target.shape, dtype=dtype) for _ in range(count))
 
 
 def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,9 +295,9 @@ def _gradient_fake(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[T
 
 _linear_logprob = Op(
     "linear_logprob",
-    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob,
-    fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    fake=lambda hidden, weight, target, *_: _statistics_fake(4, hidden, target),
     triton=True,
     cpu=True,
 )
@@ -304,7 +314,7 @@ _partials = Op(
     "(Tensor hidden, Tensor weight_shard, Tensor target, SymInt vocab_start, Tensor? bias, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
     reference=reference.linear_logprob_partials,
-    fake=lambda hidden, weight, target, *_: _statistics_fake(hidden, target),
+    fake=lambda hidden, weight, target, *_: _statistics_fake(3, hidden, target),
     triton=True,
 )
 _partials_backward = Op(
@@ -326,13 +336,13 @@ _combine = Op(
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, bias, *options = inputs
-    _, lse, entropy = output
-    ctx.mark_non_differentiable(entropy)
+    _, lse, entropy, largest = output
+    ctx.mark_non_differentiable(entropy, largest)
     ctx.save_for_backward(hidden, weight, target, bias, lse)
     ctx.options = options
 
 
-def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     grads = _linear_logprob_backward(grad_logprob, grad_lse, *ctx.saved_tensors, *ctx.options, needs)
     hidden, weight, bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))

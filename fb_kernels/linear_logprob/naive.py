@@ -15,15 +15,19 @@ def linear_logprob(
     temperature: float = 1.0,
     ignore_index: int = -100,
     valid_vocab: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log softmax(logits)[target], log-sum-exp, entropy -sum p log p without gradient), each [...]; ignored rows 0."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log softmax(logits)[target], log-sum-exp; without gradient the entropy -sum p log p and the largest log-prob).
+
+    Each [...]; ignored rows are 0.
+    """
     counted = target != ignore_index
     logits = _logits(hidden[counted], weight[:valid_vocab], bias, logit_scale, softcap, temperature)  # [N, V]
     logprob, lse = logits.log_softmax(-1), logits.logsumexp(-1)
     lse = lse.masked_fill(lse == torch.inf, torch.nan)
     picked = logprob.gather(1, target[counted].long()[:, None])[:, 0]
     entropy = torch.special.entr(logprob.detach().exp()).sum(-1)
-    return _filled(counted, picked, 0.0), _filled(counted, lse, 0.0), _filled(counted, entropy, 0.0)
+    largest = logprob.detach().amax(-1) if logits.numel() else lse.detach()  # [N]
+    return tuple(_filled(counted, values, 0.0) for values in (picked, lse, entropy, largest))  # type: ignore[return-value]
 
 
 def linear_logprob_partials(

@@ -106,8 +106,8 @@ def linear_logprob(
     target: Tensor,
     bias: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, lse, entropy), each of target's shape."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
     options = Options(*rest)
     valid = options.rows(weight)
     check_targets("linear_logprob", target, options.ignore_index, valid)
@@ -118,7 +118,8 @@ def linear_logprob(
     entropy = total.log() - weighted / total
     ignored = ids == options.ignore_index
     logprob = torch.where(_outside(ids, valid), torch.nan, picked - lse)
-    return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in (logprob, lse, entropy))  # type: ignore[return-value]
+    results = (logprob, lse, entropy, top - lse)
+    return tuple(values.masked_fill(ignored, 0.0).view(target.shape) for values in results)  # type: ignore[return-value]
 
 
 def _project_back(

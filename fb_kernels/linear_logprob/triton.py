@@ -174,10 +174,13 @@ def _chunk_statistics_kernel(
 
 @triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "tiles", "last", "ignore_index"])
 def _merge_statistics_kernel(
-    statistics, picked, target, first_out, second_out, third_out, rows, valid, vocab_start, tiles, last, ignore_index,
-    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
+    statistics, picked, target, first_out, second_out, third_out, largest_out, rows, valid, vocab_start, tiles, last,
+    ignore_index, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The tiles' statistics in their order, as (log-prob, lse, entropy) or a shard's partials; ids end with `last`."""
+    """The tiles' statistics in their order; ids end with `last`.
+
+    As (log-prob, lse, entropy, largest log-prob) or, where nothing is to hold the last, a shard's partials.
+    """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     in_row = row < rows
     plane = tl.cast(tiles, tl.int64) * rows
@@ -204,11 +207,12 @@ def _merge_statistics_kernel(
     here = in_row & (local >= 0) & (local < valid)
     target_logit = tl.load(picked + row, mask=here, other=-float("inf"))
     bad, ignored = (ids < 0) | (ids > last), ids == ignore_index
-    if WHOLE:
+    if largest_out is not None:
         lse = top + tl.log(total)
         one = tl.where(ignored, 0.0, tl.where(bad, float("nan"), target_logit - lse))
         two = tl.where(ignored, 0.0, lse)
         three = tl.where(ignored, 0.0, tl.log(total) - weighted / total)
+        tl.store(largest_out + row, tl.where(ignored, 0.0, top - lse), mask=in_row)
     else:
         one = tl.where(ignored, -float("inf"), top)
         held = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)  # the maximum's own 1
@@ -285,14 +289,14 @@ def _combine_logprob_partials_kernel(
 
 def linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, lse, entropy), each of target's shape."""
+) -> tuple[Tensor, ...]:
+    """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
     return _forward(hidden, weight, target, 0, bias, Options(*options), whole=True)
 
 
 def linear_logprob_partials(
     hidden: Tensor, weight_shard: Tensor, target: Tensor, vocab_start: int, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(max, sumexp, target logit) of one shard."""
     return _forward(hidden, weight_shard, target, vocab_start, bias, Options(*options), whole=False)
 
@@ -392,7 +396,7 @@ def _forward(
     options: Options,
     *,
     whole: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Statistics of every tile of a shard, then their merge: the whole head's results, or the shard's share of them."""
     if hidden.dtype == torch.float64:
         return NotImplemented
@@ -400,9 +404,9 @@ def _forward(
     last = valid - 1 if whole else LARGEST_ID if options.valid_vocab is None else options.valid_vocab - 1  # a good id
     x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
-    one, two, three = (x.new_empty(target.shape, dtype=torch.float32) for _ in range(3))
+    results = tuple(x.new_empty(target.shape, dtype=torch.float32) for _ in range(4 if whole else 3))
     if not rows:
-        return one, two, three
+        return results
     softcap = options.softcap
     numbers = (options.logit_scale, 1.0 if softcap is None else softcap, options.temperature)
     picked = x.new_empty(rows, dtype=torch.float32)
@@ -433,10 +437,10 @@ def _forward(
             )  # fmt: skip
     launch = tuning.linear_logprob_merge()
     _merge_statistics_kernel[(triton.cdiv(rows, launch["BLOCK_M"]),)](
-        statistics, picked, ids, one, two, three, rows, valid, vocab_start, tiles, last, options.ignore_index,
-        WHOLE=whole, **launch,
+        statistics, picked, ids, *results, *([] if whole else [None]), rows, valid, vocab_start, tiles, last,
+        options.ignore_index, **launch,
     )  # fmt: skip
-    return one, two, three
+    return results
 
 
 def _project_back(

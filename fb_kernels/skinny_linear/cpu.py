@@ -7,9 +7,6 @@ from torch import Tensor
 
 from fb_kernels import cpu
 
-ROWS = 16  # the most: from there on oneDNN's blocks are ahead
-SHARE = 1 << 17  # products, the least of a thread
-
 
 def skinny_linear(
     x: Tensor,
@@ -25,9 +22,9 @@ def skinny_linear(
     found, float32 = cpu.library(), torch.float32
     rows, width = x.shape
     outputs = weight.shape[0]
-    if isinstance(found, str) or rows > ROWS or not width:
+    if isinstance(found, str) or rows > cpu.ROWS or not width:
         return NotImplemented
-    threads = max(1, min(torch.get_num_threads(), rows * width * outputs // SHARE))
+    threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
     if x.dtype is not float32 or weight.dtype is not float32 or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
@@ -46,7 +43,7 @@ def skinny_linear(
             return NotImplemented
         norm_at = norm_weight.data_ptr()
     columns = outputs // 2 if swiglu else outputs
-    out = x.new_empty((rows, columns))
+    out = x.new_empty(rows, columns)
     code = found.fbcpu_skinny_linear(
         x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
         out.data_ptr(), columns, rows, width, outputs, swiglu, threads,

@@ -152,6 +152,7 @@ def test_too_few_mixed_states() -> None:
     with pytest.raises(ValueError, match=r"at least 25 .* got 24 of 33 rolled out; roll out a larger share"):
         calibrate(terms, outcomes)
     assert calibrate(terms, outcomes, minimum_mixed=24).mixed == 24
+    assert calibrate(terms[:1], outcomes[:1], minimum_mixed=1).mixed == 1
     with pytest.raises(ValueError, match="got 0 of 0"):
         calibrate([], [])
 

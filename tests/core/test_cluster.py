@@ -34,13 +34,13 @@ from fb_core.stages.stage import run_stage
 
 ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 settings, folder = RunSettings.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
+run_stage(test_cluster.DyingStage(settings, folder / "died"), "ray")
+for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
+    run_command(command, settings, folder / "run", "ray")
 try:
     run_stage(test_cluster.RefusingStage(settings, folder / "refused"), "ray")
 except ValueError as problem:
     print(problem)
-run_stage(test_cluster.DyingStage(settings, folder / "died"), "ray")
-for command in ("collect", "futures", "score", "rollouts", "train", "evaluate"):
-    run_command(command, settings, folder / "run", "ray")
 ray.shutdown()
 """
 

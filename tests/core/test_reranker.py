@@ -206,7 +206,10 @@ def test_features_add_a_weighted_sum():
     torch.testing.assert_close(difference, features @ reranker.feature_weight, rtol=1e-5, atol=1e-5)
     assert features[:, 2].tolist() == [1, 0, 1, 1, 0]
     assert features[:, 3].tolist() == [0, 1, 1, 0, 1]
-    torch.testing.assert_close(features[:, 5], features[:, 1] * llm.exp().max())
+    for column, logprob in enumerate((slm, llm)):
+        deviation = (logprob - logprob.mean()).square().mean().sqrt()  # of the population
+        torch.testing.assert_close(features[:, column], (logprob - logprob.mean()) / deviation, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(features[:, 4 + column], features[:, column] * llm.exp().max())
     with pytest.raises(ValueError, match="features: expected"):
         reranker.scores(prefix, candidates)
     with pytest.raises(ValueError, match="features: expected"):

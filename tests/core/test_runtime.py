@@ -148,6 +148,7 @@ def test_positions_and_buffers_bound_a_generation():
     generation = decoder.generate(ids, 50)
     assert generation.token_ids.tolist() == plainly.token_ids.tolist()
     assert len(generation.token_ids) == 7
+    assert decoder._fast.step.model.keys[0].shape[0] == 12  # no slot for what has no position
     short = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), max_length=8)
     assert len(short.generate(ids, 3).token_ids) == 3
     with pytest.raises(ValueError, match="expected prompt and new tokens to fit buffers of 8 tokens, got 5 and 4"):
@@ -301,8 +302,9 @@ def test_changed_weights_count_and_a_changed_dtype_is_refused():
 @pytest.mark.parametrize("family", ["phi3", "gemma2"])
 def test_other_families_run_as_in_the_plain_decoder_and_say_so_once(family):
     slm, llm = tiny(family, 1), tiny(family, 2)
-    with pytest.warns(UserWarning, match="slm: .* has no native decoder"):
+    with pytest.warns(UserWarning, match="slm: .* has no native decoder") as warned:
         decoder = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
+    assert warned[0].filename == __file__
     (ids,) = prompts(6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -126,12 +126,12 @@ def test_a_pack_that_memory_refuses_is_halved(monkeypatch, most, problem):
     expected = scorer.score_trajectories(work, 1 << 20)
     forward = scorer._forward
 
-    def limited(pack, local=False):
+    def limited(pack, **asked):
         groups = sum(len(each) for _, each in pack)
         if groups > most:
             raise problem
         taken.append(groups)
-        return forward(pack, local)
+        return forward(pack, **asked)
 
     monkeypatch.setattr(scorer, "_forward", limited)
     for mine, want in zip(scorer.score_trajectories(work, 1 << 20), expected, strict=True):
@@ -140,12 +140,12 @@ def test_a_pack_that_memory_refuses_is_halved(monkeypatch, most, problem):
 
 
 @pytest.mark.parametrize(
-    ("problem", "forwards"), [(torch.OutOfMemoryError(), 2), (RuntimeError("another"), 1)], ids=["memory", "another"]
+    ("problem", "forwards"), [(torch.OutOfMemoryError(), 3), (RuntimeError("another"), 1)], ids=["memory", "another"]
 )
-def test_a_group_alone_that_fails_is_an_error(monkeypatch, problem, forwards):
+def test_a_candidate_alone_that_fails_is_an_error(monkeypatch, problem, forwards):
     scorer, seen = CompatibilityScorer(tiny()), []
 
-    def refuse(pack, local=False):
+    def refuse(pack, **asked):
         seen.append(len(pack))
         raise problem
 

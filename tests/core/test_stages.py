@@ -460,7 +460,7 @@ status = dict(line.split(":", 1) for line in open("/proc/self/status").read().sp
 limit = int(status["VmSize"].split()[0]) * 1024 + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 forwards, forward = [], scorer._forward
-scorer._forward = lambda pack, local=False: (forwards.append(len(pack)), forward(pack, local))[1]
+scorer._forward = lambda pack, **asked: (forwards.append(len(pack)), forward(pack, **asked))[1]
 packed = scorer.score_trajectories(work, 1 << 20)
 for a, b in zip(packed, apart):
     for x, y in zip(a, b):

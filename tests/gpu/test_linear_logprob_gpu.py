@@ -47,7 +47,7 @@ def make(
     target[1] = other[0] = -100
 
     def op(hidden: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
-        return linear_logprob(hidden, weight, target, *bias, return_lse=True, **options)
+        return linear_logprob(hidden, weight, target, *bias, return_lse=True, return_max=True, **options)
 
     def plain(hidden: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
         logits = (hidden @ weight[:valid].T) * options.get("logit_scale", 1.0)
@@ -57,7 +57,8 @@ def make(
         logits = logits.float() / options.get("temperature", 1.0)
         counted = target != -100
         logprob = -F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
-        return logprob, torch.where(counted, logits.logsumexp(-1), 0.0)
+        lse, largest = logits.logsumexp(-1), logits.log_softmax(-1).amax(-1).detach()
+        return logprob, torch.where(counted, lse, 0.0), torch.where(counted, largest, 0.0)
 
     hidden = randn(rows, width, dtype=dtype, device=device)
     weight = (2 * width**-0.5 * randn(vocabulary, width, device=device, seed=1)).to(dtype)
@@ -80,6 +81,20 @@ def partials_combine(size: tuple[int, int, int], dtype: torch.dtype, device: str
     want = linear_logprob(hidden, weight, target, return_lse=True)
     for actual, expected in zip(got, want, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def largest_is_one_of_them(rows: int, dtype: torch.dtype, device: str = DEVICE) -> None:
+    """Bit for bit, whatever the target: the largest log-prob that any id has."""
+    hidden, weight = randn(1, 64, dtype=dtype, device=device), randn(70, 64, dtype=dtype, device=device, seed=1)
+    every = torch.arange(rows, device=device) % 70
+    logprob, largest = linear_logprob(hidden.expand(rows, 64), weight, every, return_max=True)
+    assert torch.equal(largest, logprob.amax().expand(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [70, 700])
+def test_small_largest_log_prob(rows: int, dtype: torch.dtype) -> None:
+    largest_is_one_of_them(rows, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

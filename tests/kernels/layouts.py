@@ -43,6 +43,6 @@ ROUGH = "transposed, steps of 3"
 def outside(view: Tensor) -> Tensor:
     """The elements of the view's memory that are not its own."""
     flat = view.new_empty(0).set_(view.untyped_storage())
-    own = torch.zeros(flat.shape, dtype=torch.bool)
+    own = torch.zeros(flat.shape, dtype=torch.bool, device=view.device)
     own.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
     return flat[~own].clone()

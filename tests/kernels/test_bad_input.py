@@ -13,7 +13,7 @@ import torch
 from cases import NAMES, case
 from torch import Tensor
 
-from fb_kernels import BranchLayout, backend
+from fb_kernels import BranchLayout, backend, checks
 
 ONE_EACH = {case(name).op: name for name in reversed(NAMES)}  # op: its first case
 ANY_SHAPE = {("swiglu", "gate_up"), ("topk_entropy", "logits"), ("candidate_head", "head_bias")}
@@ -142,3 +142,24 @@ def test_what_an_argument_is_not(op: str) -> None:
 def test_values_that_no_kind_rules_out(op: str, changes: dict[str, Any], argument: str, which: str) -> None:
     with backend.override(which):
         refused(op, argument, changes)
+
+
+@pytest.mark.parametrize(
+    ("entries", "shown"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], r"\[1, 2, 3, 4, 5, 6, 7, 8\]"),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], r"\[1, 2, 3, 4\] \.\.\. \[8, 9\]"),
+    ],
+)
+def test_long_offsets_are_cut_short(entries: list[int], shown: str) -> None:
+    with pytest.raises(ValueError, match=f"got {shown}; rebuild them"):
+        checks.offset_values("op", "offsets", entries, entries[-1])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [({}, "an int"), ({"least": 1}, "an int of 1 or more"), ({"least": 1, "most": 9}, "an int from 1 to 9")],
+)
+def test_an_int_that_is_none_says_what_is_one(bounds: dict[str, int], expected: str) -> None:
+    with pytest.raises(TypeError, match=f"expected {expected}, got float; convert it"):
+        checks.integer("op", "count", 1.5, "remedy", **bounds)

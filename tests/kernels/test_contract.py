@@ -21,11 +21,12 @@ from launches import count_kernels
 from layouts import LAYOUTS, outside
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from ways import names, running
+from ways import device_of, names, running
 
 from fb_kernels import backend
 from fb_kernels.testing import assert_close_to_reference, count_launches, count_syncs, poisoned_memory
 
+HOST = torch.device("cpu")
 STRANGE = (torch.nan, torch.inf, -torch.inf, 0.0, 1e4, -1e4)
 HOSTILE = ((torch.nan, True), (torch.inf, False), (-torch.inf, False))  # in a whole row, or in its last element
 
@@ -41,6 +42,11 @@ DIFFERENTIABLE = [(op, way) for op, way in EVERY if OPS[op].make(**OPS[op].typic
 def promised(pairs: list[tuple[str, str]]) -> Callable:
     """Once for each implementation of each op."""
     return pytest.mark.parametrize(("name", "way"), pairs)
+
+
+def made(op: Op, way: str, dtype: torch.dtype, sizes: dict[str, Any] | None = None) -> Case:
+    """A call of the op, where its implementation wants it."""
+    return op.cast(op.make(**(op.typical if sizes is None else sizes)), dtype).on(device_of(way))
 
 
 def evaluate(
@@ -64,15 +70,15 @@ def evaluate(
 
 def upstream(case: Case, results: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of the results."""
-    return [
-        torch.randn(results[place].shape, generator=generator(place)).to(results[place].dtype) for place in case.outputs
-    ]
+    return [torch.randn(results[each].shape, generator=generator(each)).to(results[each]) for each in case.outputs]
 
 
 def check(
     op: Op, case: Case, results: Sequence[Tensor], grads: Sequence[Tensor], pulled: Sequence[Tensor] = ()
 ) -> None:
-    """Against the definition in float64, and plain PyTorch in each result's dtype."""
+    """Against the definition in float64, and plain PyTorch in each result's dtype, all on the host."""
+    results, grads, pulled = ([x.to(HOST) for x in each] for each in (results, grads, pulled))
+    case = case.on(HOST)
     truths: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     if grads:
         pulled = pulled or upstream(case, results)
@@ -81,11 +87,11 @@ def check(
         truths[dtype] = evaluate(op.cast(case, dtype), lambda each: op.truth(each, results), pulled)
     truth, exact = truths[torch.float64]
     scales = op.scales(case, truth) if op.scales else [None] * len(truth)
-    for place, (mine, want, scale) in enumerate(zip(results, truth, scales, strict=True)):
+    for each, (mine, want, scale) in enumerate(zip(results, truth, scales, strict=True)):
         if mine.is_floating_point():
             if not op.which_strange:
                 mine, want = (x.masked_fill(~x.to(mine.dtype).isfinite(), torch.nan) for x in (mine, want))
-            assert_close_to_reference(mine, want, truths[mine.dtype][0][place], scale=scale)
+            assert_close_to_reference(mine, want, truths[mine.dtype][0][each], scale=scale)
         else:
             assert mine.dtype == want.dtype
             assert torch.equal(mine, want)
@@ -116,7 +122,7 @@ def test_it_is_the_definition(name: str, way: str, data: st.DataObject) -> None:
     case = op.cast(op.make(**sizes), dtype)
     strange = [each for each in (op.rows if op.hostile is None else op.hostile) if each in case.tensors]
     share = data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.3])) if strange else 0.0
-    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in strange})
+    case = case.with_(**{each: hostile(case.tensors[each], share, pick) for each in strange}).on(device_of(way))
     alike = pick.choice([None, *taken.layouts])
     apart = {each: ["rows apart"] * (each in taken.apart) for each in case.tensors}
     laid = {each: pick.choice([*([alike] if alike else taken.layouts), *apart[each]]) for each in case.tensors}
@@ -146,7 +152,7 @@ def test_it_is_the_definition_past_a_block(name: str, way: str) -> None:
     op, taken = declared(name, way)
     for sizes in taken.also:
         for dtype in taken.dtypes:
-            case = op.cast(op.make(**sizes), dtype)
+            case = made(op, way, dtype, sizes)
             with running(way):
                 check(op, case, *evaluate(case.fresh()))
 
@@ -170,13 +176,14 @@ def test_a_row_is_its_own(name: str, way: str) -> None:
     """What it holds reaches no other, and shows in it as it does in the definition."""
     op, taken = declared(name, way)
     for dtype in taken.dtypes[:1] if way.startswith("triton") else taken.dtypes:
-        case = op.cast(op.make(**op.typical), dtype)
+        case = made(op, way, dtype)
         with running(way), taken.small():
             clean = evaluate(case.fresh())
             for row, (argument, (value, whole)) in enumerate(itertools.product(float_rows(op), HOSTILE)):
-                x, place = case.tensors[argument].clone(), op.rows[argument]
-                others = torch.tensor([other for other in range(x.shape[place]) if other != row % x.shape[place]])
-                mine = x.select(place, row % x.shape[place])
+                x, along = case.tensors[argument].clone(), op.rows[argument]
+                others = [other for other in range(x.shape[along]) if other != row % x.shape[along]]
+                others = torch.tensor(others, device=x.device)
+                mine = x.select(along, row % x.shape[along])
                 (mine[..., -1] if mine.ndim and not whole else mine).fill_(value)
                 results, grads = evaluate(case.fresh().with_(**{argument: x}))
                 pairs = list(zip(results, clean[0], op.result_rows, strict=False))
@@ -191,23 +198,20 @@ def test_a_row_is_its_own(name: str, way: str) -> None:
 def test_a_row_alone_has_the_same_bits(name: str, way: str) -> None:
     op, taken = declared(name, way)
     for dtype in taken.dtypes:
-        case = op.cast(op.make(**op.typical), dtype)
+        case = made(op, way, dtype)
         with running(way):
             together = case.run()
             for row in (0, 2, 5):
-                one = {
-                    argument: case.tensors[argument].narrow(place, row, 1).clone()
-                    for argument, place in op.rows.items()
-                }
-                for mine, whole, place in zip(case.run(**one), together, op.result_rows, strict=True):
-                    assert torch.equal(mine, whole.narrow(place, row, 1))
+                one = {each: case.tensors[each].narrow(along, row, 1).clone() for each, along in op.rows.items()}
+                for mine, whole, along in zip(case.run(**one), together, op.result_rows, strict=True):
+                    assert torch.equal(mine, whole.narrow(along, row, 1))
 
 
 @promised(DIFFERENTIABLE)
 def test_a_gradient_alone_is_the_same(name: str, way: str) -> None:
     """And the gradients through each result sum up to those through all."""
     op, taken = declared(name, way)
-    case = op.cast(op.make(**op.typical), taken.dtypes[0])
+    case = made(op, way, taken.dtypes[0])
     with running(way), taken.small():
         every = evaluate(case)[1]
         for leaf, whole in zip(case.gradients, every, strict=True):
@@ -238,7 +242,7 @@ class Seen(TorchDispatchMode):
 def test_opcheck(name: str, way: str) -> None:
     """Every operator that a call and its gradients come to, as they call it."""
     op, taken = declared(name, way)
-    cases = [op.cast(op.make(**op.typical), taken.dtypes[-1])]
+    cases = [made(op, way, taken.dtypes[-1])]
     cases += [op.make(**sizes) for sizes in op.tiny] if way == "reference" else []
     for case in cases:
         with running(way):
@@ -299,7 +303,7 @@ def test_it_compiles_whole(name: str) -> None:
 @promised(EVERY)
 def test_one_launch_and_no_sync(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (op, taken), kind = declared(name, way), way.partition(" ")[0]
-    case = op.cast(op.make(**op.typical), taken.dtypes[0])
+    case = made(op, way, taken.dtypes[0])
     kernels = (
         count_kernels(monkeypatch, import_module(f"{case.function.__module__}.triton")) if kind == "triton" else []
     )
@@ -325,11 +329,11 @@ def test_what_it_was_not_made_for_is_left_to_others(name: str, way: str) -> None
     for make in (*double, *taken.refused):
         with running(way):
             with pytest.raises(ValueError, match=f"{op.name}: expected arguments that the {kind} kernel takes"):
-                make().run()
+                make().on(device_of(way)).run()
             with backend.override("reference"):
-                expected = make().run()
+                expected = make().on(device_of(way)).run()
             with backend.override("auto"):
-                assert same(make().run(), expected)
+                assert same(make().on(device_of(way)).run(), expected)
 
 
 WRONG = [(op, *wrong) for op in OPS for wrong in OPS[op].wrong]

@@ -25,9 +25,9 @@ from cases.linear_logprob import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from ways import names, running_small
+from ways import names, running, running_small
 
-from fb_kernels import combine_logprob_partials, linear_logprob, linear_logprob_partials, tuning
+from fb_kernels import combine_logprob_partials, cpu, linear_logprob, linear_logprob_partials, tuning
 from fb_kernels.linear_logprob import reference
 from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
@@ -140,11 +140,85 @@ def test_what_is_asked_for_is_what_comes(way: str) -> None:
     given = leaves(single()).arguments
     plain = {name: x for name, x in given.items() if name not in ALL}
     with running_small(OP, way):
-        logprob, lse, entropy = linear_logprob(**given)
+        logprob, lse, entropy, largest = linear_logprob(**given)
         assert torch.equal(linear_logprob(**plain), logprob)
         assert torch.equal(linear_logprob(**plain, return_lse=True)[1], lse)
         assert torch.equal(linear_logprob(**plain, return_entropy=True)[1], entropy)
+        assert torch.equal(linear_logprob(**plain, return_max=True)[1], largest)
+        both = linear_logprob(**plain, return_lse=True, return_max=True)
+        assert all(torch.equal(one, other) for one, other in zip(both, (logprob, lse, largest), strict=True))
     assert not entropy.requires_grad
+    assert not largest.requires_grad
+
+
+@every_way
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 2.0, "temperature": 0.7},
+        {"logit_scale": -1.7, "temperature": 3.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [4, 20])
+def test_a_log_prob_is_the_largest_exactly_where_it_is(way: str, rows: int, options: dict[str, Any]) -> None:
+    """Every id is asked of every row, -100 last; columns 9 and 60 are twins, and win in rows 1 and 2, which are one."""
+    valid = 70
+    case = single(rows, 16, 73, valid_vocab=valid, **options)
+    hidden, weight = ((case.tensors[name] * 4).round() / 4 for name in ("hidden", "weight"))  # of exact products
+    bias = case.tensors["bias"].clone()
+    hidden[2] = hidden[1]
+    weight[[9, 60]], bias[[9, 60]] = hidden[1] * math.copysign(1.0, options.get("logit_scale", 1.0)), 1.0
+    weight[valid:], bias[valid:] = math.nan, math.inf
+    with running_small(OP, way):
+        found = [
+            case.run(hidden=hidden, weight=weight, bias=bias, target=torch.full((rows,), one))
+            for one in (*range(valid), IGNORE)
+        ]
+    logprob, largest = (torch.stack([results[place] for results in found], 1) for place in (0, 3))  # [rows, valid + 1]
+    assert not logprob[:, valid].any()
+    assert not largest[:, valid].any()
+    logprob, largest = logprob[:, :valid], largest[:, :valid]
+    assert torch.equal(largest, logprob.amax(1, keepdim=True).expand_as(largest))
+    assert (logprob == largest)[1:3].nonzero().tolist() == [[0, 9], [0, 60], [1, 9], [1, 60]]
+
+
+@every_way
+def test_the_largest_log_prob_of_strange_rows(way: str) -> None:
+    """NaN and inf make NaN, also where every logit is -inf; ids of probability zero are no maximum."""
+    case = single(4)
+    hidden, weight, bias = (case.tensors[name].clone() for name in FLOATS)
+    strange = hidden.clone()
+    strange[1], strange[2, 3] = math.nan, math.inf
+    bias[::2] = -math.inf
+    with running_small(OP, way):
+        largest = case.run(hidden=strange, target=ids(5, 5, 5, IGNORE))[3]
+        nowhere = case.run(bias=torch.full((70,), -math.inf))[3]
+        banned = case.run(bias=bias, target=ids(0, 2, 4, 68))
+    assert largest.isnan().tolist() == [False, True, True, False]
+    assert largest[3] == 0
+    assert nowhere.isnan().all()
+    assert (banned[0] == -math.inf).all()
+    expected = torch.log_softmax(hidden @ weight[1::2].T + bias[1::2], 1).amax(1)
+    torch.testing.assert_close(banned[3], expected)
+
+
+@pytest.mark.parametrize("way", [name for name in names(OP) if name.startswith("cpu")])
+def test_small_products_on_the_cpu_are_its_own(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A row's bits know neither the others nor the threads; what lies otherwise in memory is torch's product."""
+    case = single(11, 37, 70, valid_vocab=67)
+    hidden, weight, target = (case.tensors[name] for name in ("hidden", "weight", "target"))
+    with running_small(OP, way):
+        alone = [case.run(hidden=hidden[i : i + 1], target=target[i : i + 1] % 67) for i in range(11)]
+        columns = case.run(weight=weight.T.contiguous().T, target=target % 67)
+        monkeypatch.setattr(cpu, "SHARE", 1)
+        for threads in (1, 3, 8):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            together = case.run(target=target % 67)
+            for place, values in enumerate(together):
+                assert torch.equal(values, torch.cat([one[place] for one in alone]))
+    torch.testing.assert_close(columns, together)
 
 
 @every_way_of_shards
@@ -174,6 +248,15 @@ def test_uneven_and_empty_shards_equal_the_whole(
     expected, native = (gradients(each, truth) for each, truth in zip((wide, plain), truths, strict=True))
     for one, truth, other, scale in zip(grads, expected, native, scales, strict=True):
         assert_close_to_reference(one, truth, other, scale=scale)
+
+
+@every_way_of_shards
+def test_the_first_id_of_the_next_shard_is_in_that(way: str) -> None:
+    case = single(4, 6, 11, target=ids(3, 4, 7, 0))
+    hidden, weight = case.tensors["hidden"], case.tensors["weight"]
+    with running(way):
+        picked = linear_logprob_partials(hidden, weight[4:7], case.tensors["target"], vocab_start=4)[2]
+    assert picked.isfinite().tolist() == [False, True, False, False]
 
 
 @every_way_of_shards

@@ -95,6 +95,7 @@ def test_linear_logprob() -> None:
         -F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(2, 3),
         logits.logsumexp(-1) * counted,
         torch.distributions.Categorical(logits=logits.detach()).entropy() * counted,
+        logits.detach().softmax(-1).amax(-1).log() * counted,
     )
     options: dict[str, Any] = {"logit_scale": 0.5, "softcap": 3.0, "temperature": 0.7, "valid_vocab": 7}
     close(linear_logprob(hidden, weight, target, bias, **options), want, hidden, weight, bias)
@@ -103,10 +104,11 @@ def test_linear_logprob() -> None:
 def test_linear_logprob_of_strange_rows() -> None:
     hidden = torch.tensor([[NAN, 1.0], [INF, 1.0], [-INF, 0.0], [NAN, NAN], [0.0, 0.0]], requires_grad=True)
     weight, target = torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([0, 0, 0, -100, 1])
-    logprob, lse, entropy = linear_logprob(hidden, weight, target)
+    logprob, lse, entropy, largest = linear_logprob(hidden, weight, target)
     close(logprob, torch.tensor([NAN, NAN, NAN, 0.0, -math.log(2)]))
     close(lse, torch.tensor([NAN, NAN, -INF, 0.0, math.log(2)]))
     close(entropy, torch.tensor([NAN, NAN, NAN, 0.0, math.log(2)]))
+    close(largest, torch.tensor([NAN, NAN, NAN, 0.0, -math.log(2)]))
     (grad,) = torch.autograd.grad(logprob[3:].sum(), hidden)
     assert not grad[3].any()
 

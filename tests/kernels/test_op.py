@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fb_kernels
 from fb_kernels import rms_norm
 from fb_kernels._op import Op, eager
 
@@ -44,6 +47,20 @@ def dispatcher_closed() -> Iterator[None]:
 
 def test_every_op_with_a_short_way_is_here() -> None:
     assert {case(name).op for name in PLAIN} == SHORT
+
+
+MODULES = {sys.modules[getattr(fb_kernels, name).__module__] for name in fb_kernels.__all__}
+OPERATORS = sorted({x for each in MODULES for x in vars(each).values() if isinstance(x, Op)}, key=lambda x: x.name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda x: x.name)
+def test_every_kernel_is_attached(operator: Op) -> None:
+    """What a folder has for an operator in triton.py, cuda.py or cpu.py runs; the reference would do so in silence."""
+    folder = Path(fb_kernels.__file__).parent / operator.stem
+    for kind in ("triton", "cuda", "cpu"):
+        source = folder / f"{kind}.py"
+        found = source.is_file() and re.search(rf"(^def | as ){operator.name}\b", source.read_text(), re.MULTILINE)
+        assert bool(found) == (kind in operator.kinds), kind
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -10,6 +10,7 @@ from cases import NAMES, Case, case
 from cases.base import gradients
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fb_kernels
 
@@ -73,6 +74,16 @@ def loss_of(example: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
         return torch.stack([(results[place] * weights[place]).sum() for place in example.outputs]).sum()
 
     return loss, [example.tensors[name] for name in example.gradients]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_checkpointing_changes_no_bit(name: str) -> None:
+    """torch.utils.checkpoint hands out what a backward pass saved once only."""
+    loss, values = loss_of(case(name))
+    leaves = [x.clone().requires_grad_() for x in values]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    again = torch.autograd.grad(checkpoint(loss, *leaves, use_reentrant=False), leaves)
+    assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -71,6 +71,13 @@ def with_dtypes(op: Op) -> list[tuple[str, torch.dtype]]:
     return [(name, dtype) for name in names(op) for dtype in op.way(name).dtypes]
 
 
+def device_of(way: str) -> torch.device:
+    """Where the arguments of an implementation lie: on a GPU where kernels run on one."""
+    kind = way.partition(" ")[0]
+    on_gpu = kind == "cuda" or (kind == "triton" and os.environ["TRITON_INTERPRET"] != "1")
+    return torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def running(way: str) -> Iterator[None]:
     """Ops run one implementation, and refuse arguments that it was not made for.
@@ -78,8 +85,6 @@ def running(way: str) -> Iterator[None]:
     After a space it says which: the CPU's by the bits of its vectors, Triton's by what a function of tuning.py chooses.
     """
     kind, _, which = way.partition(" ")
-    if kind == "triton" and os.environ["TRITON_INTERPRET"] != "1":
-        pytest.skip("kernels run on a GPU here: see tests/gpu")
     with pytest.MonkeyPatch.context() as patch, backend.override("reference" if kind == "device" else kind):
         if kind == "device":  # the reference as it runs where the host reads no tensor
             for name in READING:

@@ -56,18 +56,18 @@ class Case:
 
     def changed(self, **changes: Any) -> dict[str, Any]:
         """The arguments with others in their places; names with a dot reach inside."""
-        built = dict(self.arguments)
+        built, inside = dict(self.arguments), {}
         for name, value in changes.items():
             outer, _, inner = name.partition(".")
-            whole = built.get(outer)
-            if isinstance(whole, DecodeState) and inner:
-                built[outer] = whole._replace(**{inner: value})
-            elif isinstance(whole, BranchLayout) and inner:
-                built[outer] = replace(whole, **{inner: value})
-            elif inner:
-                built[outer] = (*whole[: int(inner)], value, *whole[int(inner) + 1 :])
+            (inside.setdefault(outer, {}) if inner else built)[inner or outer] = value
+        for outer, values in inside.items():
+            whole = built[outer]
+            if isinstance(whole, DecodeState):
+                built[outer] = whole._replace(**values)
+            elif isinstance(whole, BranchLayout):
+                built[outer] = replace(whole, **values)
             else:
-                built[outer] = value
+                built[outer] = tuple(values.get(str(place), x) for place, x in enumerate(whole))
         return built
 
     def with_(self, **changes: Any) -> Case:
@@ -77,6 +77,11 @@ class Case:
     def fresh(self) -> Case:
         """The case with what is written in memory of its own, for one more call."""
         return self.with_(**{name: self.tensors[name].clone() for name in self.written})
+
+    def on(self, device: torch.device) -> Case:
+        """The case with its tensors on a device; they keep their values, not their strides."""
+        moved = {name: x.to(device) for name, x in self.tensors.items() if x.device != device}
+        return self.with_(**moved) if moved else self
 
     def run(self, **changes: Any) -> list[Tensor]:
         """What it returns, then what it wrote."""

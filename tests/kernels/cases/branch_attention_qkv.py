@@ -236,6 +236,7 @@ OP = Op(
         ("qkv", {"qkv": torch.ones(6, 512, requires_grad=True)}, ValueError),
         ("cos", {"cos": torch.ones(3, 7), "sin": torch.ones(3, 7)}, ValueError),
         ("num_heads", {"num_heads": 3}, ValueError),
+        ("num_heads", {"num_heads": 0, "qkv": torch.ones(6, 256)}, ValueError),
         ("q_weight", {"q_weight": torch.ones(7)}, ValueError),
         ("positions", {"positions": ids(0, 1)}, ValueError),
         ("positions", {"positions": OTHER + 7}, ValueError),

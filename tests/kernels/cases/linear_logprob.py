@@ -22,7 +22,7 @@ from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_par
 from fb_kernels.testing import magnitude
 
 IGNORE = -100
-ALL = {"return_lse": True, "return_entropy": True}
+ALL = {"return_lse": True, "return_entropy": True, "return_max": True}
 FLOATS = ("hidden", "weight", "bias")
 TILE = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the tensor cores' longer side
 FORMS = ("fused", "chunked")
@@ -116,7 +116,7 @@ def size(case: Case) -> Tensor:
 def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
     """An entropy moves by itself times a relative error of the probabilities."""
     each = size(case)
-    return [each, each, each * (1 + magnitude(truth[2]))]
+    return [each, each, each * (1 + magnitude(truth[2])), each]
 
 
 def scales_of_partials(case: Case, truth: Sequence[Tensor]) -> list[Tensor]:
@@ -249,13 +249,16 @@ OP = Op(
             layouts=CONTIGUOUS,
             apart=("weight",),
             also=[
-                {
-                    "rows": (9,),
-                    "width": 7,
-                    "vocabulary": 3001,
-                    "options": {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5},
-                }
-                for softcap in (None, 30.0)
+                {"rows": (3,), "width": 0, "vocabulary": 5},
+                *(
+                    {
+                        "rows": (9,),
+                        "width": 7,
+                        "vocabulary": 3001,
+                        "options": {"logit_scale": 3.0, "softcap": softcap, "temperature": 0.5},
+                    }
+                    for softcap in (None, 30.0)
+                ),
             ],
             refused=[
                 lambda: single(make((2,), 3, 5)).with_(bias=torch.ones(10)[::2]),
@@ -271,10 +274,10 @@ OP = Op(
     tiny=TINY,
     scales=scales,
     gradient_scales=gradient_scales,
-    widened=(0, 1, 2),
+    widened=(0, 1, 2, 3),
     rows={"hidden": 0, "target": 0},
     hostile=("hidden", "bias"),
-    result_rows=(0, 0, 0),
+    result_rows=(0, 0, 0, 0),
     wrong=[*wrong_tensors("weight", [100, -1]), ("valid_vocab", {"valid_vocab": 103}, ValueError)],
 )
 PARTIALS = Op(

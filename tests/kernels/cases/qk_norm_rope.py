@@ -191,6 +191,7 @@ OP = Op(
         ("positions", {"positions": SIX + 7}, ValueError),
         ("positions", {"positions": SIX - 1}, ValueError),
         ("num_heads", {"num_heads": 0}, ValueError),
+        ("num_heads", {"num_heads": 0, "qkv": torch.ones(6, 32)}, ValueError),
         ("num_kv_heads", {"num_kv_heads": -1}, ValueError),
         ("num_kv_heads", {"num_kv_heads": 1.0}, TypeError),
         ("eps", {"eps": -1.0}, ValueError),
@@ -202,6 +203,7 @@ OP = Op(
         ("kv_out", {"kv_out": (*caches(), SIX.float())}, TypeError),
         ("kv_out", {"kv_out": (*caches(), SIX + 2)}, ValueError),
         ("kv_out", {"kv_out": (*caches(), SIX // 2)}, ValueError),
+        ("kv_out", {"kv_out": (*caches(), (SIX - 1).clamp(min=0))}, ValueError),
         ("kv_out", {"kv_out": (caches()[0][:1].expand(8, -1, -1), caches(8)[1], SIX)}, ValueError),
     ],
 )

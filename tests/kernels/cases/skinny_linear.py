@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, listed, normal, randn, seeds, single
+from fb_kernels import cpu
 from fb_kernels.rms_norm.naive import rms_norm
-from fb_kernels.skinny_linear import cpu
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import magnitude
 

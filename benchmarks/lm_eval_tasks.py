@@ -1,0 +1,124 @@
+"""`python -m benchmarks.lm_eval_tasks MODEL`: the tasks of examples/lm_eval by lm-eval's `hf` and by `futurebridge`.
+
+MODEL is a folder, such as `examples/pretrained_model.py` writes; both use one loaded model. `hf` answers a task once
+at each batch size, which must agree with ours; the quickest then takes turns with ours, from the texts to the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import harness
+from benchmarks.harness import OURS, Result
+from fb_core.lm_eval import FutureBridgeLM
+
+TASKS = ("fb_long_context", "fb_short_context", "fb_one_token", "fb_few_shot", "fb_perplexity")
+BATCH_SIZES = (1, 4, 8)
+RELATIVE = 1e-4
+Answers = list[tuple[float, bool]] | list[float]
+
+
+def requests(name: str, documents: int, model: HFLM) -> list[Instance]:
+    """Of a task's first documents."""
+    manager = TaskManager(include_path=str(harness.ROOT / "examples" / "lm_eval"), include_defaults=False)
+    task = manager.load([name])["tasks"][name]
+    task.build_all_requests(limit=documents, tokenizer_name=model.tokenizer_name)
+    return task.instances
+
+
+def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
+    """(the largest difference of log-likelihoods, whether all are equal to rounding and every flag is the same)."""
+    pairs = [
+        ((one, True), (other, True)) if isinstance(one, float) else (one, other)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    equal = all(a[1] == b[1] and math.isclose(a[0], b[0], rel_tol=RELATIVE) for a, b in pairs)
+    return max(abs(a[0] - b[0]) for a, b in pairs), equal
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, theirs: Sequence[HFLM]) -> list[Result]:
+    """A row for ours and for every batch size of `hf`; those that are not the quickest were timed once."""
+    asked = requests(name, documents, ours)
+    kind = asked[0].request_type
+    runs: dict[str, Callable[[], Any]] = {OURS: lambda: getattr(ours, kind)(asked, disable_tqdm=True)}
+    for lm in theirs:
+        runs[f"hf, batch {lm.batch_size}"] = lambda lm=lm: getattr(lm, kind)(asked, disable_tqdm=True)
+    found, times, checks = runs[OURS](), dict[str, list[float]](), {OURS: (0.0, True)}
+    for impl, run in runs.items():
+        if impl != OURS:
+            start = time.perf_counter()
+            answers = run()
+            times[impl] = [time.perf_counter() - start]
+            checks[impl] = differences(found, answers)
+    quickest = min(times, key=lambda impl: times[impl][0])
+    times[OURS] = []
+    checks[OURS] = max(check[0] for check in checks.values()), all(check[1] for check in checks.values())
+    if checks[OURS][1]:
+        times[quickest] = []
+        for _ in range(rounds):
+            for impl in (quickest, OURS):
+                times[impl].append(seconds(runs[impl]))
+    shape = f"{name.removeprefix('fb_').replace('_', ' ')}, {documents} documents, {len(asked)} requests"
+    return [
+        Result("lm_eval", shape, impl, "float32", *harness.quantiles_us(times[impl]), checks[impl][0], checks[impl][1])
+        for impl in runs
+    ]
+
+
+def main() -> None:
+    """Print a row a task; write them where asked."""
+    parser = argparse.ArgumentParser(description="lm-eval's tasks by hf and by futurebridge")
+    parser.add_argument("model", help="a folder with a model and its tokenizer")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--documents", type=int, default=4, help="of each task (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="of hf and ours in turn (default: 3)")
+    parser.add_argument("--write-results", metavar="DIR", type=Path, help="write lm_eval.json to DIR")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(harness.cores())
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    words = AutoTokenizer.from_pretrained(options.model)
+    theirs = [HFLM(model, tokenizer=words, batch_size=size) for size in BATCH_SIZES]
+    ours = FutureBridgeLM(model, tokenizer=words)
+    rows: list[Result] = []
+    print("| task | ours, s | hf, s | hf / ours |\n|---|---|---|---|")
+    for name in options.tasks:
+        rows += (found := measured(name, options.documents, options.rounds, ours, theirs))
+        mine, *others = found
+        if mine.median_us is None:
+            raise SystemExit(f"{name}: log-likelihoods differ from those of hf by {mine.max_error:.1e}")
+        best = min(others, key=lambda row: row.median_us or math.inf)
+        print(
+            f"| {mine.shape} | {mine.median_us / 1e6:.2f} | {best.median_us / 1e6:.2f} ({best.impl}) "
+            f"| {best.median_us / mine.median_us:.2f}x |",
+            flush=True,
+        )
+    if options.write_results:
+        print(*harness.write_results(options.write_results, {"lm_eval": rows}))
+
+
+if __name__ == "__main__":
+    main()

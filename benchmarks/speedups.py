@@ -1,0 +1,109 @@
+"""What a shared prefix saves: the tables and the plot of docs/shared_prefix.md, from their result files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import OURS
+from benchmarks.roofline import GREY, STYLE, save
+from fb_core.report.page import markdown_table
+
+Result = Mapping[str, Any]
+Sizes = tuple[int, int, int]  # G, P, R
+PASSES = {"grpo_no_grad": "no gradients", "grpo_gradient": "gradients"}
+
+
+def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
+    """{shape: (ours, the quickest peer)} of an op's timed cases."""
+    cases = [case for case in result["cases"] if case["op"] == op and case["median_us"]]
+    found = {}
+    for shape in dict.fromkeys(case["shape"] for case in cases):
+        here = [case for case in cases if case["shape"] == shape]
+        peers = [case for case in here if case["impl"] != OURS]
+        (ours,) = (case for case in here if case["impl"] == OURS)
+        found[shape] = ours, min(peers, key=lambda case: case["median_us"])
+    return found
+
+
+def sizes(shape: str) -> Sizes:
+    """Of `G=8 P=512 R=128`."""
+    group, prompt, completion = map(int, re.findall(r"=(\d+)", shape))
+    return group, prompt, completion
+
+
+def saved(group: int, prompt: int, completion: int) -> float:
+    """Tokens of full rows by those of a packed forward."""
+    return group * (prompt + completion) / (prompt + group * completion)
+
+
+def grpo_table(result: Result) -> list[str]:
+    """Every way at the shapes whose memory was measured, then what the runs say."""
+    rows = []
+    for op, label in PASSES.items():
+        cases = [case for case in result["cases"] if case["op"] == op and case.get("peak_bytes")]
+        for case in cases:
+            (ours,) = (each for each in cases if each["impl"] == OURS and each["shape"] == case["shape"])
+            time, memory = case["median_us"] / ours["median_us"], ours["peak_bytes"] / case["peak_bytes"]
+            name = "**ours**" if case is ours else case["impl"]
+            peak = f"{case['peak_bytes'] / 2**20:,.0f}"
+            ratios = ["", ""] if case is ours else [f"{time:.2f}x", f"{memory:.2f}x"]
+            rows.append([f"{case['shape']}, {label}", name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios])
+    table = markdown_table(["pass", "by", "s", "peak MiB", "its time / ours", "our memory / its"], rows)
+    apart = ", ".join(f"{name} {value:.1e}" for name, value in result["curves"]["largest_difference"].items())
+    said = f"The curves of two runs of {result['curves']['steps']} steps differ at most by: {apart}."
+    return [f"On {result['device']}:", "", *table, "", said]
+
+
+def sweep_table(result: Result) -> list[str]:
+    """Times of both passes over sizes, beside the tokens saved."""
+    rows = []
+    for op, label in PASSES.items():
+        for shape, (ours, trl) in _swept(result, op).items():
+            seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
+            ratio = f"{trl['median_us'] / ours['median_us']:.2f}x"
+            rows.append([shape, label, *seconds, ratio, f"{saved(*sizes(shape)):.2f}x"])
+    return markdown_table(["sizes", "pass", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
+
+
+def _swept(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
+    return {shape: pair for shape, pair in pairs(result, op).items() if "checkpointing" not in shape}
+
+
+def lm_eval_table(result: Result) -> list[str]:
+    """Every task by `hf` at its best batch size, and by ours."""
+    rows = []
+    for shape, (ours, best) in pairs(result, "lm_eval").items():
+        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, best)]
+        rows.append([shape, *seconds, best["impl"], f"{best['median_us'] / ours['median_us']:.2f}x"])
+    head = ["task", "ours, s", "hf, s", "its best", "hf / ours"]
+    return [f"On {result['device']}:", "", *markdown_table(head, rows)]
+
+
+def plot(result: Result, path: Path) -> Path:
+    """Speed-up over P / R, a line for each G, a panel for each R; dashed, the tokens saved."""
+    from matplotlib import pyplot as plt
+
+    points = {sizes(shape): pair for shape, pair in _swept(result, "grpo_no_grad").items()}
+    completions = sorted({completion for _, _, completion in points})
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(completions), figsize=(4.2 * len(completions), 3.4), squeeze=False, sharey=True, layout="constrained"
+        )
+        for axis, completion in zip(axes.flat, completions, strict=True):
+            for place, group in enumerate(sorted({group for group, _, _ in points})):
+                prompts = sorted(p for g, p, r in points if (g, r) == (group, completion))
+                ratios = [p / completion for p in prompts]
+                found = [points[group, p, completion] for p in prompts]
+                measured = [trl["median_us"] / ours["median_us"] for ours, trl in found]
+                axis.plot(ratios, measured, marker="o", markersize=3, color=f"C{place}", label=f"G = {group}")
+                tokens = [saved(group, p, completion) for p in prompts]
+                axis.plot(ratios, tokens, color=f"C{place}", linestyle="--", linewidth=0.8)
+            axis.axhline(1, color=GREY, linewidth=0.8)
+            axis.set(title=f"R = {completion}", xlabel="P / R", xscale="log")
+            axis.grid(color=GREY, alpha=0.25)
+        axes[0, 0].set_ylabel("times as fast as TRL")
+        axes[0, 0].legend()
+        return save(figure, path)

@@ -1,0 +1,118 @@
+"""The model `futurebridge` of EleutherAI's lm-evaluation-harness: log-likelihoods behind shared contexts.
+
+Importing this module registers it with lm-eval, which finds models of other packages in no other way: use
+`import fb_core.lm_eval` ahead of `lm_eval.simple_evaluate(model="futurebridge", ...)`, and on a command line
+`python -m fb_core.lm_eval run --model futurebridge ...`, which is lm-eval's own command with this model in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fb_core.extras import require
+
+try:
+    require("fb_core.lm_eval", "lm_eval", extra="lm-eval")
+except ImportError as problem:
+    if __name__ != "__main__":
+        raise
+    print(problem, file=sys.stderr)
+    raise SystemExit(2) from None
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from fb_core import hf
+from fb_core.scorer import CompatibilityScorer
+from fb_core.scorer import token_budget as rows_in_memory
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context ids, continuation ids
+UNSUPPORTED = ("mixed_precision_dtype", "parallelize", "softmax_dtype", "tp_plan")
+
+
+@register_model("futurebridge")
+class FutureBridgeLM(HFLM):
+    """lm-eval's `hf` model, whose log-likelihoods come from packed forwards: each context runs once, without logits.
+
+    Tokens, the split into context and continuation, truncation, chat templates and generation are those of `hf`;
+    `batch_size` is for generation alone. Log-probs are float32.
+
+    Args:
+        pretrained: a folder, a name on the hub or a loaded transformers model, as for `hf`.
+        token_budget: rows that a forward takes at most; what half the free memory holds by default.
+        options: as for `hf`, but those that make another forward than the plain one of a whole model.
+
+    Raises:
+        ValueError: such an option, or a model that packing would get wrong.
+    """
+
+    def __init__(self, pretrained: str | hf.CausalLM, *, token_budget: int | None = None, **options: Any) -> None:
+        for name in UNSUPPORTED:
+            if options.get(name):
+                raise ValueError(f"{name}: expected none for futurebridge, got {options[name]}; use --model hf")
+        super().__init__(pretrained, **options)
+        self.scorer = CompatibilityScorer(self.model)
+        self.token_budget = token_budget or rows_in_memory(self.model)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of every text; the windows of one longer than the model are its sum."""
+        texts = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                )
+            ]
+            for request in requests
+        ]
+        found = iter(self._loglikelihood_tokens([window for text in texts for window in text], disable_tqdm))
+        totals = [sum(next(found)[0] for _ in text) for text in texts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether the continuation is greedy) of every request; the longest contexts go first."""
+        shared: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}  # context, continuation -> requests
+        for index, (_, context, continuation) in enumerate(requests):
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"requests: expected a context and 1 to {self.max_length} tokens to be scored behind it, got "
+                    f"{len(context)} and {len(continuation)}; shorten the text or raise max_length"
+                )
+            seen = context[-(self.max_length + 1 - len(continuation)) :]
+            shared.setdefault(tuple(seen), {}).setdefault(tuple(continuation), []).append(index)
+        work = sorted(shared.items(), key=lambda item: len(item[0]), reverse=True)
+        rows = [len(context) + sum(len(each) - 1 for each in behind) for context, behind in work]
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
+            for start, stop in hf.packs(rows, self.token_budget):
+                part = work[start:stop]
+                pairs = [(context, list(behind)) for context, behind in part]
+                found = self.scorer.logprobs_many(pairs, self.token_budget, return_greedy=True)
+                flat = [outputs for group in found for outputs in group]
+                sums = torch.stack([logprob.sum() for logprob, _ in flat]).tolist()
+                greedy = torch.stack([chosen.all() for _, chosen in flat]).tolist()
+                places = [places for _, behind in part for places in behind.values()]
+                for answer, indices in zip(zip(sums, greedy, strict=True), places, strict=True):
+                    for index in indices:
+                        answers[index] = answer
+                        if (texts := requests[index][0]) is not None:
+                            self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    bar.update(len(indices))
+        return answers
+
+
+if __name__ == "__main__":
+    cli_evaluate()

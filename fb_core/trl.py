@@ -1,0 +1,195 @@
+"""GRPO with TRL, each prompt of a batch run once: its per-token log-probs come from `shared_prefix_logprobs_many`.
+
+Needs the extra `trl`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fb_core.extras import require
+from fb_core.shared_prefix import Requests, check_trainable, shared_prefix_logprobs_many
+
+require("fb_core.trl", "trl", extra="trl")
+
+from trl import GRPOTrainer  # noqa: E402
+
+
+class SharedPrefixGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` whose policy, old and reference passes run a prompt once for all its completions.
+
+    Arguments, losses and metrics are TRL's. Log-probs and gradients are those of its own passes to rounding, from
+    P + sum R tokens a prompt instead of rows padded to [K, P + R]. Three things are done another way:
+
+    - Passes without gradients, which TRL cuts into chunks of rows, are cut into packs of no more tokens than such a
+      chunk has, padding included; a prompt's rows stay together as long as they fit.
+    - TRL shuffles rows over the micro-batches. Rows of one optimiser step are put together again by prompt, so that
+      they meet in a micro-batch; a step sees the rows that TRL gives it. What a loss normalises by the micro-batch
+      (`bnpo`, the mean of the entropy bonus) sees other micro-batches.
+    - Positions behind the end of a completion get 0, as TRL's own have it, and entropies carry no gradient.
+
+    Batches with images or token types go through TRL's own method. Model and TRL stay as they are;
+    DistributedDataParallel sees an ordinary forward of its module.
+
+    Raises:
+        ImportError: on import of this module, without the extra `trl`.
+        TypeError: not a transformers model.
+        ValueError: on construction: a model that packing would get wrong (as `shared_prefix_logprobs`), dropout, or
+            settings that need what a packed forward lacks: an entropy bonus, a router's auxiliary loss, a float32 head
+            on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an empty prompt.
+    """
+
+    _buffered_inputs: Any  # of TRL: the micro-batches of a generation
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments as `trl.GRPOTrainer` has them."""
+        super().__init__(*args, **kwargs)
+        for name, found, remedy in (
+            ("entropy_coef", self._entropy_bonus_enabled, "pass 0 and no use_adaptive_entropy"),
+            ("router_aux_loss_coef", self.aux_loss_enabled, "pass 0"),
+            ("cast_lm_head_to_fp32", self.args.cast_lm_head_to_fp32, "pass False"),
+            ("deepspeed", self.is_deepspeed_enabled, "train on one device or with DistributedDataParallel"),
+            ("fsdp", self.is_fsdp_enabled, "train on one device or with DistributedDataParallel"),
+            ("torch_compile", self.args.torch_compile, "pass False"),
+            ("n_gpu", self.args.n_gpu > 1, "start a process for each GPU with torchrun or accelerate launch"),
+        ):
+            if found:
+                raise ValueError(
+                    f"SharedPrefixGRPOTrainer: {name}: expected a setting without it, got it in use; {remedy}, or use "
+                    "trl.GRPOTrainer"
+                )
+        for model in filter(None, (self.model, self.ref_model)):
+            model = self.accelerator.unwrap_model(model)
+            for name, layer in model.named_modules():
+                if isinstance(layer, nn.Dropout) and layer.p > 0:
+                    raise ValueError(
+                        f"SharedPrefixGRPOTrainer: model: expected no dropout, got {layer.p} in {name}; pass "
+                        "disable_dropout=True"
+                    )
+            check_trainable(model)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,  # [B, P + C]: prompts padded on the left, completions on the right
+        attention_mask: Tensor,
+        logits_to_keep: int,  # C
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if any(value is not None for value in others.values()):
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **others,
+            )
+        kept = attention_mask.bool()
+        prompts = [ids[seen] for ids, seen in zip(*(x[:, :-logits_to_keep] for x in (input_ids, kept)), strict=True)]
+        answers = [ids[seen] for ids, seen in zip(*(x[:, -logits_to_keep:] for x in (input_ids, kept)), strict=True)]
+        budget = math.inf if batch_size is None else batch_size * input_ids.shape[1]
+        rows: list[int] = []
+        found: list[tuple[Tensor, ...]] = []
+        for pack in _packs(_groups(prompts), [len(answer) for answer in answers], [len(p) for p in prompts], budget):
+            requests = [(prompts[group[0]], [answers[row] for row in group]) for group in pack]
+            with self.accelerator.autocast():
+                scores = self._scores(model, requests, compute_entropy)
+            rows += (row for group in pack for row in group)
+            found += (score if compute_entropy else (score,) for group in scores for score in group)
+        back = sorted(range(len(rows)), key=rows.__getitem__)
+        where = kept[:, -logits_to_keep:]
+        flat = (torch.cat([found[index][part] for index in back]) for part in range(1 + compute_entropy))
+        logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
+        return logps, entropies[0] if entropies else None, None
+
+    def _scores(self, model: nn.Module, requests: Requests, entropy: bool) -> list[list[Any]]:
+        """What `shared_prefix_logprobs_many` gives; in a wrapper as the forward of the module in it."""
+        inner = self.accelerator.unwrap_model(model)
+        asked = partial(
+            shared_prefix_logprobs_many, inner, requests, temperature=self.temperature, return_entropy=entropy
+        )
+        if inner is model:
+            return asked()
+        before = vars(inner).get("forward")
+        inner.forward = asked  # gradients of several processes meet in what the wrapper does around a forward
+        try:
+            return model()
+        finally:
+            del inner.forward
+            if before is not None:
+                inner.forward = before
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before:
+            return inputs
+        steps = self.args.steps_per_generation
+        together = math.gcd(steps, self.args.gradient_accumulation_steps)  # so many never cross an optimiser step
+        batches = self._buffered_inputs
+        self._buffered_inputs = [
+            batch for start in range(0, steps, together) for batch in _by_prompt(batches[start : start + together])
+        ]
+        return self._buffered_inputs[self._step % steps]
+
+
+def _groups(prompts: Sequence[Tensor]) -> list[list[int]]:
+    """Rows of equal prompts, in the order in which these first come."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt.tolist()), []).append(row)
+    return list(groups.values())
+
+
+def _packs(
+    groups: Sequence[Sequence[int]], answers: Sequence[int], prompts: Sequence[int], budget: float
+) -> Iterator[list[list[int]]]:
+    """The groups in packs of at most `budget` tokens; a group that is larger is cut, its prompt in each part."""
+    pack: list[list[int]] = []
+    used = 0
+    for group in groups:
+        whole = prompts[group[0]] + sum(answers[row] for row in group)
+        if pack and used + whole > budget:
+            yield pack
+            pack, used = [], 0
+        part: list[int] = []
+        used += prompts[group[0]]
+        for row in group:
+            if part and used + answers[row] > budget:
+                yield [*pack, part]
+                pack, part, used = [], [], prompts[group[0]]
+            part.append(row)
+            used += answers[row]
+        pack.append(part)
+    yield pack
+
+
+def _by_prompt(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of micro-batches, dealt out anew prompt by prompt; batches with images stay as they are."""
+    if any(isinstance(value, list) for value in batches[0].values()):
+        return list(batches)
+    sizes = [len(batch["prompt_ids"]) for batch in batches]
+    prompts = [
+        ids[mask.bool()]
+        for batch in batches
+        for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    ]
+    order = [row for group in _groups(prompts) for row in group]
+    whole = {
+        name: torch.cat([batch[name] for batch in batches])[order].split(sizes)
+        for name, value in batches[0].items()
+        if value is not None and value.ndim
+    }
+    return [batch | {name: parts[index] for name, parts in whole.items()} for index, batch in enumerate(batches)]

@@ -1,0 +1,264 @@
+"""lm-eval's model `futurebridge` against its `hf`: the same requests, results, cache entries and metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limits import HANG
+from tiny import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from fb_core import shared_prefix
+from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TASKS = ROOT / "examples" / "lm_eval"
+CHOICES = ("fb_long_context", "fb_short_context", "fb_one_token", "fb_few_shot")
+WORDS = [*re.findall(r"[A-Za-z]+", (TASKS / "documents.py").read_text()), "A", "B", "C", "D", "know", "does", "he"]
+RELATIVE = 1e-4
+Calls = list[tuple[str, tuple, Any]]
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    """Byte pairs of the tasks' own words: a word and the space before it are one token, or a few."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        special_tokens=["<pad>", "<end>", "<start>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<end>",
+        bos_token="<start>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return tiny("llama", vocab_size=len(words), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def tasks() -> TaskManager:
+    return TaskManager(include_path=str(TASKS), include_defaults=False)
+
+
+class Recorder:
+    """A cache hook that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: Calls = []
+
+    def add_partial(self, attr: str, req: tuple, res: Any) -> None:
+        self.calls.append((attr, tuple(req), res))
+
+
+def pair(model: PreTrainedModel, words: PreTrainedTokenizerFast, **options: Any) -> tuple[HFLM, FutureBridgeLM]:
+    """(hf, ours), each with a recorder as its cache hook."""
+    found = HFLM(model, tokenizer=words, **options), FutureBridgeLM(model, tokenizer=words, **options)
+    for lm in found:
+        lm.set_cache_hook(Recorder())
+    return found
+
+
+def requests(kind: str, *arguments: tuple) -> list[Instance]:
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def check_equal(ours: list[tuple[float, bool]], theirs: list[tuple[float, bool]]) -> None:
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    torch.testing.assert_close(
+        torch.tensor([value for value, _ in ours], dtype=torch.float64),
+        torch.tensor([value for value, _ in theirs], dtype=torch.float64),
+        rtol=RELATIVE,
+        atol=1e-5,
+    )
+
+
+def evaluate(name: str, model: PreTrainedModel, words: PreTrainedTokenizerFast, task: str, tasks: TaskManager) -> dict:
+    return simple_evaluate(
+        model=name,
+        model_args={"pretrained": model, "tokenizer": words},
+        tasks=[task],
+        task_manager=tasks,
+        limit=3,
+        bootstrap_iters=0,
+        batch_size=2,
+    )
+
+
+@pytest.mark.parametrize("task", [*CHOICES, "fb_perplexity", "fb_generate"])
+def test_every_task_gives_what_hf_gives(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, task: str
+) -> None:
+    ours, theirs = (evaluate(name, model, words, task, tasks) for name in ("futurebridge", "hf"))
+    found, expected = ours["results"][task], theirs["results"][task]
+    assert found.keys() == expected.keys()
+    for metric, value in expected.items():
+        assert found[metric] == (value if isinstance(value, str) else pytest.approx(value, rel=RELATIVE)), metric
+    answers = [[row["resps"] for row in result["samples"][task]] for result in (ours, theirs)]
+    assert len(answers[0]) == 3
+    if task == "fb_generate":
+        assert answers[0] == answers[1]
+        assert any(text for ((text,),) in answers[0])
+    elif task == "fb_perplexity":
+        torch.testing.assert_close(*map(torch.tensor, answers), rtol=RELATIVE, atol=0.0)
+    else:
+        check_equal(*([answer for row in rows for (answer,) in row] for rows in answers))
+
+
+def greedy_pair(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> tuple[str, str]:
+    """(context, the two tokens that the model would write behind it) where their text is split into them again."""
+    for word in WORDS:
+        ids = words(f"Anna keeps {word}", return_tensors="pt").input_ids
+        made = model.generate(ids, max_new_tokens=2, do_sample=False)[0].tolist()
+        if words(text := words.decode(made)).input_ids == made:
+            return f"Anna keeps {word}", text.removeprefix(f"Anna keeps {word}")
+    raise AssertionError("no context has a continuation that is text")
+
+
+def test_requests_of_every_kind_in_any_order(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
+    # with its cache hf reads wrong rows for the last of these, whose text another splits elsewhere
+    theirs, ours = pair(model, words, logits_cache=False)
+    shared = "Anna keeps red apples. Ben keeps five hats"
+    likely = greedy_pair(model, words)
+    asked = requests(
+        "loglikelihood",
+        (shared, " in the kitchen"),
+        ("What does he keep?", " A"),
+        likely,
+        ("", " red apples"),
+        (shared, " A"),
+        ("Answer: ", "seven lamps"),  # the space goes to the continuation
+        (shared, " in the kitchen"),
+        ("", "<start> red"),  # the prefix token itself
+        ("What does he keep?", " B"),
+        (likely[0], likely[1] + " A"),
+        (shared + " in", " the kitchen"),
+    )
+    found, expected = ours.loglikelihood(asked, disable_tqdm=True), theirs.loglikelihood(asked, disable_tqdm=True)
+    check_equal(found, expected)
+    assert [index for index, (_, greedy) in enumerate(found) if greedy] == [2]
+    assert found[0] == found[6]
+    kept, wanted = ({call[:2]: call[2] for call in lm.cache_hook.calls} for lm in (ours, theirs))
+    assert kept.keys() == wanted.keys() == {("loglikelihood", request.args) for request in asked}
+    assert [kept["loglikelihood", request.args] for request in asked] == found
+
+
+@pytest.mark.parametrize("room", [7, 8, 12])
+def test_what_is_too_long_loses_its_beginning(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, room: int
+) -> None:
+    theirs, ours = pair(model, words, max_length=room)
+    context = "Anna keeps red apples. Ben keeps five hats. Clara keeps two black shoes in the kitchen"
+    continuations = (" A", " on the roof", " and two white toys under the bed")
+    longest = max(len(words(text).input_ids) for text in continuations)
+    assert len(words(context).input_ids) > room >= longest == 7
+    asked = requests("loglikelihood", *((context, text) for text in continuations))
+    check_equal(ours.loglikelihood(asked, disable_tqdm=True), theirs.loglikelihood(asked, disable_tqdm=True))
+
+
+def test_a_text_longer_than_the_model_is_the_sum_of_its_windows(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast
+) -> None:
+    theirs, ours = pair(model, words, max_length=16)
+    texts = ("Ben keeps hats.", "Anna keeps red apples. " * 9, "Kate", "two black shoes in the kitchen" * 2)
+    asked = requests("loglikelihood_rolling", *((text,) for text in texts))
+    found, expected = (lm.loglikelihood_rolling(asked, disable_tqdm=True) for lm in (ours, theirs))
+    assert found == pytest.approx(expected, rel=RELATIVE)
+    kept, wanted = (lm.cache_hook.calls for lm in (ours, theirs))
+    assert [call[:2] for call in kept] == [call[:2] for call in wanted]
+    assert [total for *_, total in kept] == found
+
+
+def test_a_context_runs_once(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = pair(model, words)
+    rows: list[int] = []
+    forward = shared_prefix.hf.packed_forward
+
+    def counted(model: PreTrainedModel, ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows.append(len(ids))
+        return forward(model, ids, *arguments, **options)
+
+    monkeypatch.setattr(shared_prefix.hf, "packed_forward", counted)
+    context, letters = "Anna keeps red apples. Ben keeps five hats", (" A", " B", " C", " D")
+    asked = requests("loglikelihood", *((context, text) for text in letters), ("Kate", " A"))
+    ours.loglikelihood(asked, disable_tqdm=True)
+    assert rows == [len(words(context).input_ids) + len(words("Kate").input_ids)]  # one token costs no row
+
+
+def test_a_small_budget_changes_nothing_but_the_forwards(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager
+) -> None:
+    asked = requests(
+        "loglikelihood", *((f"{name} keeps", f" {what} hats") for name in "ABC" for what in ("red", "two"))
+    )
+    whole = FutureBridgeLM(model, tokenizer=words).loglikelihood(asked, disable_tqdm=True)
+    for budget in (1, 7, 100):
+        lm = FutureBridgeLM(model, tokenizer=words, token_budget=budget)
+        check_equal(lm.loglikelihood(asked, disable_tqdm=True), whole)
+
+
+def test_nothing_asked_is_nothing_answered(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
+    lm = FutureBridgeLM(model, tokenizer=words)
+    assert lm.loglikelihood([], disable_tqdm=True) == lm.loglikelihood_rolling([], disable_tqdm=True) == []
+
+
+@pytest.mark.parametrize("option", UNSUPPORTED)
+def test_options_of_another_forward_are_refused(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, option: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{option}: expected none for futurebridge, got auto; use --model hf$"):
+        FutureBridgeLM(model, tokenizer=words, **{option: "auto"})
+
+
+@pytest.mark.parametrize(("context", "continuation"), [("Kate keeps", ""), ("Kate", " red hats" * 9), (" ", "red")])
+def test_what_cannot_be_scored_is_refused(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str
+) -> None:
+    lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
+    with pytest.raises(
+        ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored behind it, got"
+    ):
+        lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
+
+
+@pytest.mark.slow
+def test_the_command_knows_the_model(model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "fb_core.lm_eval", "run", "--model", "futurebridge", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={tmp_path / 'model'},token_budget=900", "--limit", "2"]
+    command += ["--include_path", str(TASKS), "--tasks", "fb_one_token", "--output_path", str(tmp_path / "out.json")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "futurebridge" in done.stdout
+    (written,) = tmp_path.rglob("out*.json")
+    assert json.loads(written.read_text())["n-samples"]["fb_one_token"]["effective"] == 2

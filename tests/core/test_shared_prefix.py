@@ -1,0 +1,359 @@
+"""Log-probs of ragged continuations behind shared prefixes against full forwards, with gradients and without."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scorer import NoLogits
+from tiny import FAMILIES, V, tiny
+
+from fb_core import CompatibilityScorer, hf, shared_prefix_logprobs
+from fb_core.shared_prefix import shared_prefix_logprobs_many
+from fb_kernels.testing import largest_tensor
+
+PREFIX = torch.tensor([3, 17, 4, 4, 30, 9, 22, 8, 1, 40, 6])
+RAGGED = [[5, 9, 9, 30], [7], [5, 9, 2, 11, 48, 0], [], [31, 4]]
+
+
+def full_forwards(model, prefix, continuations, temperature=1.0, valid=V):
+    """(log-prob [R], entropy [R], greedy [R]) of each continuation, from a forward of its own."""
+    found = []
+    for continuation in continuations:
+        ids = torch.cat([torch.as_tensor(prefix), torch.as_tensor(continuation, dtype=torch.int64)])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prefix) - 1 : -1, :valid]
+        logits = (logits if logits.dtype is torch.float64 else logits.float()) / temperature
+        logprob = logits.log_softmax(-1)
+        tokens = ids[len(prefix) :]
+        entropy = torch.special.entr(logprob.exp()).sum(-1)
+        found.append((logprob.gather(1, tokens[:, None])[:, 0], entropy, logits.argmax(-1) == tokens))
+    return found
+
+
+def random_request(seed, lengths, p):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(V, (p,), generator=g), [torch.randint(V, (n,), generator=g) for n in lengths]
+
+
+def close(mine, want):
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
+# --- the scorer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_continuations_equal_full_forwards(family):
+    model = tiny(family)
+    scorer = CompatibilityScorer(model)
+    with torch.no_grad():
+        want = full_forwards(model, PREFIX, RAGGED)
+    for one, (logprob, _, _) in zip(scorer.logprobs(PREFIX, RAGGED), want, strict=True):
+        assert one.dtype is torch.float32
+        close(one, logprob)
+    for ours, theirs in zip(
+        scorer.logprobs(PREFIX, RAGGED, return_entropy=True, return_greedy=True), want, strict=True
+    ):
+        close(ours[0], theirs[0])
+        close(ours[1], theirs[1])
+        assert torch.equal(ours[2], theirs[2])
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_many_requests_equal_full_forwards_whatever_the_budget(data):
+    model = tiny(data.draw(st.sampled_from(FAMILIES)))
+    scorer = CompatibilityScorer(model)
+    lengths = st.lists(st.integers(0, 6), max_size=5)
+    requests = [
+        random_request(seed, data.draw(lengths), data.draw(st.integers(1, 12)))
+        for seed in range(data.draw(st.integers(0, 4)))
+    ]
+    found = scorer.logprobs_many(requests, data.draw(st.sampled_from([1, 7, 30, 10_000])), return_greedy=True)
+    assert len(found) == len(requests)
+    for (prefix, continuations), scores in zip(requests, found, strict=True):
+        with torch.no_grad():
+            want = full_forwards(model, prefix, continuations)
+        for (logprob, greedy), (expected, _, choice) in zip(scores, want, strict=True):
+            close(logprob, expected)
+            assert torch.equal(greedy, choice)
+
+
+def test_the_models_own_continuation_is_greedy():
+    model = tiny()
+    scorer = CompatibilityScorer(model)
+    own = model.generate(PREFIX[None], max_new_tokens=7, min_new_tokens=7, do_sample=False)[0, len(PREFIX) :]
+    other = own.clone()
+    other[3] = (other[3] + 1) % V
+    (_, mine), (_, theirs) = scorer.logprobs(PREFIX, [own, other], return_greedy=True)
+    assert mine.tolist() == [True] * 7
+    assert theirs[:4].tolist() == [True] * 3 + [False]
+
+
+def test_a_tie_is_greedy_on_either_side():
+    model = tiny(tie_word_embeddings=False)
+    head = model.get_output_embeddings().weight
+    scorer = CompatibilityScorer(model)
+    with torch.no_grad():
+        top = int(model(input_ids=PREFIX[None]).logits[0, -1].argmax())
+        head[(top + 5) % V] = head[top]
+    both = scorer.logprobs(PREFIX, [[top], [(top + 5) % V]], return_greedy=True)
+    assert [greedy.tolist() for _, greedy in both] == [[True], [True]]
+
+
+def test_candidates_with_one_future_are_a_case_of_it():
+    scorer = CompatibilityScorer(tiny())
+    candidates, future = torch.tensor([4, 9, 30]), torch.tensor([8, 2, 2, 17])
+    rows = scorer.logprobs(PREFIX, [[c, *future.tolist()] for c in candidates.tolist()])
+    close(torch.stack(rows)[:, 1:], scorer.score(PREFIX, candidates, future))
+
+
+def test_each_prefix_runs_once_and_no_logits_exist(monkeypatch):
+    model = tiny("qwen3", vocab_size=9001)
+    scorer = CompatibilityScorer(model)
+    forward, seen = hf.packed_forward, []
+
+    def counted(model, ids, *rest):
+        seen.append(len(ids))
+        return forward(model, ids, *rest)
+
+    monkeypatch.setattr(hf, "packed_forward", counted)
+    prefix, continuations = random_request(0, [20, 1, 5, 9], 40)
+    with largest_tensor() as largest:
+        scorer.logprobs(prefix, continuations, return_entropy=True, return_greedy=True)
+    assert seen == [40 + 19 + 4 + 8]  # the last token of each is nobody's context
+    assert largest.numel < 35 * 9001
+    seen.clear()
+    scorer.logprobs_many([(prefix, continuations)] * 3, 2 * 71)
+    assert seen == [2 * 71, 71]
+    seen.clear()
+    scorer.logprobs(prefix, [[i] for i in range(20)])
+    assert seen == [40]
+
+
+def test_a_request_above_the_budget_is_cut(monkeypatch):
+    """Each part runs the prefix again, and holds no fewer rows of continuations than of the prefix."""
+    scorer = CompatibilityScorer(tiny())
+    prefix, continuations = random_request(1, [5] * 12, 10)
+    whole = scorer.logprobs(prefix, continuations)
+    forward, seen = scorer._forward, []
+
+    def counted(pack, **asked):
+        seen.append([sum(group.rows for group in groups) for _, groups in pack])
+        return forward(pack, **asked)
+
+    monkeypatch.setattr(scorer, "_forward", counted)
+    for budget, parts in ((58, [[48]]), (34, [[24], [24]]), (1, [[8]] * 6)):
+        seen.clear()
+        for mine, want in zip(scorer.logprobs_many([(prefix, continuations)], budget)[0], whole, strict=True):
+            close(mine, want)
+        assert seen == parts
+
+
+def test_what_memory_refuses_is_halved_to_one_continuation(monkeypatch):
+    scorer = CompatibilityScorer(tiny())
+    requests = [random_request(seed, [3] * 4, 5) for seed in range(3)]
+    whole = scorer.logprobs_many(requests)
+    forward, taken = scorer._forward, []
+
+    def limited(pack, **asked):
+        count = sum(len(group.continuations) for _, groups in pack for group in groups)
+        if count > 1:
+            raise torch.OutOfMemoryError
+        taken.append(count)
+        return forward(pack, **asked)
+
+    monkeypatch.setattr(scorer, "_forward", limited)
+    for mine, want in zip(scorer.logprobs_many(requests), whole, strict=True):
+        for one, expected in zip(mine, want, strict=True):
+            close(one, expected)
+    assert taken == [1] * 12
+
+
+BAD = [
+    ({"prefix": []}, ValueError, "prefix: expected at least 1 token, got 0"),
+    ({"prefix": "abc"}, TypeError, "prefix: expected a sequence of token ids, got a text"),
+    ({"continuations": [[3], [V]]}, ValueError, f"continuations: expected ids from 0 below {V}, got {V}"),
+    ({"continuations": [[3], [-1]]}, ValueError, "continuations: .*got -1"),
+    ({"continuations": [[3], [1.5]]}, TypeError, r"continuations\[1\]: expected int64 token ids, got 1.5"),
+    ({"continuations": [3, 4]}, TypeError, r"continuations\[0\]: expected a sequence of token ids, got int"),
+    ({"continuations": 3}, TypeError, "continuations: expected a list of sequences, got int"),
+    ({"continuations": "ab"}, TypeError, "continuations: expected a list of sequences, got str"),
+    ({"continuations": [torch.zeros(2, 2, dtype=torch.int64)]}, ValueError, r"continuations\[0\]: expected one dim"),
+    ({"continuations": [[1] * 119]}, ValueError, r"prefix: expected at most 128 positions .*11 \+ 118"),
+]
+
+
+@pytest.mark.parametrize("ask", ["scorer", "training"])
+@pytest.mark.parametrize(("change", "kind", "words"), BAD)
+def test_bad_input_is_one_clear_sentence(ask, change, kind, words):
+    model = tiny()
+    arguments = {"prefix": PREFIX, "continuations": RAGGED} | change
+    call = CompatibilityScorer(model).logprobs if ask == "scorer" else partial(shared_prefix_logprobs, model)
+    shared_prefix_logprobs(model, PREFIX, [[1]])  # which compares a few logits
+    with NoLogits(), pytest.raises(kind, match=words) as caught:
+        call(**arguments)
+    assert str(caught.value).count("\n") == 0
+    assert "; " in str(caught.value)
+
+
+def test_padding_of_the_vocabulary_is_no_continuation():
+    scorer = CompatibilityScorer(tiny(), valid_vocab=40)
+    with torch.no_grad():
+        want = full_forwards(tiny(), PREFIX, [[5, 39]], valid=40)
+    close(scorer.logprobs(PREFIX, [[5, 39]])[0], want[0][0])
+    with pytest.raises(ValueError, match=r"continuations: expected ids from 0 below 40, got 41; .*valid_vocab"):
+        scorer.logprobs(PREFIX, [[5, 41]])
+
+
+def test_nothing_asked_is_nothing_given():
+    scorer = CompatibilityScorer(tiny())
+    assert scorer.logprobs_many([]) == []
+    assert scorer.logprobs(PREFIX, []) == []
+    (empty,) = scorer.logprobs(PREFIX, [[]])
+    assert empty.shape == (0,)
+    assert empty.dtype is torch.float32
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def gradients(model, values):
+    """Of a weighted sum of all log-probs, by parameter."""
+    model.zero_grad()
+    flat = torch.cat(list(values))
+    (flat * torch.linspace(0.5, 1.5, len(flat), dtype=flat.dtype)).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_full_sequences(family):
+    model = tiny(family).double()
+    ours = shared_prefix_logprobs(model, PREFIX, RAGGED, temperature=0.7)
+    mine = gradients(model, ours)
+    theirs = [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED, temperature=0.7)]
+    for one, other in zip(ours, theirs, strict=True):
+        close(one, other)
+    want = gradients(model, theirs)
+    assert mine.keys() == want.keys()
+    for name, grad in want.items():
+        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name  # norms and rotations are float32 in the modules
+
+
+def test_several_prefixes_in_one_forward():
+    model = tiny().double()
+    requests = [random_request(1, [3, 2], 7), random_request(2, [4, 0, 1], 3)]
+    found = shared_prefix_logprobs_many(model, requests, return_entropy=True)
+    mine = gradients(model, [logprob for group in found for logprob, _ in group])
+    full = [each for request in requests for each in full_forwards(model, *request)]
+    want = gradients(model, [logprob for logprob, _, _ in full])
+    for (logprob, entropy), (expected, spread, _) in zip(
+        [each for group in found for each in group], full, strict=True
+    ):
+        torch.testing.assert_close(logprob, expected)
+        torch.testing.assert_close(entropy, spread)
+        assert not entropy.requires_grad
+    for name, grad in want.items():
+        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_bit_of_the_gradients(family, reentrant):
+    model = tiny(family).train()
+    plain = gradients(model, shared_prefix_logprobs(model, PREFIX, RAGGED))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    before = model.model.layers[0]._gradient_checkpointing_func
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    checkpointed = gradients(model, shared_prefix_logprobs(model, PREFIX, RAGGED))
+    assert len(calls) == 2
+    assert model.model.layers[0]._gradient_checkpointing_func is before
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    for name, grad in plain.items():
+        assert torch.equal(checkpointed[name], grad), name
+
+
+def adapted(model, **settings):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **settings)
+    return peft.get_peft_model(model, config)
+
+
+def test_adapters_learn_and_nothing_else_does():
+    model = adapted(tiny("llama").double())
+    mine = gradients(model, shared_prefix_logprobs(model, PREFIX, RAGGED))
+    want = gradients(model, [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED)])
+    assert mine.keys() == want.keys()
+    assert all("lora_" in name for name in mine)
+    for name, grad in want.items():
+        assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    with model.disable_adapter(), torch.no_grad():
+        frozen = shared_prefix_logprobs(model, PREFIX, RAGGED)
+    with torch.no_grad():
+        base = full_forwards(tiny("llama").double(), PREFIX, RAGGED)
+    for one, (other, _, _) in zip(frozen, base, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_autocast_is_as_near_as_plain_autocast():
+    """Parameters' gradients: maximum and RMS error at most twice those of full sequences in bfloat16, and a little."""
+    model = tiny("qwen3")
+    exact = copy.deepcopy(model).double()
+    truth = gradients(exact, [logprob for logprob, _, _ in full_forwards(exact, PREFIX, RAGGED)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = gradients(model, shared_prefix_logprobs(model, PREFIX, RAGGED))
+        plain = gradients(model, [logprob for logprob, _, _ in full_forwards(model, PREFIX, RAGGED)])
+    for name, want in truth.items():
+        mine, theirs = (each[name].double() - want for each in (ours, plain))
+        step = 2**-8 * float(want.square().mean().sqrt())
+        assert float(mine.abs().max()) <= 2 * float(theirs.abs().max()) + 4 * step, name
+        assert float(mine.square().mean().sqrt()) <= 2 * float(theirs.square().mean().sqrt()) + step, name
+
+
+def test_without_gradients_nothing_is_kept():
+    model = tiny()
+    with torch.no_grad():
+        values = shared_prefix_logprobs(model, PREFIX, RAGGED)
+    assert not any(value.requires_grad for value in values)
+    for one, other in zip(values, CompatibilityScorer(model).logprobs(PREFIX, RAGGED), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_cannot_be_trained_is_refused_by_name():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    prompted = peft.get_peft_model(tiny("llama"), config)
+    headed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    dropping = adapted(tiny("llama"), lora_dropout=0.2).train()
+    for model, kind, words in (
+        (alibi, ValueError, "BloomForCausalLM"),
+        (prompted, ValueError, "expected adapters inside the layers, got PROMPT_TUNING"),
+        (headed, ValueError, "expected a plain LM head, got Linear in LlamaForCausalLM; keep adapters off it"),
+        (dropping, ValueError, r"expected no dropout, got 0\.2 in "),
+        (torch.nn.Linear(2, 2), TypeError, "got Linear"),
+    ):
+        with pytest.raises(kind, match=words):
+            shared_prefix_logprobs(model, PREFIX, RAGGED)
+
+
+def test_a_model_that_packs_wrongly_is_found_at_first_sight():
+    model = tiny("llama")
+    attention = type(model.model.layers[0].self_attn)
+
+    class Louder(attention):
+        def forward(self, *args, **kwargs):
+            out, weights = super().forward(*args, **kwargs)
+            return out * (1.5 if "fb_layout" in kwargs else 1.0), weights
+
+    model.model.layers[0].self_attn.__class__ = Louder
+    with pytest.raises(ValueError, match=re.escape("expected packed and plain forwards to agree")):
+        shared_prefix_logprobs(model, PREFIX, RAGGED)
