@@ -1,8 +1,8 @@
 """GRPO with TRL where each prompt of a batch runs once: a tiny model learns to write even tokens.
 
 `SharedPrefixGRPOTrainer` takes the place of `trl.GRPOTrainer`; nothing else changes. Run it with
-`python examples/grpo.py [--steps N] [--own]` (`pip install 'futurebridge[trl]'`); --own trains with TRL's own trainer, and
-the rewards are the same.
+`python examples/grpo.py [--steps N] [--own]` (`pip install 'futurebridge[trl]'`); --own trains with TRL's own trainer,
+and the rewards are the same.
 """
 
 from __future__ import annotations
