@@ -1,9 +1,10 @@
 """GRPO's passes by TRL's own trainer and with shared prompts: `python -m benchmarks.grpo MODEL [PART ...]`.
 
 MODEL is a directory (`examples/pretrained_model.py` makes one). Both ways are methods of one trainer on one float32
-model in one process; they are compared first and then take turns. TRL's own has G rows at once, and gradient
-checkpointing, its default, where the shape says so. Memory is what a call adds to the peak of a process of its own.
-Results are added to `benchmarks/results/grpo/cpu.json` part by part.
+model in one process; they are compared first and then take turns. TRL's own has G rows at once and its fused LM head,
+as by default, and gradient checkpointing, its default, where the shape says so. Memory is what a call adds to the peak
+of a process of its own, gradients of parameters left out. Results are added to `benchmarks/results/grpo/cpu.json`
+part by part.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ KINDS = {OURS: SharedPrefixGRPOTrainer, THEIRS: GRPOTrainer}
 GOALS = {"grpo_no_grad": 2.5, "grpo_gradient": 2.0}
 MEMORY_GOAL = 0.5
 SWEEP = [(g, p, r) for r in (32, 128) for p in (64, 256, 512, 1024) for g in (2, 4, 8)]
-TOLERANCE = 1e-5  # of the largest value of the truth, which is TRL's own: log-probs, and a gradient of every layer
+# Of a tensor's largest value, ours against TRL's own, whose float32 gradients are up to 4e-5 from those in float64.
+TOLERANCE = 1e-4
 STEPS = 50
 
 
