@@ -155,8 +155,7 @@ def _check(
     if paged and torch.is_grad_enabled():
         for name, prefix in (("prefix_k", prefix_k), ("prefix_v", prefix_v)):
             if prefix.requires_grad:
-                expected = "frozen pages, which require no grad"
-                raise checks.error(OP, name, expected, prefix, "give the layout flat slices, or pass it with .detach()")
+                raise _trained_pages(name, prefix)
     for name, own, other in (("k", k, v), ("v", v, k)):
         if own is not None:
             checks.floating(OP, name, own, like=q)
@@ -164,6 +163,11 @@ def _check(
         elif other is not None:
             raise checks.error(OP, name, "both k and v, or neither", None, "pass None for both to see the prefix only")
     checks.same_device(OP, "layout", layout.cu_branch, q)
+
+
+def _trained_pages(name: str, prefix: Tensor) -> Exception:
+    remedy = "give the layout flat slices, or pass it with .detach()"
+    return checks.error(OP, name, "frozen pages, which require no grad", prefix, remedy)
 
 
 _OPTIONS = (
@@ -211,7 +215,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad[:5]
+    needed, table = ctx.needs_input_grad[:5], ctx.saved_tensors[-1]
+    for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], ctx.saved_tensors[3:5], strict=True):
+        if need and table is not None:  # inside vmap no tensor says so before
+            raise _trained_pages(name, prefix)
     grads = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options, any(needed[3:]))
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
 

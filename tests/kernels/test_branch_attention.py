@@ -330,6 +330,7 @@ def test_prefix_is_never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
             assert largest.numel <= case.arguments["prefix_k"].numel(), (options, largest)  # its gradient
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_pages_are_frozen() -> None:
     case = make([([2, 2], 0, 3)], page=2)
     for name in SHARED:
@@ -341,6 +342,13 @@ def test_pages_are_frozen() -> None:
         with torch.no_grad():
             trained.run()
         case.arguments[name].requires_grad_(False)
+
+    def loss(pages: Tensor) -> Tensor:
+        return case.run(prefix_k=pages)[0].sum()
+
+    stacked = case.arguments["prefix_k"][None].repeat(2, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"^branch_attention: prefix_k: .* frozen pages"):
+        torch.func.grad(lambda pages: torch.func.vmap(loss)(pages).sum())(stacked)
 
 
 class Sequences:
