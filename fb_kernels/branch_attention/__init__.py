@@ -215,11 +215,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    needed, table = ctx.needs_input_grad[:5], ctx.saved_tensors[-1]
-    for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], ctx.saved_tensors[3:5], strict=True):
-        if need and table is not None:  # inside vmap no tensor says so before
+    needed, saved = ctx.needs_input_grad[:5], ctx.saved_tensors  # read once, for checkpointing hands it out once
+    for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], saved[3:5], strict=True):
+        if need and saved[-1] is not None:  # pages; inside vmap no tensor says so before
             raise _trained_pages(name, prefix)
-    grads = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.options, any(needed[3:]))
+    grads = _branch_attention_backward(grad_out, *saved, *ctx.options, any(needed[3:]))
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
 
 
