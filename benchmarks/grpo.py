@@ -34,7 +34,7 @@ THEIRS = "TRL"
 KINDS = {OURS: SharedPrefixGRPOTrainer, THEIRS: GRPOTrainer}
 GOALS = {"grpo_no_grad": 2.5, "grpo_gradient": 2.0}
 MEMORY_GOAL = 0.5
-SWEEP = [(g, p, r) for r in (32, 128) for p in (64, 256, 512, 1024) for g in (2, 4, 8)]
+SWEEP = [(g, p, r) for r in (32, 128) for p in (64, 256, 1024) for g in (2, 8)]
 # Of a tensor's largest value, ours against TRL's own, whose float32 gradients are up to 4e-5 from those in float64.
 TOLERANCE = 1e-4
 STEPS = 50
@@ -134,7 +134,7 @@ def measured(
     truth = [value.clone() for value in passes.run(op, THEIRS, given, g)]
     errors, seconds = {}, {name: [] for name in ways}  # type: ignore[var-annotated]
     for name, (kind, rows) in ways.items():
-        found = passes.run(op, kind, given, rows)
+        found = truth if (kind, rows) == (THEIRS, g) else passes.run(op, kind, given, rows)
         errors[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True))
         del found
     if max(errors.values()) > TOLERANCE:
@@ -170,12 +170,10 @@ def goal(folder: str, rounds: int) -> None:
 
 
 def sweep(folder: str, rounds: int) -> None:
-    """Both passes over prompts, completions and groups of other sizes, without gradient checkpointing."""
+    """The pass without gradients over prompts, completions and groups of other sizes."""
     passes = Passes(folder, 8, False)
-    for op in GOALS:
-        for shape in SWEEP:
-            if shape != (8, 512, 128):
-                write(measured(passes, folder, op, shape, rounds=min(rounds, 2), memory=False, chunks=()))
+    for shape in SWEEP:
+        write(measured(passes, folder, "grpo_no_grad", shape, rounds=min(rounds, 2), memory=False, chunks=()))
 
 
 def curves(folder: str, rounds: int) -> None:

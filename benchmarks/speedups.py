@@ -58,18 +58,12 @@ def grpo_table(result: Result) -> list[str]:
 
 
 def sweep_table(result: Result) -> list[str]:
-    """Times of both passes over sizes, beside the tokens saved."""
+    """Times over sizes, beside the tokens saved."""
     rows = []
-    for op, label in PASSES.items():
-        for shape, (ours, trl) in _swept(result, op).items():
-            seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
-            ratio = f"{trl['median_us'] / ours['median_us']:.2f}x"
-            rows.append([shape, label, *seconds, ratio, f"{saved(*sizes(shape)):.2f}x"])
-    return markdown_table(["sizes", "pass", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
-
-
-def _swept(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
-    return {shape: pair for shape, pair in pairs(result, op).items() if "checkpointing" not in shape}
+    for shape, (ours, trl) in pairs(result, "grpo_no_grad").items():
+        seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
+        rows.append([shape, *seconds, f"{trl['median_us'] / ours['median_us']:.2f}x", f"{saved(*sizes(shape)):.2f}x"])
+    return markdown_table(["sizes", "ours, s", "TRL, s", "TRL / ours", "tokens"], rows)
 
 
 def lm_eval_table(result: Result) -> list[str]:
@@ -86,7 +80,7 @@ def plot(result: Result, path: Path) -> Path:
     """Speed-up over P / R, a line for each G, a panel for each R; dashed, the tokens saved."""
     from matplotlib import pyplot as plt
 
-    points = {sizes(shape): pair for shape, pair in _swept(result, "grpo_no_grad").items()}
+    points = {sizes(shape): pair for shape, pair in pairs(result, "grpo_no_grad").items()}
     completions = sorted({completion for _, _, completion in points})
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
