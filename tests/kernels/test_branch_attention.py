@@ -558,3 +558,14 @@ def test_form_says_whether_rows_are_aligned(changed: str | None, monkeypatch: py
         patch.setattr(tuning, "branch_attention_backward", lambda *a: forms.append(a[-1]) or BACKWARD_LAUNCH)
         check(OP, case, *evaluate(case, pulled=[pulled]), [pulled])
     assert forms == ["aligned" if changed in (None, "column", "expanded") else "unaligned"]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_branch_whose_every_score_is_minus_infinity_leaves_the_prefix(length: int) -> None:
+    """Finite q and k whose product overflows: torch's flash attention says log-sum-exp 0 of such rows."""
+    layout = BranchLayout.of([[2], [length]], [(0, 0), (0, 2)])
+    q = torch.full((2 + length, 2, 8), 1e30)
+    k, v = torch.full((2 + length, 1, 8), 1e-32), torch.randn(2 + length, 1, 8)
+    k[2:] = -1e30
+    out = branch_attention(q, k, v, k, v, layout)
+    torch.testing.assert_close(out[2:], v[:2].mean(0).expand(length, 2, 8))

@@ -83,6 +83,7 @@ OP = Op(
     truth,
     {
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        "device": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "cuda": Way(
             (torch.float32,),
             sizes(wide=True, index=torch.int64, limit=torch.int32),

@@ -149,6 +149,7 @@ OP = Op(
     definition,
     {
         "reference": Way(EVERY, also=MANY),
+        "device": Way(EVERY),
         "triton": Way(small=small, also=MANY),
         "cpu": Way(
             (torch.float32,),
@@ -214,6 +215,7 @@ WRITTEN = Op(
     definition,
     {
         "reference": Way(EVERY),
+        "device": Way(EVERY),
         "triton": Way(small=small),
         "cpu": Way(
             (torch.float32,),
