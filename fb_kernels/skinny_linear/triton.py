@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels.rms_norm.triton import rms_norm
+from fb_kernels.skinny_linear.reference import linear
 from fb_kernels.swiglu.triton import swiglu as gated
 
 
@@ -26,7 +27,7 @@ def skinny_linear(
         x = rms_norm(x, norm_weight, eps, None)[0]
     if residual is not None and bias is None:
         return torch.addmm(residual, x, weight.t())  # rounded once
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = linear(x, weight, bias)
     if swiglu:
         return gated(y)
     return y if residual is None else y.add_(residual)

@@ -187,7 +187,7 @@ def test_what_is_no_sync() -> None:
 
 
 def test_largest_tensor_looks_inside_ops_and_backward() -> None:
-    hidden, weight = torch.ones(5, 2, requires_grad=True), torch.ones(30, 2)
+    hidden, weight = torch.ones(5, 2, dtype=torch.float64, requires_grad=True), torch.ones(30, 2, dtype=torch.float64)
     with largest_tensor() as largest:
         weight.view(60).expand(100, 60)
         assert largest.numel == 0
