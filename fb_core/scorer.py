@@ -252,8 +252,7 @@ class CompatibilityScorer:
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
         position = hf.check_position(group.position, length)
-        candidates = hf.token_ids("candidates", group.candidates, self.model, self.valid_vocab)
-        hf.check_group(self.model, position, candidates, len(future))
+        candidates = hf.check_group(self.model, position, group.candidates, len(future), self.valid_vocab)
         return Branches(position, torch.cat([candidates[:, None], future.expand(len(candidates), -1)], 1).unbind(), 1)
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:

@@ -99,7 +99,7 @@ def forward(
         softcap=head.softcap,
         temperature=temperature,
         valid_vocab=valid_vocab,
-        return_lse=True,
+        return_lse=True,  # a tuple, whatever is asked
         return_entropy=return_entropy,
         return_max=return_greedy,
     )

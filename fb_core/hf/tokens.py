@@ -95,7 +95,7 @@ def _inside(name: str, ids: Tensor, size: int, valid: int | None = None) -> Tens
         got = int(ids[outside][0])
         remedy = "use the model's own tokenizer"
         if 0 <= got < size:
-            remedy = "use the tokenizer's own, or make the scorer with another valid_vocab"
+            remedy = "use the tokenizer's own ids, or another valid_vocab"
         raise ValueError(f"{name}: expected ids from 0 below {limit}, got {got}; {remedy}")
     return ids.long()
 
@@ -143,14 +143,20 @@ def check_position(position: int, length: int) -> int:
     return place
 
 
-def check_group(model: PreTrainedModel, position: int, candidates: Tensor | Sequence[int], future: int = 1) -> Tensor:
+def check_group(
+    model: PreTrainedModel,
+    position: int,
+    candidates: Tensor | Sequence[int],
+    future: int = 1,
+    valid_vocab: int | None = None,
+) -> Tensor:
     """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
 
     Raises:
         TypeError: ids that are not integers.
         ValueError: no prefix, no candidate, an id given twice or outside the vocabulary, or too many positions.
     """
-    ids = token_ids("candidates", candidates, model)
+    ids = token_ids("candidates", candidates, model, valid_vocab)
     if len(ids) == 0:
         raise ValueError("candidates: expected at least one token id, got none; ask for a pool first")
     if len(ids.unique()) < len(ids):
