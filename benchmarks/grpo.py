@@ -217,13 +217,14 @@ def word_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
 
 
 def write(results: Sequence[Result], others: dict[str, Any] | None = None) -> None:
-    """Add to the file, in place of what it had of the same case."""
-    held = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": []}
-    fresh = [{key: value for key, value in asdict(row).items() if value is not None} for row in results]
+    """Add to the file, in place of what it had of the same case; each case keeps the device that it ran on."""
+    held, machine = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": []}, harness.machine()
+    device = {"device": machine["device"]}
+    fresh = [device | {key: value for key, value in asdict(row).items() if value is not None} for row in results]
     done = {(row["op"], row["shape"], row["impl"]) for row in fresh}
     kept = [row for row in held.pop("cases") if (row["op"], row["shape"], row["impl"]) not in done]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**held, **harness.machine(), **(others or {}), "cases": [*kept, *fresh]}, indent=1)
+    text = json.dumps({**held, **machine, **(others or {}), "cases": [*kept, *fresh]}, indent=1)
     RESULTS.write_text(text + "\n", encoding="utf-8")
 
 

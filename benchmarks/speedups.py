@@ -40,8 +40,8 @@ def saved(group: int, prompt: int, completion: int) -> float:
 
 
 def grpo_table(result: Result) -> list[str]:
-    """Every way at the shapes whose memory was measured, then what the runs say."""
-    rows = []
+    """Every way at the shapes whose memory was measured, by the device that it ran on, then what the runs say."""
+    rows: dict[str, list[list[str]]] = {}
     for op, label in PASSES.items():
         cases = [case for case in result["cases"] if case["op"] == op and case.get("peak_bytes")]
         for case in cases:
@@ -50,11 +50,13 @@ def grpo_table(result: Result) -> list[str]:
             name = "**ours**" if case is ours else case["impl"]
             peak = f"{case['peak_bytes'] / 2**20:,.0f}"
             ratios = ["", ""] if case is ours else [f"{time:.2f}x", f"{memory:.2f}x"]
-            rows.append([f"{case['shape']}, {label}", name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios])
-    table = markdown_table(["pass", "by", "s", "peak MiB", "its time / ours", "our memory / its"], rows)
+            row = [f"{case['shape']}, {label}", name, f"{case['median_us'] / 1e6:.2f}", peak, *ratios]
+            rows.setdefault(case["device"], []).append(row)
+    head = ["pass", "by", "s", "peak MiB", "its time / ours", "our memory / its"]
+    tables = [line for device in rows for line in (f"On {device}:", "", *markdown_table(head, rows[device]), "")]
     apart = ", ".join(f"{name} {value:.1e}" for name, value in result["curves"]["largest_difference"].items())
     said = f"The curves of two runs of {result['curves']['steps']} steps differ at most by: {apart}."
-    return [f"On {result['device']}:", "", *table, "", said]
+    return [*tables, said]
 
 
 def sweep_table(result: Result) -> list[str]:
