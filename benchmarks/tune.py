@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,14 @@ from fb_kernels.tuning import Launch
 FOLDER = Path(tuning.__file__).parent / "tuned"
 REPEATS = 15
 GAIN = 0.98  # of the time so far: less is noise
-LIMITS = {"num_warps": (1, 16), "num_stages": (1, 6), "columns": (256, 1 << 18), "maxnreg": (64, 255)}
+LIMITS = {
+    "num_warps": (1, 16),
+    "num_stages": (1, 6),
+    "rows": (256, 1 << 16),
+    "columns": (256, 1 << 18),
+    "maxnreg": (64, 255),
+}
+CAP = 50.0
 SIZES = ("WIDTH", "HALF")  # the shape's own, not to be chosen
 BLOCKS = (1, 1 << 14)  # limits of everything else
 
@@ -102,22 +110,26 @@ def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
 
 
 def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """The benchmarked sizes, and of some the forms with a window and with keys that do not lie at 16 bytes."""
+    """The benchmarked sizes, and of some the forms with a window, capped, and with keys that do not lie at 16 bytes."""
     trained = shapes.TRAINED_BRANCHES + shapes.LONG_TRAINED_BRANCHES
     plain = list(dict.fromkeys(shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES + trained))
     last = [shapes.BRANCHES[-1], shapes.ONE_TOKEN_BRANCHES[-1]]
-    sizes = [(size, None, False) for size in plain]
-    sizes += [(size, size[2] // 2, False) for size in last]
-    sizes += [(size, None, True) for size in dict.fromkeys([*last, trained[0], trained[-1]])]
-    for size, window, unaligned in sizes:
+    sizes = [(size, None, None, False) for size in plain]
+    sizes += [
+        (size, *form, False) for size in last for form in ((size[2] // 2, None), (None, CAP), (size[2] // 2, CAP))
+    ]
+    sizes += [(size, None, None, True) for size in dict.fromkeys([*last, trained[0], trained[-1]])]
+    for size, window, softcap, unaligned in sizes:
         case = shapes.Branches.random(*size)
         floats, layout = (case.q, case.k, case.v, case.prefix_k, case.prefix_v), case.layout
 
-        def function(*floats: Tensor, layout: BranchLayout = layout, window: int | None = window) -> Output:
-            return branch_attention(*floats, layout, window=window)
-
-        learns = size in trained and window is None
+        function = partial(attended, layout=layout, window=window, softcap=softcap)
+        learns = size in trained and window is None and softcap is None
         yield function, tuple(map(shifted, floats)) if unaligned else floats, 5 if learns else 0
+
+
+def attended(*floats: Tensor, layout: BranchLayout, window: int | None, softcap: float | None) -> Output:
+    return branch_attention(*floats, layout, window=window, softcap=softcap)
 
 
 def shifted(x: Tensor) -> Tensor:

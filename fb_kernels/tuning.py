@@ -27,8 +27,8 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
 
 
 def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
-    """Either "fused", for few rows that wait for the weight, or "chunked", at cuBLAS's rate (not measured yet)."""
-    default = {"fused": int(rows <= 128)}
+    """Either "fused", or "chunked" at cuBLAS's rate, which many rows need in float32 (neither is measured yet)."""
+    default = {"fused": int(rows <= 128 or dtype != torch.float32)}
     fused = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)["fused"]
     return "fused" if fused else "chunked"
 
@@ -45,18 +45,19 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> La
         block = 64 if rows <= 64 else 128
         default = {"BLOCK_M": block, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
     else:
-        default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+        default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
 
 
-def linear_logprob_columns(dtype: torch.dtype, rows: int) -> int:
-    """Vocabulary columns of a chunk: one wave of 128 x 256 tiles on 132 multiprocessors, 17 MB in float32."""
-    default = {"columns": 256 * max(132 // max(-(-rows // 128), 1), 1)}
-    return _tuned("linear_logprob_columns", dtype, (next_power_of_2(rows),), default)["columns"]
+def linear_logprob_chunk_size(dtype: torch.dtype, rows: int) -> Launch:
+    """Rows and vocabulary columns of a chunk of logits: 34 MB in float32, long sides for the products on either."""
+    bucket = next_power_of_2(rows)
+    default = {"rows": 2048, "columns": min(max((1 << 23) // bucket, 4096), 1 << 15)}
+    return _tuned("linear_logprob_chunk_size", dtype, (bucket,), default)
 
 
 def linear_logprob_chunk(dtype: torch.dtype) -> Launch:
-    """The passes over a chunk of logits; BLOCK_V divides the chunk's columns."""
+    """The passes over a chunk of logits; BLOCK_M and BLOCK_V divide its sides."""
     return _tuned("linear_logprob_chunk", dtype, (), {"BLOCK_M": 8, "BLOCK_V": 256, "num_warps": 8})
 
 
@@ -77,7 +78,8 @@ def _head_bucket(rows: int, vocab: int, hidden: int) -> tuple[int, int, int]:
 def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For tiles of BLOCK_M rows, `repeat` query heads a key head being so many rows; never by the batch, for its bits.
 
-    `form` is "unaligned" where keys cannot be read 16 bytes at a time, else "window" or "plain".
+    `form` is "unaligned" where keys cannot be read 16 bytes at a time, else "plain", "window", "capped" or
+    "cappedwindow".
     """
     width = max(16, next_power_of_2(head_dim))
     if dtype == torch.float32:
@@ -88,21 +90,22 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
         default = {"BLOCK_M": 32, "num_stages": 2} if width > 128 else {"BLOCK_M": 64, "num_stages": 3}
         default |= {"BLOCK_N": 32, "num_warps": 8}
     elif width > 128:
-        block = 32 if form == "window" else 64  # a window's edges take registers
+        block = 32 if form.endswith("window") else 64  # a window's edges take registers
         default = {"BLOCK_M": block, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
     else:  # so do the masks of a head that is padded
-        block = 64 if _capability() == 90 and form == "plain" and head_dim == width else 32
-        default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 3}
+        wide = _capability() == 90 and head_dim == width
+        block = (64 if form.startswith("capped") else 128) if wide else 32
+        default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 2 if wide else 3}
     return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
 
 def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
-    tile = {"BLOCK_M": 64, "BLOCK_N": 32}
+    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
     if width > 128 or form == "unaligned":
-        tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16}
-    default = tile | {"CHUNK": 128, "num_warps": 8, "num_stages": 2 if form == "unaligned" else 3}
+        tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16, "num_warps": 8}
+    default = tile | {"CHUNK": 128, "num_stages": 2 if form == "unaligned" else 3}
     default |= _registers(form == "unaligned" or width > 128)
     return _tuned("branch_attention_split", dtype, (width, repeat, form), default)
 

@@ -141,14 +141,14 @@ def test_every_op_has_calls_that_agree_with_themselves(op: str, monkeypatch: pyt
         )
 
 
+FORMS = ("plain", "window", "capped", "cappedwindow", "unaligned")
 LOOKED_UP = {
     "linear_logprob": {
-        *("linear_logprob", "linear_logprob_form", "linear_logprob_columns"),
+        *("linear_logprob", "linear_logprob_form", "linear_logprob_chunk_size"),
         *("linear_logprob_chunk", "linear_logprob_merge"),
     },
     "branch_attention": {
-        *("branch_attention plain", "branch_attention window", "branch_attention unaligned"),
-        *("branch_attention_split plain", "branch_attention_split window", "branch_attention_split unaligned"),
+        *(f"{name} {form}" for name in ("branch_attention", "branch_attention_split") for form in FORMS),
         *("branch_attention_backward aligned", "branch_attention_backward unaligned"),
         *("branch_attention_backward_prefix aligned", "branch_attention_backward_prefix unaligned"),
     },
@@ -181,7 +181,9 @@ def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPa
     assert len(lines) == len(looked_up)
     order = [line.split("/")[0] for line in lines]
     if op == "linear_logprob":  # the choice comes after the launches that it chooses from
-        assert order.index("linear_logprob_form") > max(map(order.index, ("linear_logprob", "linear_logprob_columns")))
+        assert order.index("linear_logprob_form") > max(
+            map(order.index, ("linear_logprob", "linear_logprob_chunk_size"))
+        )
 
 
 def test_candidates_are_beside_the_value() -> None:

@@ -45,14 +45,14 @@ def _attend(
     first, last,  # [M]: keys that each row sees
     low, high, size,  # key blocks, end of the keys
     multiplier, inner,  # of scores, in the soft-cap
-    MASKED: tl.constexpr, BY_ROW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr, BY_ROW: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr,
     SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
 
     Without MASKED every row sees all of these keys; with it those below `size`, and BY_ROW those from first[M] to
-    last[M]. `top` is in units of log 2, as are scores times the multiplier.
+    last[M]; WINDOW says that there is a window. `top` is in units of log 2, as are scores times the multiplier.
     """
     acc, top, total = state
     keys, key_row, key_page = keys
@@ -60,6 +60,7 @@ def _attend(
     table, table_column, start, page_size = table
     place, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)  # [N], [E]
     stages: tl.constexpr = 1 if MASKED and BLOCK_N >= 64 else None  # masked blocks are few and short of registers
+    all_finite = 1
     for n in tl.range(low, high, BLOCK_N, num_stages=stages):
         key = n + place  # [N]
         if PAGED:
@@ -101,20 +102,23 @@ def _attend(
         if BY_ROW:  # 0 times what is not finite would show an unseen value
             finite = tl.abs(v.to(tl.float32)) < float("inf")  # [N, E]
             acc = tl.dot(p.to(v.dtype), tl.where(finite, v, tl.zeros_like(v)), acc, input_precision="ieee")
-            if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
-                for i in range(n, tl.minimum(n + BLOCK_N, size)):
-                    again = values
-                    if PAGED:
-                        entry_page = tl.load(table + tl.cast((start + i) // page_size, tl.int64) * table_column)
-                        again += entry_page.to(tl.int64) * value_page
-                        again += tl.cast((start + i) % page_size, tl.int64) * value_row
-                    else:
-                        again += tl.cast(i, tl.int64) * value_row
-                    value = tl.load(again + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-                    strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]
-                    acc = tl.where(strange, acc + value[None, :], acc)
+            all_finite = tl.minimum(all_finite, tl.min(tl.min(finite.to(tl.int32), 1), 0))
         else:
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            if WINDOW and not MASKED:  # a use, for a product under way behind another loop's makes all wait for each
+                acc = tl.where((total >= 0)[:, None], acc, total[:, None])
+    if BY_ROW and all_finite == 0:  # behind the loop, whose products would wait for each other
+        for i in range(low, tl.minimum(high, size)):
+            again = values
+            if PAGED:
+                entry_page = tl.load(table + tl.cast((start + i) // page_size, tl.int64) * table_column)
+                again += entry_page.to(tl.int64) * value_page
+                again += tl.cast((start + i) % page_size, tl.int64) * value_row
+            else:
+                again += tl.cast(i, tl.int64) * value_row
+            value = tl.load(again + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+            strange = ((i >= first) & (i <= last))[:, None] & ~(tl.abs(value) < float("inf"))[None, :]
+            acc = tl.where(strange, acc + value[None, :], acc)
     return acc, top, total
 
 
@@ -138,14 +142,14 @@ def _attend_whole_blocks(
         middle = tl.minimum(tl.maximum(tl.cdiv(highest, BLOCK_N) * BLOCK_N, begin), full)
         state = _attend(
             state, q, keys, values, table, first, last, begin, tl.minimum(middle, size), size, multiplier, inner,
-            True, True, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+            True, True, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
     else:
         full = tl.maximum(whole // BLOCK_N * BLOCK_N, begin)
         middle = begin
     state = _attend(
         state, q, keys, values, table, first, last, middle, full, size, multiplier, inner,
-        False, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        False, False, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
     )  # fmt: skip
     return state, full
 
@@ -182,7 +186,7 @@ def _prefix_stretch(
     )  # fmt: skip
     return _attend(
         state, query, prefix_k, prefix_v, table, first, last, full, size, size, multiplier, inner,
-        True, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+        True, WINDOW, WINDOW, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
     )  # fmt: skip
 
 
@@ -277,7 +281,7 @@ def _branch_attention_tile_kernel(
             state = _attend(
                 state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
                 (block_table, 0, 0, 1), last + 1 - window, last, full, size, size, multiplier, inner,
-                True, True, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
+                True, True, WINDOW, False, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
             )  # fmt: skip
             full = 0
 
@@ -481,7 +485,8 @@ def branch_attention(
         "OFFSETS": branch_layout.OFFSETS,
     }
     aligned = branch_layout.aligned(q, own_k, own_v, prefix_k, prefix_v, out)
-    form = "unaligned" if not aligned else "window" if windowed else "plain"
+    form = "capped" * (softcap is not None) + "window" * windowed or "plain"
+    form = form if aligned else "unaligned"
     own = (*own_k.stride()[:2], *own_v.stride()[:2])
     prefix = (*prefix_k.stride()[:3], *prefix_v.stride()[:3])
 

@@ -6,6 +6,8 @@ cuBLAS write one chunk of them that stays in the L2 cache and reads it once. `tu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,20 +20,20 @@ from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton.functions import tanh
 
 FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+LOG2_E = tl.constexpr(math.log2(math.e))
 LARGEST_ID = torch.iinfo(torch.int64).max
 
 
 @triton.jit
-def _logits(products, bias, inside, logit_scale, softcap, temperature, SOFTCAP: tl.constexpr):
+def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.constexpr):
     """(logits[M, V] from products and the bias of these columns, the soft-cap's argument or nothing of use)."""
-    x = products * logit_scale
+    x = products * on_products
     if bias is not None:
-        x += tl.load(bias + tl.arange(0, inside.shape[0]), mask=inside, other=0.0).to(tl.float32)[None, :]
+        x += tl.load(bias + tl.arange(0, inside.shape[0]), mask=inside, other=0.0).to(tl.float32)[None, :] * on_bias
     ratio = x
     if SOFTCAP:
-        ratio = x * (1 / softcap)
-        x = tanh(ratio) * softcap
-    return x * (1 / temperature), ratio
+        x = tanh(ratio) * on_cap
+    return x, ratio
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def _shift(top):
 @triton.jit
 def _store_statistics(
     products, bias, target, statistics, picked, row, first, tile, rows, valid, vocab_start, tiles,
-    logit_scale, softcap, temperature, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
+    on_products, on_bias, on_cap, SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write one tile's maximum, sum of exp, sum of (l - max) exp and, where the target is in it, the target's logit.
 
@@ -66,27 +68,28 @@ def _store_statistics(
         valid: number of columns that count.
         vocab_start: id of the first column.
         tiles: their number.
-        logit_scale: as in `linear_logprob`.
-        softcap: as in `linear_logprob`.
-        temperature: as in `linear_logprob`.
+        on_products: as in `_multipliers`.
+        on_bias: as in `_multipliers`.
+        on_cap: as in `_multipliers`.
         SOFTCAP: whether there is one.
         TILE: columns of a tile.
     """
     in_row, inside = row < rows, tl.arange(0, TILE) < _left(valid, first, TILE)
     bias = bias if bias is None else bias + first
-    x, _ = _logits(products, bias, inside, logit_scale, softcap, temperature, SOFTCAP)
+    x, _ = _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP)
     local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start - first
     found = in_row & (local >= 0) & (local < TILE)
     if tl.max(found.to(tl.int32), 0):  # few tiles hold a target
         column = tl.where(found, local, -1).to(tl.int32)
         target_logit = tl.sum(tl.where(column[:, None] == tl.arange(0, TILE)[None, :], x, 0.0), 1)
         tl.store(picked + row, target_logit, mask=found)
-    x = tl.where(inside[None, :], x, -float("inf"))
+    if first + TILE > valid:  # the last tile alone
+        x = tl.where((tl.arange(0, TILE) < _left(valid, first, TILE))[None, :], x, -float("inf"))
     top = tl.max(x, 1)
-    fallen = x - _shift(top)[:, None]
-    exponentials = tl.exp(fallen)
+    fallen = tl.maximum(x - _shift(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
+    exponentials = tl.exp2(fallen * LOG2_E)
     total = tl.sum(exponentials, 1)
-    weighted = tl.sum(tl.maximum(fallen, FAR_BELOW) * exponentials, 1)
+    weighted = tl.sum(fallen * exponentials, 1)
     top = tl.where(total == total, top, float("nan"))
     place = tl.cast(tile, tl.int64) * rows + row
     plane = tl.cast(tiles, tl.int64) * rows
@@ -100,7 +103,7 @@ def _store_statistics(
 )
 def _linear_logprob_fwd_kernel(
     hidden, weight, bias, target, statistics, picked, rows, valid, vocab_start, tiles,
-    row_vectors, hidden_vectors, weight_vectors, logit_scale, softcap, temperature,
+    row_vectors, hidden_vectors, weight_vectors, on_products, on_bias, on_cap,
     SOFTCAP: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -140,35 +143,36 @@ def _linear_logprob_fwd_kernel(
     if BLOCK_V <= TILE:
         _store_statistics(
             products, bias, target, statistics, picked, row, first_column, tile, rows, valid, vocab_start, tiles,
-            logit_scale, softcap, temperature, SOFTCAP, TILE,
+            on_products, on_bias, on_cap, SOFTCAP, TILE,
         )  # fmt: skip
     else:  # one half after the other, for fewer registers
         left, right = tl.split(tl.permute(tl.reshape(products, (BLOCK_M, 2, TILE)), (0, 2, 1)))
         _store_statistics(
             left, bias, target, statistics, picked, row, first_column, 2 * tile, rows, valid, vocab_start, tiles,
-            logit_scale, softcap, temperature, SOFTCAP, TILE,
+            on_products, on_bias, on_cap, SOFTCAP, TILE,
         )  # fmt: skip
         _store_statistics(
             right, bias, target, statistics, picked, row, first_column + TILE, 2 * tile + 1, rows, valid, vocab_start,
-            tiles, logit_scale, softcap, temperature, SOFTCAP, TILE,
+            tiles, on_products, on_bias, on_cap, SOFTCAP, TILE,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "tiles", "first"])
+@triton.jit(do_not_specialize=["rows", "first_row", "last_row", "valid", "vocab_start", "tiles", "first"])
 def _chunk_statistics_kernel(
-    products, bias, target, statistics, picked, rows, valid, vocab_start, tiles, first, stride,
-    logit_scale, softcap, temperature, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    products, bias, target, statistics, picked, rows, first_row, last_row, valid, vocab_start, tiles, first, stride,
+    on_products, on_bias, on_cap, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of products[rows, stride], whose first column is the vocabulary's column `first`."""
-    row_blocks = tl.cdiv(rows, BLOCK_M)
-    row = ((tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    """The statistics of products[last_row - first_row, stride], whose first column is the vocabulary's `first`."""
+    row_blocks = tl.cdiv(last_row - first_row, BLOCK_M)
+    here_row = ((tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    row = first_row + here_row
     start = (tl.program_id(0) // row_blocks) * BLOCK_V
     here, first = start + tl.arange(0, BLOCK_V), tl.cast(first, tl.int64) + start
-    mask = (row < rows)[:, None] & (tl.arange(0, BLOCK_V) < _left(valid, first, BLOCK_V))[None, :]
-    x = tl.load(products + row[:, None] * stride + here[None, :], mask=mask, other=0.0)
+    mask = (row < last_row)[:, None] & (tl.arange(0, BLOCK_V) < _left(valid, first, BLOCK_V))[None, :]
+    x = tl.load(products + here_row[:, None] * stride + here[None, :], mask=mask, other=0.0)
     _store_statistics(
         x, bias, target, statistics, picked, row, first, first // BLOCK_V, rows, valid, vocab_start, tiles,
-        logit_scale, softcap, temperature, SOFTCAP, BLOCK_V,
+        on_products, on_bias, on_cap, SOFTCAP, BLOCK_V,
     )  # fmt: skip
 
 
@@ -226,7 +230,7 @@ def _merge_statistics_kernel(
 @triton.jit(do_not_specialize=["rows", "valid", "vocab_start", "first"])
 def _dlogits_kernel(
     products, d_products, d_bias, bias, target, on_target, on_exponential, shift,
-    rows, valid, vocab_start, first, stride, logit_scale, softcap, temperature,
+    rows, valid, vocab_start, first, stride, on_products, on_bias, on_cap,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Gradients to products[rows, stride], and their sums over each block of rows as d_bias[blocks, stride]."""
@@ -240,21 +244,20 @@ def _dlogits_kernel(
     bias = bias if bias is None else bias + first_column
     place = row[:, None] * stride + here[None, :]
     x = tl.load(products + place, mask=mask, other=0.0)
-    logits, ratio = _logits(x, bias, inside, logit_scale, softcap, temperature, SOFTCAP)
+    logits, ratio = _logits(x, bias, inside, on_products, on_bias, on_cap, SOFTCAP)
     local = tl.load(target + row, mask=in_row, other=0).to(tl.int64) - vocab_start
     picks = tl.load(on_target + row, mask=in_row, other=0.0)
     scale = tl.load(on_exponential + row, mask=in_row, other=0.0)
     grad = tl.exp(logits - tl.load(shift + row, mask=in_row, other=0.0)[:, None]) * scale[:, None]
     grad += tl.where(here[None, :] == (local - first)[:, None], picks[:, None], 0.0)
-    grad *= 1 / temperature
     if SOFTCAP:
         fallen = tl.exp(-2 * tl.abs(ratio))
-        grad *= 4 * fallen / ((1 + fallen) * (1 + fallen))  # 1 - tanh^2, without its cancellation
+        grad *= on_cap * (4 * fallen / ((1 + fallen) * (1 + fallen)))  # 1 - tanh^2, without its cancellation
     used = (picks != 0) | (scale != 0)  # the logits of other rows may be inf or NaN
     grad = tl.where(used[:, None] & inside[None, :], grad, 0.0)
     if d_bias is not None:
-        tl.store(d_bias + tl.cast(row_block, tl.int64) * stride + here, tl.sum(grad, 0), mask=inside)
-    tl.store(d_products + place, grad * logit_scale, mask=mask)
+        tl.store(d_bias + tl.cast(row_block, tl.int64) * stride + here, tl.sum(grad, 0) * on_bias, mask=inside)
+    tl.store(d_products + place, grad * on_products, mask=mask)
 
 
 @triton.jit(do_not_specialize=["shards", "rows"])
@@ -377,14 +380,28 @@ def _vectors(*operands: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _multipliers(options: Options) -> tuple[float, float, float]:
+    """Of products, of the bias and of a soft-cap's tanh: the logit is their sum, or with a soft-cap the tanh of it."""
+    if options.softcap is None:
+        return options.logit_scale / options.temperature, 1 / options.temperature, 1.0
+    return options.logit_scale / options.softcap, 1 / options.softcap, options.softcap / options.temperature
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Write a @ b to out, or add it there, accumulated and kept in float32."""
     if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA widens results
         out.addmm_(a.float(), b.float(), beta=float(add))
     elif add:
-        out += torch.mm(a, b, out_dtype=torch.float32)
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _chunks(size: tuning.Launch, rows: int, valid: int) -> Iterator[tuple[slice, slice]]:
+    """(columns, rows) of every chunk of logits, all rows of some columns before the next columns."""
+    for first in range(0, valid, size["columns"]):
+        for row in range(0, rows, size["rows"]):
+            yield slice(first, min(first + size["columns"], valid)), slice(row, min(row + size["rows"], rows))
 
 
 def _forward(
@@ -407,8 +424,7 @@ def _forward(
     results = tuple(x.new_empty(target.shape, dtype=torch.float32) for _ in range(4 if whole else 3))
     if not rows:
         return results
-    softcap = options.softcap
-    numbers = (options.logit_scale, 1.0 if softcap is None else softcap, options.temperature)
+    numbers, capped = _multipliers(options), options.softcap is not None
     picked = x.new_empty(rows, dtype=torch.float32)
     if _vectors(x, weight) and tuning.linear_logprob_form(x.dtype, rows, valid, width) == "fused":
         launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
@@ -420,20 +436,21 @@ def _forward(
             _linear_logprob_fwd_kernel[(blocks * triton.cdiv(rows, launch["BLOCK_M"]),)](
                 x, weight, bias, ids, statistics, picked, rows, valid, vocab_start, tiles,
                 width // vector, x.stride(0) // vector, weight.stride(0) // vector, *numbers,
-                SOFTCAP=softcap is not None, EVEN=width % launch["BLOCK_K"] == 0, VECTOR=vector, TILE=tile, **launch,
+                SOFTCAP=capped, EVEN=width % launch["BLOCK_K"] == 0, VECTOR=vector, TILE=tile, **launch,
             )  # fmt: skip
     else:
-        launch, columns = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_columns(x.dtype, rows)
-        assert columns % launch["BLOCK_V"] == 0
+        launch, chunk = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_chunk_size(x.dtype, rows)
+        assert chunk["rows"] % launch["BLOCK_M"] == chunk["columns"] % launch["BLOCK_V"] == 0
         tiles = triton.cdiv(valid, launch["BLOCK_V"])
         statistics = x.new_empty(3, tiles, rows, dtype=torch.float32)
-        products = x.new_empty(rows, min(columns, valid), dtype=torch.float32)
-        for first in range(0, valid, columns):
-            count = min(columns, valid - first)
-            _product(x, weight[first : first + count].T, products[:, :count])
-            _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(rows, launch["BLOCK_M"]),)](
-                products, bias, ids, statistics, picked, rows, valid, vocab_start, tiles, first, products.stride(0),
-                *numbers, SOFTCAP=softcap is not None, **launch,
+        logits = x.new_empty(min(chunk["rows"], rows), min(chunk["columns"], valid), dtype=torch.float32)
+        for columns, some in _chunks(chunk, rows, valid):
+            count, size = columns.stop - columns.start, some.stop - some.start
+            products = logits[:size, :count]
+            _product(x[some], weight[columns].T, products)
+            _chunk_statistics_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
+                products, bias, ids, statistics, picked, rows, some.start, some.stop, valid, vocab_start, tiles,
+                columns.start, products.stride(0), *numbers, SOFTCAP=capped, **launch,
             )  # fmt: skip
     launch = tuning.linear_logprob_merge()
     _merge_statistics_kernel[(triton.cdiv(rows, launch["BLOCK_M"]),)](
@@ -466,30 +483,32 @@ def _project_back(
     d_bias = weight.new_empty(vocab if need_bias else 0)
     d_weight[valid if rows else 0 :].zero_()
     d_bias[valid if rows else 0 :].zero_()
-    launch, columns = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_columns(x.dtype, rows)
-    row_blocks = triton.cdiv(rows, launch["BLOCK_M"])
-    products = x.new_empty(rows, min(columns, valid), dtype=torch.float32)
-    d_products = torch.empty_like(products, dtype=x.dtype)
-    head = x.new_empty(min(columns, valid) if need_weight else 0, width, dtype=torch.float32)
-    sums = x.new_empty(row_blocks, min(columns, valid), dtype=torch.float32) if need_bias else None
+    launch, chunk = tuning.linear_logprob_chunk(x.dtype), tuning.linear_logprob_chunk_size(x.dtype, rows)
+    assert chunk["rows"] % launch["BLOCK_M"] == 0
+    longest, widest = min(chunk["rows"], rows), min(chunk["columns"], valid)
+    logits = x.new_empty(longest, widest, dtype=torch.float32)
+    d_logits = torch.empty_like(logits, dtype=x.dtype)
+    head = x.new_empty(widest if need_weight else 0, width, dtype=torch.float32)
+    sums = x.new_empty(triton.cdiv(rows, launch["BLOCK_M"]), widest, dtype=torch.float32) if need_bias else None
     unused = ((on_target == 0) & (on_exponential == 0))[:, None]
     used = x.masked_fill(unused, 0.0) if need_weight else x
-    for first in range(0, valid if rows else 0, columns):
-        chunk = slice(first, min(first + columns, valid))
-        count = chunk.stop - first
-        _product(x, weight[chunk].T, products[:, :count])
-        _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * row_blocks,)](
-            products, d_products, sums, bias, ids, on_target, on_exponential, shift,
-            rows, valid, vocab_start, first, products.stride(0),
-            options.logit_scale, 1.0 if options.softcap is None else options.softcap, options.temperature,
-            SOFTCAP=options.softcap is not None, **launch,
+    for columns, some in _chunks(chunk, rows, valid):
+        count, size = columns.stop - columns.start, some.stop - some.start
+        products, d_products = logits[:size, :count], d_logits[:size, :count]
+        _product(x[some], weight[columns].T, products)
+        _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
+            products, d_products, None if sums is None else sums[some.start // launch["BLOCK_M"] :], bias, ids[some],
+            on_target[some], on_exponential[some], shift[some], size, valid, vocab_start, columns.start,
+            products.stride(0), *_multipliers(options), SOFTCAP=options.softcap is not None, **launch,
         )  # fmt: skip
         if need_hidden:
-            _product(d_products[:, :count], weight[chunk], d_hidden, add=True)
+            _product(d_products, weight[columns], d_hidden[some], add=True)
         if need_weight:
-            _product(d_products[:, :count].T, used, head[:count])
-            d_weight[chunk] = head[:count]
-        if sums is not None:
-            d_bias[chunk] = sums[:, :count].sum(0)
+            _product(d_products.T, used[some], head[:count], add=some.start > 0)
+        if some.stop == rows:
+            if need_weight:
+                d_weight[columns] = head[:count]
+            if sums is not None:
+                d_bias[columns] = sums[:, :count].sum(0)
     d_hidden = d_hidden.view(hidden.shape) if need_hidden else d_hidden.view(0)
     return d_hidden.to(hidden.dtype), d_weight, d_bias

@@ -387,7 +387,8 @@ def test_a_soft_cap_near_zero(way: str) -> None:
 def test_launches_fit_together(rows: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert tuning.linear_logprob_form(dtype, rows, 151_936, 2048) in FORMS
-        assert tuning.linear_logprob_columns(dtype, rows) % tuning.linear_logprob_chunk(dtype)["BLOCK_V"] == 0
+        size, launch = tuning.linear_logprob_chunk_size(dtype, rows), tuning.linear_logprob_chunk(dtype)
+        assert size["rows"] % launch["BLOCK_M"] == size["columns"] % launch["BLOCK_V"] == 0
         tile = tuning.linear_logprob(dtype, rows, 151_936, 2048)
         assert dtype == torch.float32 or rows > 128 or tile["BLOCK_M"] >= rows  # the weight is read once
 

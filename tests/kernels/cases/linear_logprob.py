@@ -32,7 +32,7 @@ def small() -> AbstractContextManager[None]:
     """Tiles that a few rows and columns cross."""
     return launched(
         linear_logprob=TILE,
-        linear_logprob_columns=64,
+        linear_logprob_chunk_size={"rows": 32, "columns": 64},
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
         linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 2},
         combine_logprob_partials={"BLOCK": 4},
