@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from benchmarks.aot.compiler import Case, Cost
+from benchmarks.aot.compiler import Case, Cost, Tile
 from fb_kernels.branch_attention import triton as branch_attention
 
 TILE, SPLIT, COMBINE = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine"))
@@ -55,8 +56,15 @@ def case(
     products = () if wide and window else (TILE,) if wide else (TILE, SPLIT)
     products = () if dtype == torch.float32 or pad else products
     exact = (TILE, SPLIT) if dtype == torch.float32 else ()
+
+    def tile(launch: Mapping[str, Any]) -> Tile:
+        flops = 4 * launch["BLOCK_M"] * launch["BLOCK_N"] * launch["BLOCK_E"]
+        plain = longest == 128 and width == 128 and window is softcap is page is None and not pad
+        return Tile(1, flops, launch["BLOCK_N"], overlaps=False, target=0.52 if plain and prefix >= 2048 else None)
+
     return Case(
-        "branch_attention", shape, lambda: branch_attention.branch_attention(*arguments), costs, products, exact
+        *("branch_attention", shape, lambda: branch_attention.branch_attention(*arguments), costs, products, exact),
+        {TILE: tile, SPLIT: tile},
     )
 
 

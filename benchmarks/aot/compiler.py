@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import ty_to_cpp
 from triton.runtime.jit import JITFunction, MockTensor
 
+from benchmarks.aot import sass
+from benchmarks.aot.sass import MachineCode
 from fb_kernels import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")
 FRONT_END = "sm_90"  # where "ones" is compiled: what goes wrong with constant arguments is the same everywhere
+
+
+PRODUCTS = 4096  # FLOPs of dense bf16 that a Hopper multiprocessor does a cycle
+ISSUED = 4  # warps of which an instruction is issued a cycle
+REACHED = 0.8  # of that rate by a large product of cuBLAS
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,25 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """What a program of a kernel with matrix products works off, by its launch.
+
+    Attributes:
+        turns: of the main loop.
+        flops: of a turn.
+        units: keys, or logits of a thread, among which its instructions are divided.
+        overlaps: whether the loop's other instructions are issued while products run; what comes after it is not.
+        target: the fraction of the reached rate of products that is to be met.
+    """
+
+    turns: float
+    flops: float
+    units: float
+    overlaps: bool
+    target: float | None = None
+
+
+@dataclass(frozen=True)
 class Case:
     """One call of a launcher on meta tensors, at a shape that matters.
 
@@ -71,6 +97,7 @@ class Case:
         costs: kernel name -> its cost; a kernel without one gets no prediction.
         matmul: the kernels that must use the tensor cores' HGMMA on sm_90.
         exact: the kernels that must not contain TF32 products.
+        tiles: kernel name -> its tile, of its launch's keyword arguments.
     """
 
     op: str
@@ -79,6 +106,7 @@ class Case:
     costs: Mapping[str, Cost]
     matmul: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    tiles: Mapping[str, Callable[[Mapping[str, Any]], Tile]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,12 @@ class Compiled:
     shared: int
     hgmma: int
     tf32: int
+    loop: tuple[int, int, int, int]  # instructions, HGMMA, ARRIVE and waits of the main loop
+    epilogue: int  # instructions after the last product
+    per_unit: float | None  # instructions a key, or a logit of a thread
     predicted_us: float | None
+    of_rate: float | None  # of the reached rate of products, predicted from the instructions
+    target: float | None
     faults: tuple[str, ...]
 
 
@@ -228,27 +261,49 @@ def _mock(value: Any, variant: str) -> Any:
 def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
     case, arch, name, grid = launch.case, launch.arch, launch.name, math.prod(launch.grid)
     ptx, metadata = made.asm["ptx"], made.metadata
-    registers, stack, spills = _resources(made.asm["cubin"])
+    registers, stack, code = _resources(made.asm["cubin"])
     hgmma = ptx.count("wgmma.mma_async.")  # each becomes one HGMMA
     tf32 = ptx.count(".tf32")
     faults = []
     half = any(word in ptx for word in ("bf16", "f16x2", ".f16"))
-    if half and (stack or spills):
-        faults.append(f"spills: {stack} bytes of stack, {spills} local accesses")
+    if half and (stack or code.local) and not code.loops:
+        faults.append(f"spills: {stack} bytes of stack, {code.local} local accesses")
+    for loop in code.loops if half else ():
+        if loop.local:
+            faults.append(f"a loop with HGMMA spills: {loop.local} local accesses")
+        if loop.serialised:
+            faults.append(f"a loop waits for each of its {loop.hgmma} HGMMA")
     if metadata.shared > arch.shared_block:
         faults.append(f"shared memory {metadata.shared} above {arch.shared_block}")
     if name in case.matmul and arch.name == "sm_90" and variant == "aligned" and not hgmma:
         faults.append("no HGMMA")
     if name in case.exact and tf32:
         faults.append("TF32 product")
+    tile = case.tiles[name](launch.kwargs) if name in case.tiles and code.main and arch.name == "sm_90" else None
+    per_unit, rate = _from_instructions(tile, code, metadata.num_warps) if tile else (None, None)
+    predicted = _predict(
+        case.costs.get(name), arch, grid, metadata.num_warps, registers, metadata.shared, 1.0 if rate is None else rate
+    )
+    main = code.main
     return Compiled(
         case.op, case.shape, name, arch.name, variant, metadata.num_warps, metadata.num_stages, grid, registers, stack,
-        spills, metadata.shared, hgmma, tf32,
-        _predict(case.costs.get(name), arch, grid, metadata.num_warps, registers, metadata.shared), tuple(faults),
+        code.local, metadata.shared, hgmma, tf32,
+        (main.instructions, main.hgmma, main.arrive, main.wait) if main else (0, 0, 0, 0), code.epilogue if main else 0,
+        per_unit, predicted, rate, tile and tile.target, tuple(faults),
     )  # fmt: skip
 
 
-def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, registers: int, shared: int) -> float | None:
+def _from_instructions(tile: Tile, code: MachineCode, warps: int) -> tuple[float, float]:
+    """(instructions a unit, fraction of the reached rate of products) of one program a multiprocessor."""
+    assert code.main is not None
+    inside, after = tile.turns * code.main.instructions, code.epilogue if tile.overlaps else 0
+    products = tile.turns * tile.flops / PRODUCTS / REACHED
+    return (inside + after) / tile.units, products / (products + (after if tile.overlaps else inside) * warps / ISSUED)
+
+
+def _predict(
+    cost: Cost | None, arch: Architecture, grid: int, warps: int, registers: int, shared: int, of_rate: float
+) -> float | None:
     """Microseconds from bytes and FLOPs at the assumed rates, by how many multiprocessors the last wave leaves idle."""
     if cost is None:
         return None
@@ -261,19 +316,18 @@ def _predict(cost: Cost | None, arch: Architecture, grid: int, warps: int, regis
     slots = max(resident, 1) * arch.processors
     filled = grid / slots
     efficiency = filled / math.ceil(filled) if filled > 1 else min(1.0, grid / arch.processors)
-    return max(cost.bytes / arch.tbps / 1e6, cost.flops / arch.tflops / 1e6) / efficiency
+    return max(cost.bytes / arch.tbps / 1e6, cost.flops / arch.tflops / of_rate / 1e6) / efficiency
 
 
 @cache  # shapes share machine code
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, bytes of stack, local loads and stores) of the machine code; there are none without a stack."""
+def _resources(cubin: bytes) -> tuple[int, int, MachineCode]:
+    """(registers, bytes of stack, what the machine code says)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         usage = _cuobjdump("--dump-resource-usage", file)
-        registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
-        accesses = re.findall(r"\b(?:LDL|STL)\b", _cuobjdump("--dump-sass", file)) if stack or local else []
-        return registers, stack, len(accesses)
+        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+        return registers, stack, sass.read(_cuobjdump("--dump-sass", file))
 
 
 def _cuobjdump(option: str, file: Path) -> str:

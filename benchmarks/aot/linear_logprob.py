@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.aot.compiler import Case, Cost
+from benchmarks.aot.compiler import Case, Cost, Tile
 from fb_kernels import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
@@ -45,7 +45,8 @@ def _case(
 
     arguments = (meta(rows, width), meta(vocab, width), meta(rows, dtype=torch.int64))
     offset = meta(vocab) if bias else None
-    columns = tuning.linear_logprob_columns(dtype, rows)
+    chunk = tuning.linear_logprob_chunk_size(dtype, rows)
+    columns = chunk["columns"]
     valid = None if form == "fused" else columns  # one chunk: the others launch the same code
     options = (1.0, softcap, 1.0, -100, valid)
     statistic = meta(rows, dtype=torch.float32)
@@ -60,6 +61,7 @@ def _case(
 
     size = dtype.itemsize
     tile = tuning.linear_logprob(dtype, rows, vocab, width) if form == "fused" else tuning.linear_logprob_chunk(dtype)
+    at_once = min(rows, chunk["rows"])
     statistics = 3 * 4 * rows * -(-(valid or vocab) // tile["BLOCK_V"])
     fused = ("_linear_logprob_fwd_kernel",) if form == "fused" else ()
     name = str(dtype).removeprefix("torch.")
@@ -70,10 +72,19 @@ def _case(
         call,
         {
             "_linear_logprob_fwd_kernel": Cost(size * (vocab + rows) * width + statistics, 2 * rows * vocab * width),
-            "_chunk_statistics_kernel": Cost(4 * rows * columns),
+            "_chunk_statistics_kernel": Cost(4 * at_once * columns),
             "_merge_statistics_kernel": Cost(statistics),
-            "_dlogits_kernel": Cost((4 + size) * rows * columns),
+            "_dlogits_kernel": Cost((4 + size) * at_once * columns),
         },
         matmul=fused if dtype != torch.float32 else (),
         exact=fused,
+        tiles={
+            "_linear_logprob_fwd_kernel": lambda launch: Tile(
+                width / launch["BLOCK_K"],
+                2 * launch["BLOCK_M"] * launch["BLOCK_V"] * launch["BLOCK_K"],
+                launch["BLOCK_M"] * launch["BLOCK_V"] / 32 / launch["num_warps"],
+                overlaps=True,
+                target=0.72 if rows >= 1664 and not softcap else None,
+            )
+        },
     )
