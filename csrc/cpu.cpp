@@ -1,5 +1,5 @@
-// The ops of a decode step and small calls of others on the CPU: float32, plain C functions for fb_kernels/cpu.py,
-// which checks what it passes. Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else
+// The ops of a decode step and small calls of others on the CPU: float32, those of a step bfloat16 too, with sums in
+// float32. Plain C functions for fb_kernels/cpu.py, which checks what it passes. Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else
 // on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
@@ -19,6 +19,10 @@
 #endif
 
 namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
 
 constexpr int OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2, OUT_OF_RANGE = 3;
 
@@ -146,13 +150,20 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #pragma GCC pop_options
 #endif
 
+// Those of a decode step, for elements of one type.
+template <typename T>
+struct Step {
+  decltype(&plain::skinny_linear<T>) skinny_linear;
+  decltype(&plain::branch_attention_qkv<T>) branch_attention_qkv;
+  decltype(&plain::topk_entropy<T>) topk_entropy;
+  decltype(&plain::rms_norm<T>) rms_norm;
+};
+
 struct Kernels {
-  decltype(&plain::skinny_linear) skinny_linear;
-  decltype(&plain::branch_attention_qkv) branch_attention_qkv;
+  Step<float> single;
+  Step<BFloat16> narrow;
   decltype(&plain::branch_attention) branch_attention;
   decltype(&plain::branch_attention_backward) branch_attention_backward;
-  decltype(&plain::topk_entropy) topk_entropy;
-  decltype(&plain::rms_norm) rms_norm;
   decltype(&plain::swiglu) swiglu;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
@@ -160,11 +171,13 @@ struct Kernels {
   decltype(&plain::qk_norm_rope) qk_norm_rope;
 };
 
-#define KERNELS(variant)                                                                        \
-  {variant::skinny_linear, variant::branch_attention_qkv, variant::branch_attention,           \
-   variant::branch_attention_backward, variant::topk_entropy, variant::rms_norm,               \
-   variant::swiglu, variant::merge_attention_states, variant::candidate_head,                  \
-   variant::linear_logprob, variant::qk_norm_rope}
+#define STEP(variant, T) \
+  {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::topk_entropy<T>, variant::rms_norm<T>}
+
+#define KERNELS(variant)                                                                             \
+  {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention,                         \
+   variant::branch_attention_backward, variant::swiglu, variant::merge_attention_states,             \
+   variant::candidate_head, variant::linear_logprob, variant::qk_norm_rope}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -183,28 +196,47 @@ Kernels fitting() {
 
 const Kernels kernels = fitting();
 
+// run(kernels of the elements' type, one of them)
+template <typename Run>
+int typed(int narrow, const Run& run) {
+  return narrow ? run(kernels.narrow, BFloat16{}) : run(kernels.single, 0.0f);
+}
+
+template <typename T>
+const T* as(const void* from, T) { return static_cast<const T*>(from); }
+
+template <typename T>
+T* as(void* to, T) { return static_cast<T*>(to); }
+
 }  // namespace
 
 extern "C" {
 
-int fbcpu_abi_version() { return 8; }
+int fbcpu_abi_version() { return 9; }
 
+// `narrow`: elements are bfloat16, else float32.
 int fbcpu_skinny_linear(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
-    const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
-    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
-  return kernels.skinny_linear(x, x_stride, weight, weight_stride, bias, norm_weight, eps, residual, residual_stride,
-                               out, out_stride, rows, width, outputs, swiglu, threads);
+    const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+    const void* norm_weight, float eps, const void* residual, int64_t residual_stride, void* out, int64_t out_stride,
+    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads, int narrow) {
+  return typed(narrow, [=](const auto& step, auto one) {
+    return step.skinny_linear(as(x, one), x_stride, as(weight, one), weight_stride, as(bias, one), as(norm_weight, one),
+                              eps, as(residual, one), residual_stride, as(out, one), out_stride, rows, width, outputs,
+                              swiglu, threads);
+  });
 }
 
 int fbcpu_branch_attention_qkv(
-    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
-    const float* sin, const void* positions, int wide_positions, float* k_cache, int64_t k_slot, int64_t k_head,
-    float* v_cache, int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots,
-    float* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale) {
-  return kernels.branch_attention_qkv(qkv, qkv_stride, q_weight, k_weight, cos, sin, positions, wide_positions, k_cache,
-                                      k_slot, k_head, v_cache, v_slot, v_head, first, held, slots, wide_slots, out,
-                                      rows, heads, kv_heads, width, eps, scale);
+    const void* qkv, int64_t qkv_stride, const void* q_weight, const void* k_weight, const float* cos, const float* sin,
+    const void* positions, int wide_positions, void* k_cache, int64_t k_slot, int64_t k_head, void* v_cache,
+    int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, void* out,
+    int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale, int narrow) {
+  return typed(narrow, [=](const auto& step, auto one) {
+    return step.branch_attention_qkv(as(qkv, one), qkv_stride, as(q_weight, one), as(k_weight, one), cos, sin, positions,
+                                     wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head,
+                                     first, held, slots, wide_slots, as(out, one), rows, heads, kv_heads, width, eps,
+                                     scale);
+  });
 }
 
 int fbcpu_branch_attention(
@@ -238,15 +270,19 @@ int fbcpu_branch_attention_backward(
 }
 
 int fbcpu_topk_entropy(
-    const float* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
-    int64_t* indices) {
-  return kernels.topk_entropy(logits, stride, rows, width, k, entropy, values, indices);
+    const void* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
+    int64_t* indices, int narrow) {
+  return typed(narrow, [=](const auto& step, auto one) {
+    return step.topk_entropy(as(logits, one), stride, rows, width, k, entropy, values, indices);
+  });
 }
 
 int fbcpu_rms_norm(
-    const float* x, const float* residual, const float* weight, float eps, float* out, float* sum, int64_t rows,
-    int64_t width) {
-  return kernels.rms_norm(x, residual, weight, eps, out, sum, rows, width);
+    const void* x, const void* residual, const void* weight, float eps, void* out, void* sum, int64_t rows,
+    int64_t width, int narrow) {
+  return typed(narrow, [=](const auto& step, auto one) {
+    return step.rms_norm(as(x, one), as(residual, one), as(weight, one), eps, as(out, one), as(sum, one), rows, width);
+  });
 }
 
 int fbcpu_swiglu(const float* gate_up, float* out, int64_t rows, int64_t width) {

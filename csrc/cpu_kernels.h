@@ -5,6 +5,7 @@ namespace VARIANT {
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef float Quad __attribute__((vector_size(16)));
 
 constexpr int TILE = 4;                       // rows of a weight, or keys, that are summed together
@@ -27,11 +28,48 @@ INLINE Lanes load(const float* from, int64_t n) {  // fewer than LANES, then zer
   return v;
 }
 
-INLINE Lanes some(const float* from, int64_t n) { return n == LANES ? load(from) : load(from, n); }
+INLINE Lanes widened(Halves v) { return (Lanes)(__builtin_convertvector(v, Ints) << 16); }
+
+INLINE Lanes load(const BFloat16* from) {
+  Halves v;
+  std::memcpy(&v, from, sizeof v);
+  return widened(v);
+}
+
+INLINE Lanes load(const BFloat16* from, int64_t n) {
+  Halves v = {};
+  std::memcpy(&v, from, n * sizeof(BFloat16));
+  return widened(v);
+}
+
+template <typename T>
+INLINE Lanes some(const T* from, int64_t n) { return n == LANES ? load(from) : load(from, n); }
 
 INLINE void store(float* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
 
 INLINE void store(float* to, Lanes v, int64_t n) { std::memcpy(to, &v, n * sizeof(float)); }
+
+INLINE Halves narrowed(Lanes v) {  // to nearest even
+  Ints bits = (Ints)v, rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return __builtin_convertvector((v == v ? rounded : Ints{} + 0x7fc00000) >> 16, Halves);
+}
+
+INLINE void store(BFloat16* to, Lanes v) {
+  Halves half = narrowed(v);
+  std::memcpy(to, &half, sizeof half);
+}
+
+INLINE void store(BFloat16* to, Lanes v, int64_t n) {
+  Halves half = narrowed(v);
+  std::memcpy(to, &half, n * sizeof(BFloat16));
+}
+
+template <typename From, typename To>
+INLINE void copied(const From* from, int64_t width, To* to) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
+  if (i < width) store(to + i, load(from + i, width - i), width - i);
+}
 
 INLINE void pad(float* row, int64_t width) {  // with zeros to whole lanes
   for (int64_t i = width; i < padded(width); ++i) row[i] = 0;
@@ -108,8 +146,8 @@ INLINE void write_sums(const Lanes each[R * T], float* out, int64_t out_stride) 
 }
 
 // To acc[r][t] the products of n columns of x[r] and w[t].
-template <int R, int T>
-INLINE void add_products(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
+template <int R, int T, typename W>
+INLINE void add_products(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
   Lanes a[R];
   for (int r = 0; r < R; ++r) a[r] = load(x + r * x_stride);
 #pragma GCC unroll 4  // or the sums leave their registers
@@ -121,9 +159,9 @@ INLINE void add_products(const float* x, int64_t x_stride, const float* w, int64
 
 // out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. The even vectors of a row
 // add up, then the odd ones with what is left: one after the other, since registers do not hold both.
-template <int R, int T>
+template <int R, int T, typename W>
 INLINE void products(
-    const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t width, float* out, int64_t out_stride) {
+    const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t width, float* out, int64_t out_stride) {
   Lanes even[R * T] = {}, odd[R * T] = {};
   const int64_t rest = width % LANES, whole = width - rest;
   for (int64_t k = 0; k < whole; k += 2 * LANES) add_products<R, T>(x + k, x_stride, w + k, w_stride, LANES, even);
@@ -134,8 +172,8 @@ INLINE void products(
 }
 
 // The same of one row, which takes those of w as they lie, or all at once.
-template <int T, bool AT_ONCE = false>
-INLINE void row_products(const float* x, const float* w, int64_t w_stride, int64_t width, float* out) {
+template <int T, bool AT_ONCE = false, typename W>
+INLINE void row_products(const float* x, const W* w, int64_t w_stride, int64_t width, float* out) {
   Lanes acc[T][2];
   const int64_t pairs = width / (2 * LANES) * (2 * LANES);
   if (!AT_ONCE && width <= 2048) {  // on an AMD EPYC half the time of T rows at once
@@ -199,7 +237,8 @@ INLINE Lanes tangent(Lanes x) {
 }
 
 // Of a row, 1 / sqrt(mean of squares + eps).
-INLINE float inverse_rms(const float* x, float eps, int64_t width) {
+template <typename T>
+INLINE float inverse_rms(const T* x, float eps, int64_t width) {
   double sum = added(width, [&](int64_t i, int64_t n) {
     Lanes v = some(x + i, n);
     return v * v;
@@ -208,11 +247,9 @@ INLINE float inverse_rms(const float* x, float eps, int64_t width) {
 }
 
 // to[i] = from[i] / rms(from) * weight[i]; without a weight a copy.
-INLINE void normed(const float* from, const float* weight, float eps, int64_t width, float* to) {
-  if (!weight) {
-    if (width) std::memcpy(to, from, width * sizeof(float));
-    return;
-  }
+template <typename T, typename To>
+INLINE void normed(const T* from, const T* weight, float eps, int64_t width, To* to) {
+  if (!weight) return copied(from, width, to);
   const float inverse = inverse_rms(from, eps, width);
   int64_t i = 0;
   for (; i + LANES <= width; i += LANES) store(to + i, load(from + i) * inverse * load(weight + i));
@@ -220,8 +257,9 @@ INLINE void normed(const float* from, const float* weight, float eps, int64_t wi
 }
 
 // Rows of x, normed where there is a weight, each followed by zeros to whole lanes.
+template <typename T>
 INLINE void padded_rows(
-    const float* x, int64_t x_stride, const float* norm_weight, float eps, int64_t rows, int64_t width, float* to) {
+    const T* x, int64_t x_stride, const T* norm_weight, float eps, int64_t rows, int64_t width, float* to) {
   for (int64_t row = 0; row < rows; ++row, to += padded(width)) {
     normed(x + row * x_stride, norm_weight, eps, width, to);
     pad(to, width);
@@ -229,7 +267,8 @@ INLINE void padded_rows(
 }
 
 // to = silu(gate) * up.
-INLINE void gated(const float* gate, const float* up, int64_t width, float* to) {
+template <typename T, typename To>
+INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
   for (int64_t i = 0; i < width; i += LANES) {
     int64_t n = width - i < LANES ? width - i : LANES;
     Lanes g = some(gate + i, n), y = g / (1.0f + exponential(-g)) * some(up + i, n);
@@ -239,12 +278,13 @@ INLINE void gated(const float* gate, const float* up, int64_t width, float* to) 
 }
 
 // out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
+template <typename W>
 INLINE void tiled(
-    const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t output,
+    const float* x, int64_t rows, const W* weight, int64_t weight_stride, int64_t width, int64_t output,
     int64_t stop, float* out, int64_t out_stride) {
   const int64_t stride = padded(width);
   for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
-    const float* w = weight + output * weight_stride;
+    const W* w = weight + output * weight_stride;
     float* to = out + output;
     int64_t row = 0;
     for (; row + MANY <= rows; row += MANY)
@@ -261,8 +301,9 @@ INLINE void tiled(
 }
 
 // The same of all outputs, on so many threads at most.
+template <typename W>
 INLINE void projected(
-    const float* x, int64_t rows, const float* weight, int64_t weight_stride, int64_t width, int64_t outputs, float* out,
+    const float* x, int64_t rows, const W* weight, int64_t weight_stride, int64_t width, int64_t outputs, float* out,
     int64_t out_stride, int threads) {
   share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
     if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
@@ -278,36 +319,44 @@ INLINE void projected(
   });
 }
 
+template <typename T>
 static int skinny_linear(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias,
-    const float* norm_weight, float eps, const float* residual, int64_t residual_stride, float* out, int64_t out_stride,
-    int64_t rows, int64_t width, int64_t outputs, int swiglu, int threads) {
-  int64_t stride = padded(width), products_stride = swiglu ? outputs : out_stride;
-  float* input = scratch(rows * stride + (swiglu ? rows * outputs : 0));
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight, float eps,
+    const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width, int64_t outputs,
+    int swiglu, int threads) {
+  constexpr bool NARROW = sizeof(T) < sizeof(float);
+  const bool apart = swiglu || NARROW;  // products lie in memory of their own
+  int64_t stride = padded(width), products_stride = apart ? outputs : out_stride;
+  float* input = scratch(rows * stride + (apart ? rows * outputs : 0));
   if (!input) return OUT_OF_MEMORY;
-  float* result = swiglu ? input + rows * stride : out;
+  float* result = input + rows * stride;
+  if constexpr (!NARROW) result = apart ? result : out;
   padded_rows(x, x_stride, norm_weight, eps, rows, width, input);
   projected(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
   for (int64_t row = 0; row < rows && (bias || residual); ++row) {
     float* to = result + row * products_stride;
-    const float* from = residual + row * residual_stride;
-    for (int64_t i = 0; i < outputs; ++i) {
-      const float y = bias ? to[i] + bias[i] : to[i];
-      to[i] = residual ? y + from[i] : y;
+    for (int64_t i = 0; i < outputs; i += LANES) {
+      const int64_t n = outputs - i < LANES ? outputs - i : LANES;
+      Lanes y = some(to + i, n);
+      if (bias) y += some(bias + i, n);
+      if (residual) y += some(residual + row * residual_stride + i, n);
+      if (n == LANES) store(to + i, y);
+      else store(to + i, y, n);
     }
   }
-  if (!swiglu) return 0;
-  int64_t half = outputs / 2;
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* gate = result + row * outputs;
-    gated(gate, gate + half, half, out + row * out_stride);
+  for (int64_t row = 0; row < rows && apart; ++row) {
+    const float* from = result + row * outputs;
+    T* to = out + row * out_stride;
+    if (swiglu) gated(from, from + outputs / 2, outputs / 2, to);
+    else copied(from, outputs, to);
   }
   return 0;
 }
 
 // A head x[width], normed and rotated, to to[width].
+template <typename T>
 INLINE void turned(
-    const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
+    const T* x, const T* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
     float* buffer, float* to) {
   normed(x, weight, eps, width, buffer);
   int64_t half = width / 2;
@@ -338,14 +387,14 @@ INLINE float softmax(float* score, int64_t count) {  // in place; returns the lo
 }
 
 // The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given.
-template <int R, int V>
+template <int R, int V, typename T>
 INLINE void weighted(
-    const float* p, int64_t p_stride, const float* shared, int64_t stride, int64_t count, const float* const own[R],
+    const float* p, int64_t p_stride, const T* shared, int64_t stride, int64_t count, const float* const own[R],
     int64_t e, int64_t tail, float* const to[R]) {
   Lanes acc[R][V] = {};
   for (int64_t j = 0; j < count; ++j)
     for (int i = 0; i < V; ++i) {
-      const float* from = shared + j * stride + e + i * LANES;
+      const T* from = shared + j * stride + e + i * LANES;
       Lanes value = tail ? load(from, tail) : load(from);
       for (int r = 0; r < R; ++r) acc[r][i] += p[r * p_stride + j] * value;
     }
@@ -358,23 +407,25 @@ INLINE void weighted(
 }
 
 // Keys or values that a block sees: a stretch, the same for all, then each row's own.
+template <typename T>
 struct Seen {
-  const float* shared;
+  const T* shared;
   int64_t stride;
   Block<const float> own;
 };
 
 // out[r][j] = x[r] . seen[j] for `count` shared ones and, at j = count, the row's own; x is padded to whole lanes.
+template <typename T>
 INLINE void all_products(
-    const float* x, int64_t rows, const Seen& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
+    const float* x, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
   tiled(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
   for (int64_t row = 0; row < rows; ++row)
     row_products<1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
 }
 
-template <int R>
+template <int R, typename T>
 INLINE void some_weighted(
-    const float* p, int64_t p_stride, int64_t first, const Seen& seen, int64_t count, int64_t width,
+    const float* p, int64_t p_stride, int64_t first, const Seen<T>& seen, int64_t count, int64_t width,
     const Block<float>& out) {
   const float* own[R];
   float* to[R];
@@ -388,8 +439,9 @@ INLINE void some_weighted(
 }
 
 // out[r] = sum_j p[r][j] seen[j], the row's own at j = count.
+template <typename T>
 INLINE void all_weighted(
-    const float* p, int64_t p_stride, int64_t rows, const Seen& seen, int64_t count, int64_t width,
+    const float* p, int64_t p_stride, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width,
     const Block<float>& out) {
   int64_t row = 0;
   for (; row + ROWS <= rows; row += ROWS) some_weighted<ROWS>(p, p_stride, row, seen, count, width, out);
@@ -437,17 +489,19 @@ INLINE void all_added(
   for (; j < count; ++j) some_added<1>(p + j, p_stride, x, rows, width, out + j * out_stride, out_stride);
 }
 
+template <typename T>
 static int branch_attention_qkv(
-    const float* qkv, int64_t qkv_stride, const float* q_weight, const float* k_weight, const float* cos,
-    const float* sin, const void* positions, int wide_positions, float* k_cache, int64_t k_slot, int64_t k_head,
-    float* v_cache, int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots,
-    float* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale) {
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const float* cos, const float* sin,
+    const void* positions, int wide_positions, T* k_cache, int64_t k_slot, int64_t k_head, T* v_cache, int64_t v_slot,
+    int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, T* out, int64_t rows, int64_t heads,
+    int64_t kv_heads, int64_t width, float eps, float scale) {
   int64_t stride = padded(width), count = held - first, score_stride = padded(count + 1), group = heads / kv_heads;
-  float* buffer = scratch((heads + kv_heads + 1) * stride + group * score_stride);
+  float* buffer = scratch((heads + kv_heads + 2 + group) * stride + group * score_stride);
   if (!buffer) return OUT_OF_MEMORY;
-  float *query = buffer + stride, *key = query + heads * stride, *score = key + kv_heads * stride;
+  float *query = buffer + stride, *key = query + heads * stride, *own_value = key + kv_heads * stride;
+  float *sum = own_value + stride, *score = sum + group * stride;
   for (int64_t row = 0; row < rows; ++row) {
-    const float *x = qkv + row * qkv_stride, *value = x + (heads + kv_heads) * width;
+    const T *x = qkv + row * qkv_stride, *value = x + (heads + kv_heads) * width;
     int64_t place = entry(positions, wide_positions, row) * width;
     int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
     for (int64_t h = 0; h < heads; ++h) {
@@ -458,16 +512,17 @@ static int branch_attention_qkv(
       float* own = key + g * stride;
       turned(x + (heads + g) * width, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, own);
       pad(own, width);
+      copied(value + g * width, width, own_value);
       if (slot >= 0) {
-        std::memcpy(k_cache + slot * k_slot + g * k_head, own, width * sizeof(float));
-        std::memcpy(v_cache + slot * v_slot + g * v_head, value + g * width, width * sizeof(float));
+        copied(own, width, k_cache + slot * k_slot + g * k_head);
+        copied(own_value, width, v_cache + slot * v_slot + g * v_head);
       }
-      Seen keys = {k_cache + first * k_slot + g * k_head, k_slot, {own, 0, 0, group}};
-      Seen values = {v_cache + first * v_slot + g * v_head, v_slot, {value + g * width, 0, 0, group}};
+      Seen<T> keys = {k_cache + first * k_slot + g * k_head, k_slot, {own, 0, 0, group}};
+      Seen<T> values = {v_cache + first * v_slot + g * v_head, v_slot, {own_value, 0, 0, group}};
       all_products(query + g * group * stride, group, keys, count, width, score, score_stride);
       for (int64_t h = 0; h < group; ++h) softmax(score + h * score_stride, count + 1);
-      all_weighted(score, score_stride, group, values, count, width,
-                   {out + (row * heads + g * group) * width, 0, width, group});
+      all_weighted(score, score_stride, group, values, count, width, {sum, 0, stride, group});
+      for (int64_t h = 0; h < group; ++h) copied(sum + h * stride, width, out + (row * heads + g * group + h) * width);
     }
   }
   return 0;
@@ -516,8 +571,8 @@ static int branch_attention(
   float* score = query + most * padded(width);
   blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
     int64_t n = taken * repeat;
-    Seen keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
-    Seen values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
+    Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
+    Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
     gathered(q.queries(first, g, repeat), n, width, scale, query);
     all_products(query, n, keys, count, width, score, score_stride);
     for (int64_t r = 0; r < n; ++r)
@@ -543,8 +598,8 @@ static int branch_attention_backward(
   float *slope = query + most * stride, *p = slope + most * stride, *ds = p + most * score_stride;
   blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
     int64_t n = taken * repeat;
-    Seen keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
-    Seen values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
+    Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
+    Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
     gathered(q.queries(first, g, repeat), n, width, scale, query);
     Block<float> to_k = {dk + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
     Block<float> to_v = {dv + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
@@ -581,13 +636,14 @@ static int branch_attention_backward(
 }
 
 // Indices that may be among the k largest are collected until there is no more room, then all but k are dropped.
+template <typename T>
 static int topk_entropy(
-    const float* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
+    const T* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
     int64_t* indices) {
   constexpr int64_t ROOM = 512;
   int64_t found[ROOM + LANES];
   for (int64_t row = 0; row < rows; ++row) {
-    const float* x = logits + row * stride;
+    const T* x = logits + row * stride;
     int64_t kept = 0, i = 0;
     int32_t least = INT32_MIN;  // the k-th largest so far
     auto consider = [&](int32_t order, int64_t index) {
@@ -609,7 +665,8 @@ static int topk_entropy(
       if (kept >= ROOM || (kept >= 2 * k && least == INT32_MIN)) shrink();
     }
     for (; i < width; ++i) {
-      float v = x[i] == x[i] ? x[i] + 0.0f : NAN;
+      float v = load(x + i, 1)[0] + 0.0f;
+      v = v == v ? v : NAN;
       int32_t bits;
       std::memcpy(&bits, &v, sizeof v);
       consider(bits < 0 ? bits ^ INT32_MAX : bits, i);
@@ -619,7 +676,7 @@ static int topk_entropy(
     for (int64_t j = 0; j < k; ++j) {
       int64_t index = INT32_MAX - (found[j] & UINT32_MAX);
       indices[row * k + j] = index;
-      value[j] = x[index];
+      value[j] = load(x + index, 1)[0];
     }
     float top = value[0];
     double total = 0, weight = 0;  // many small terms behind a large one
@@ -637,13 +694,16 @@ static int topk_entropy(
 }
 
 // s = x + residual, or x, and out = s / rms(s) * weight.
+template <typename T>
 static int rms_norm(
-    const float* x, const float* residual, const float* weight, float eps, float* out, float* sum, int64_t rows,
-    int64_t width) {
+    const T* x, const T* residual, const T* weight, float eps, T* out, T* sum, int64_t rows, int64_t width) {
   for (int64_t at = 0; at < rows * width; at += width) {
-    const float* s = x + at;
+    const T* s = x + at;
     if (residual) {
-      for (int64_t i = 0; i < width; ++i) sum[at + i] = x[at + i] + residual[at + i];
+      for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t n = width - i < LANES ? width - i : LANES;
+        store(sum + at + i, some(x + at + i, n) + some(residual + at + i, n), n);
+      }
       s = sum + at;
     }
     normed(s, weight, eps, width, out + at);
@@ -735,7 +795,7 @@ static int linear_logprob(
   if (!input) return OUT_OF_MEMORY;
   float* logit = weight ? input + rows * stride : input;
   if (weight) {
-    padded_rows(x, x_stride, nullptr, 0, rows, width, input);
+    padded_rows<float>(x, x_stride, nullptr, 0, rows, width, input);
     projected(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
     x = logit;
     x_stride = columns;

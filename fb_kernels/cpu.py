@@ -1,10 +1,10 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library when first asked, says why there is none.
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
-float32 and for what is small, the rows of a decode step and the candidates of a training step, where plain operations
-cost more than their arithmetic; an op leaves sizes at which torch's threads are ahead to its reference. Linear layers
-run on torch's threads, whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on
-one thread.
+float32, the ops of a decode step for bfloat16 too, and for what is small, the rows of a decode step and the candidates
+of a training step, where plain operations cost more than their arithmetic; an op leaves sizes at which torch's threads
+are ahead to its reference. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (on others where
+torch has another runtime), all else on one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -19,18 +19,19 @@ import torch
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 ROWS = 16  # the most of a linear layer: from there on oneDNN's blocks are ahead
 SHARE = 1 << 17  # products, the least of a thread
+STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
-    "skinny_linear": "pq pq pp f pq pq qqq ii",
-    "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff",
+    "skinny_linear": "pq pq pp f pq pq qqq iii",
+    "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff i",
     "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
     "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f",
-    "topk_entropy": "pqqqq ppp",
-    "rms_norm": "ppp f pp qq",
+    "topk_entropy": "pqqqq ppp i",
+    "rms_norm": "ppp f pp qq i",
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",

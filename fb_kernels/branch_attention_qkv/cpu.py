@@ -1,4 +1,4 @@
-"""The compiled kernel of `branch_attention_qkv` for CPU tensors: float32, a few rows over a short cache."""
+"""The compiled kernel of `branch_attention_qkv` for CPU tensors: float32, bfloat16, a few rows over a short cache."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
-    found, float32 = cpu.library(), torch.float32
+    found, dtype = cpu.library(), qkv.dtype
     rows, width = qkv.shape[0], cos.shape[1]
     if isinstance(found, str) or not 0 < rows <= ROWS or not width:
         return NotImplemented
-    if not (qkv.dtype is cos.dtype is sin.dtype is k_cache.dtype is v_cache.dtype is float32):
+    if dtype not in cpu.STEP or not (
+        k_cache.dtype is v_cache.dtype is dtype and cos.dtype is sin.dtype is torch.float32
+    ):
         return NotImplemented
     (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
     qkv_stride, qkv_step = qkv.stride()
@@ -42,11 +44,11 @@ def branch_attention_qkv(
         return NotImplemented
     q_at = k_at = slots_at = wide_slots = 0
     if q_weight is not None:
-        if q_weight.dtype is not float32 or not q_weight.is_contiguous():
+        if q_weight.dtype is not dtype or not q_weight.is_contiguous():
             return NotImplemented
         q_at = q_weight.data_ptr()
     if k_weight is not None:
-        if k_weight.dtype is not float32 or not k_weight.is_contiguous():
+        if k_weight.dtype is not dtype or not k_weight.is_contiguous():
             return NotImplemented
         k_at = k_weight.data_ptr()
     if not positions.is_contiguous() or not (slots is None or slots.is_contiguous()):
@@ -64,6 +66,6 @@ def branch_attention_qkv(
         qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(),
         positions.data_ptr(), positions.dtype is torch.int64, k_cache.data_ptr(), k_slot, k_head,
         v_cache.data_ptr(), v_slot, v_head, first, length, slots_at, wide_slots,
-        out.data_ptr(), rows, num_heads, num_kv_heads, width, eps, scale,
+        out.data_ptr(), rows, num_heads, num_kv_heads, width, eps, scale, dtype is torch.bfloat16,
     )  # fmt: skip
     return NotImplemented if code else out

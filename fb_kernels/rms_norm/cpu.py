@@ -1,4 +1,4 @@
-"""The compiled kernel of `rms_norm` for CPU tensors: float32, contiguous, small."""
+"""The compiled kernel of `rms_norm` for CPU tensors: float32 and bfloat16, contiguous, small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SIZE = 1 << 16  # elements, the most: from there on torch's threads are ahead
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(normed, residual sum); without a residual the second is empty."""
-    found, float32, size = cpu.library(), torch.float32, x.numel()
-    if isinstance(found, str) or x.dtype is not float32 or weight.dtype is not float32 or not 0 < size <= SIZE:
+    found, dtype, size = cpu.library(), x.dtype, x.numel()
+    if isinstance(found, str) or dtype not in cpu.STEP or weight.dtype is not dtype or not 0 < size <= SIZE:
         return NotImplemented
     if not (x.is_contiguous() and weight.is_contiguous()):
         return NotImplemented
@@ -21,12 +21,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     residual_at = sum_at = 0
     if residual is None:
         summed = x.new_empty(0)
-    elif residual.dtype is float32 and residual.is_contiguous():
+    elif residual.dtype is dtype and residual.is_contiguous():
         summed = torch.empty_like(x)
         residual_at, sum_at = residual.data_ptr(), summed.data_ptr()
     else:
         return NotImplemented
     found.fbcpu_rms_norm(
-        x.data_ptr(), residual_at, weight.data_ptr(), eps, normed.data_ptr(), sum_at, size // width, width
+        x.data_ptr(),
+        residual_at,
+        weight.data_ptr(),
+        eps,
+        normed.data_ptr(),
+        sum_at,
+        size // width,
+        width,
+        dtype is torch.bfloat16,
     )
     return normed, summed

@@ -1,4 +1,4 @@
-"""The compiled kernel of `skinny_linear` for CPU tensors: float32, a few rows."""
+"""The compiled kernel of `skinny_linear` for CPU tensors: float32 and bfloat16, a few rows."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ def skinny_linear(
     frozen: bool,
 ) -> Tensor:
     """[N, M], or [N, M / 2] where it is gated, of a few rows."""
-    found, float32 = cpu.library(), torch.float32
+    found, dtype = cpu.library(), x.dtype
     rows, width = x.shape
     outputs = weight.shape[0]
     if isinstance(found, str) or rows > cpu.ROWS or not width:
         return NotImplemented
     threads = cpu.threads(rows * width * outputs)
     (x_stride, x_step), (weight_stride, weight_step) = x.stride(), weight.stride()
-    if x.dtype is not float32 or weight.dtype is not float32 or (width > 1 and not x_step == weight_step == 1):
+    if dtype not in cpu.STEP or weight.dtype is not dtype or (width > 1 and not x_step == weight_step == 1):
         return NotImplemented
     residual_at = residual_stride = bias_at = norm_at = 0
     if residual is not None:
         residual_stride, residual_step = residual.stride()
-        if residual.dtype is not float32 or swiglu or (residual_step != 1 and outputs > 1):
+        if residual.dtype is not dtype or swiglu or (residual_step != 1 and outputs > 1):
             return NotImplemented
         residual_at = residual.data_ptr()
     if bias is not None:
-        if bias.dtype is not float32 or not bias.is_contiguous():
+        if bias.dtype is not dtype or not bias.is_contiguous():
             return NotImplemented
         bias_at = bias.data_ptr()
     if norm_weight is not None:
-        if norm_weight.dtype is not float32 or not norm_weight.is_contiguous():
+        if norm_weight.dtype is not dtype or not norm_weight.is_contiguous():
             return NotImplemented
         norm_at = norm_weight.data_ptr()
     columns = outputs // 2 if swiglu else outputs
     out = x.new_empty(rows, columns)
     code = found.fbcpu_skinny_linear(
         x.data_ptr(), x_stride, weight.data_ptr(), weight_stride, bias_at, norm_at, eps, residual_at, residual_stride,
-        out.data_ptr(), columns, rows, width, outputs, swiglu, threads,
+        out.data_ptr(), columns, rows, width, outputs, swiglu, threads, dtype is torch.bfloat16,
     )  # fmt: skip
     return NotImplemented if code else out

@@ -1,4 +1,4 @@
-"""The compiled kernel of `topk_entropy` for CPU tensors: float32, a few rows."""
+"""The compiled kernel of `topk_entropy` for CPU tensors: float32 and bfloat16, a few rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     found, shape = cpu.library(), logits.shape
     width, leading = shape[-1], shape[:-1]
     rows = leading.numel()
-    if isinstance(found, str) or logits.dtype is not torch.float32 or not 0 < rows <= ROWS or k > K:
+    if isinstance(found, str) or logits.dtype not in cpu.STEP or not 0 < rows <= ROWS or k > K:
         return NotImplemented
     x = logits if logits.ndim == 2 else logits.reshape(rows, width)
     if x.stride(1) != 1 and width > 1:
         return NotImplemented
-    values = x.new_empty(*leading, k)
+    values = x.new_empty(*leading, k, dtype=torch.float32)
     indices = torch.empty_like(values, dtype=torch.int64)  # quicker than from a shape
-    entropy = x.new_empty(*leading) if leading else x.new_empty(())
+    entropy = values.new_empty(*leading) if leading else values.new_empty(())
     found.fbcpu_topk_entropy(
-        x.data_ptr(), x.stride(0), rows, width, k, entropy.data_ptr(), values.data_ptr(), indices.data_ptr()
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        width,
+        k,
+        entropy.data_ptr(),
+        values.data_ptr(),
+        indices.data_ptr(),
+        x.dtype is torch.bfloat16,
     )
     return entropy, values, indices

@@ -208,14 +208,17 @@ OP = Op(
             ],
         ),
         "cpu": Way(
-            (torch.float32,),
-            sizes(1, VECTORS),
+            (torch.float32, torch.bfloat16),
+            sizes(1, VECTORS, wide_tables=st.just(True)),
             layouts=CONTIGUOUS,
             apart=("qkv", *CACHES),
             also=[
-                {"rows": 1, "half": 32, "held": 3000},
-                {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
-                {"heads_first": True},
+                {"wide_tables": True} | case
+                for case in (
+                    {"rows": 1, "half": 32, "held": 3000},
+                    {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
+                    {"heads_first": True},
+                )
             ],
             refused=[
                 lambda: single(make(33, keep="none")),

@@ -52,7 +52,7 @@ OP = Op(
         "reference": Way((torch.float64, torch.float32, torch.bfloat16, torch.float16)),
         "triton": Way(small=small, also=[{"rows": (2,), "width": 8200}]),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes(1, WIDTHS),
             also=[{"rows": (3,), "width": 1030}],
             layouts=CONTIGUOUS,

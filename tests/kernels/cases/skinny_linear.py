@@ -113,7 +113,7 @@ OP = Op(
             ],
         ),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes(st.integers(0, 9), WIDTHS, st.integers(0, 19)),
             layouts=ROWS,
             also=[
@@ -124,7 +124,7 @@ OP = Op(
                 {"rows": 1, "width": 32, "outputs": 1, "behind": "swiglu"},  # its sums cancel
             ],
             refused=[
-                lambda: half(plain()),
+                lambda: OP.cast(plain(), torch.float16),
                 lambda: single(plain(cpu.ROWS + 1)),
                 lambda: single(plain(width=0)),
                 lambda: single(plain()).with_(x=torch.ones(16, 2).T),

@@ -115,7 +115,7 @@ OP = Op(
             refused=[lambda: plain(2, 200, cuda.K + 1), lambda: plain(cuda.ROWS + 1, 9, 3)],
         ),
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes([batch for batch in BATCHES if 0 not in batch], AROUND, cpu.K),
             layouts=ROWS,
             also=orders(5003, 1, 2, 63, 64),
