@@ -28,7 +28,7 @@ for name in ${PARTS//,/ }; do
     exit 2
   fi
 done
-rm -rf "$OUT/parts"
+rm -rf "$OUT/parts" "$OUT/devices"
 mkdir -p "$OUT/parts" "$RESULTS"
 : > "$OUT/log.txt"
 CORES=$(nproc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from fb_kernels.topk_entropy import naive as topk_entropy
 
 Outputs = Tensor | tuple[Tensor, ...]
 EPS = 1e-6
+DRAWN = 1 << 23  # numbers: more take longer to draw than the calls
+OFFSETS = ("cu_branch", "cu_group", "prefix_start", "prefix_len")
 SIZES = ("small", "checked", "timed")  # of a CPU; of a GPU where the definition is to follow; as a model has them
 
 
@@ -76,8 +79,10 @@ def calls(op: str, size: str) -> Iterator[Call]:
 
 
 def _randn(*shape: int, seed: int = 0, heavy: int = 0) -> Tensor:
-    """Of the last `heavy` rows twice the size, so that a result without them is another one."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    """Of the last `heavy` rows twice the size, so that a result without them is another one; large ones repeat."""
+    count = torch.Size(shape).numel()
+    drawn = torch.randn(min(count, DRAWN), generator=torch.Generator().manual_seed(seed + sum(shape)))
+    x = drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
     if heavy:
         x[-heavy:] *= 2
     return x
@@ -137,6 +142,27 @@ def _qk_norm_rope(size: int) -> Iterator[Call]:
         bytes=4.0 * rows * (heads + 2 * kv_heads) * width,
     )
 
+    def written(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        def run(*given: Tensor) -> Outputs:
+            *first, k_cache, v_cache, positions, slots = given
+            out = function(*first, positions, kv_out=(k_cache, v_cache, slots), **options)
+            return *out, k_cache, v_cache
+
+        return run
+
+    yield Call(
+        "qk_norm_rope",
+        f"T={rows} Hq={heads} Hkv={kv_heads} E={width} (keys and values kept)",
+        written(ops.qk_norm_rope),
+        written(qk_norm_rope.qk_norm_rope),
+        (
+            *(_randn(rows, (heads + 2 * kv_heads) * width), *weights, *tables),
+            *(_randn(rows + 3, kv_heads, width, seed=seed) for seed in (2, 3)),
+        ),
+        (_ids(64, rows), torch.arange(rows) + 2),
+        bytes=4.0 * rows * (heads + 3 * kv_heads) * width,
+    )
+
 
 def _merge_attention_states(size: int) -> Iterator[Call]:
     rows, heads, width = ((5, 4, 8), (33, 16, 128), (4096, 16, 128))[size]
@@ -188,7 +214,7 @@ def _topk_entropy(size: int) -> Iterator[Call]:
 
 
 def _linear_logprob(size: int) -> Iterator[Call]:
-    vocabulary, width = ((300, 40), (8200, 512), (151_936, 2048))[size]
+    vocabulary, width = ((300, 40), (8200, 512), (32_768, 2048))[size]
     for rows in ((7,), (13, 300), (13, 1664))[size]:
         yield Call(
             "linear_logprob",
@@ -205,6 +231,21 @@ def _linear_logprob(size: int) -> Iterator[Call]:
             flops=2.0 * rows * width * vocabulary,
             bytes=2.0 * (rows + vocabulary) * width,
         )
+    start = vocabulary // 2
+    shard = _randn(vocabulary - start, width, heavy=9) * 2 / width**0.5
+    yield Call(
+        "linear_logprob",
+        f"N=13 D={width} V={len(shard)} (partials of a shard)",
+        lambda hidden, weight, target: ops.linear_logprob_partials(hidden, weight, target, vocab_start=start),
+        lambda hidden, weight, target: linear_logprob.linear_logprob_partials(
+            hidden, weight, target, vocab_start=start
+        ),
+        (_randn(13, width), shard),
+        (_ids(vocabulary, 13),),
+        scales=(16.0, 64.0, 16.0),
+        flops=26.0 * shard.numel(),
+        bytes=2.0 * shard.numel(),
+    )
     shards, rows = 4, (5, 300, 8192)[size]
     parts = (3 * _randn(shards, rows), 1 + _randn(shards, rows, seed=1).square(), _randn(shards, rows, seed=2))
     yield Call(
@@ -228,13 +269,12 @@ def _branch_attention(size: int) -> Iterator[Call]:
     for length in ((1, 3), (1, 8), (1, 128))[size]:
         rows = groups * candidates * length
         lengths, slices = [[length] * candidates] * groups, [(group * prefix, prefix) for group in range(groups)]
-        cpu = ops.BranchLayout.of(lengths, slices, device="cpu")
-        offsets = {name: getattr(cpu, name) for name in ("cu_branch", "cu_group", "prefix_start", "prefix_len")}
+        layout = cache(partial(ops.BranchLayout.of, lengths, slices))
+        offsets = {each: getattr(layout(device="cpu"), each) for each in OFFSETS}
 
-        def ours(*given: Tensor, lengths: list[list[int]] = lengths, slices: list[tuple[int, int]] = slices) -> Outputs:
+        def ours(*given: Tensor, layout: Callable[..., ops.BranchLayout] = layout) -> Outputs:
             q, k, v, prefix_k, prefix_v = given
-            layout = ops.BranchLayout.of(lengths, slices, device=q.device)
-            return ops.branch_attention(q, k, v, prefix_k, prefix_v, layout, return_lse=True)
+            return ops.branch_attention(q, k, v, prefix_k, prefix_v, layout(device=q.device), return_lse=True)
 
         own = (_randn(rows, kv_heads, width, seed=seed) for seed in (1, 2))
         shared = (_randn(groups * prefix, kv_heads, width, seed=seed, heavy=5) for seed in (3, 4))

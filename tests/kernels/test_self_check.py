@@ -157,6 +157,22 @@ def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["triton"].fault.startswith("result 1: error")
 
 
+@pytest.mark.usefixtures("triton_kernels")
+def test_a_wrong_gradient_of_another_kernel_is_not_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled `candidate_head` has the gradient of Triton's."""
+    monkeypatch.setattr(cuda, "library", emulation.library)
+    monkeypatch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
+    monkeypatch.setattr(backend, "_TRIED", backend._TRIED | {("cuda", "cpu"): ("cuda", "triton")})
+    module = import_module("fb_kernels.candidate_head.triton")
+    right = module.candidate_head_backward
+    monkeypatch.setattr(module, "candidate_head_backward", lambda *given: [x * 1.1 for x in right(*given)])
+    with pytest.warns(RuntimeWarning, match="candidate_head: expected its triton kernel") as caught:
+        found = {row.kernel: row for row in self_check.check("cpu", ["candidate_head"])}
+    assert len(caught) == 1
+    assert found["triton"].fault
+    assert found["cuda"].right
+
+
 def test_a_kernel_that_raises_is_wrong_and_one_that_does_not_take_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*_: object) -> None:
         raise RuntimeError("out of resources\nand more")
