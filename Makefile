@@ -46,7 +46,7 @@ aot: $(STAMP)
 wheel: $(STAMP)
 	rm -rf build dist
 	FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(BIN)/python -m build --wheel --no-isolation
-	FB_BUILD_CUDA=$$(command -v nvcc > /dev/null && echo force || echo skip) $(BIN)/python -m build --wheel --no-isolation
+	FB_BUILD_CUDA=$$($(BIN)/python -c 'import setup; print("force" if setup.nvcc() else "skip")') $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
 
 # Wheels for a GPU machine without a network: what it may lack, peers included. `make gpu-check` uses what lies there.
@@ -60,8 +60,8 @@ gpu-wheels: $(STAMP)
 		--constraint $(CONSTRAINTS) --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
 	ls -l $(WHEELS)
 
-# On a machine with a GPU, under that machine's own Python: GPU_PYTHON=python3 PARTS=tests,head,decode LIMIT=570
-# OUT=folder; results go to RESULTS=benchmarks/results/h200 if that is said. Without PARTS all that a short visit can hold.
+# On a machine with a GPU, under that machine's own Python: GPU_PYTHON=python3 VISIT=10|30|60 (minutes). Results go to
+# benchmarks/results/<device>, the log to build/gpu_check; see benchmarks/GPU.md.
 GPU_PYTHON ?= $(BIN)/python
 
 gpu-check:
@@ -73,9 +73,9 @@ gpu-sanitize:
 			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
 	done; done; exit $$status
 
-# Searches launch configurations on a GPU and writes fb_kernels/tuned/<device>.json.
+# Searches launch configurations on a GPU and writes the user's <device>.json; TUNE='--output fb_kernels/tuned' the package's.
 tune:
-	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.tune
+	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.tune $(TUNE)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
+USUAL = "/usr/local/cuda"  # where the toolkit lies
 CUDA, CPU = "fb_kernels.libfb_kernels", "fb_kernels.libfb_cpu"
 ARCHITECTURES = ("80", "90a")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
@@ -25,10 +26,11 @@ THREADS = ["-fopenmp"]  # without it, where the compiler has none, all runs on o
 
 
 def nvcc() -> str | None:
-    """The compiler of $CUDA_HOME, or the one on the path."""
-    home = os.environ.get("CUDA_HOME")
-    candidate = Path(home) / "bin" / "nvcc" if home else None
-    return str(candidate) if candidate and candidate.is_file() else shutil.which("nvcc")
+    """The compiler in $CUDA_HOME, $CUDA_PATH or /usr/local/cuda, or on the path: the first that is there."""
+    homes = filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), USUAL))
+    return shutil.which("nvcc", path=os.pathsep.join(os.path.join(home, "bin") for home in homes)) or shutil.which(
+        "nvcc"
+    )
 
 
 def cxx() -> str | None:
@@ -92,7 +94,8 @@ def wanted(variable: str, compiler: str | None, needed: str) -> str:
 
 def extensions() -> list[Extension]:
     """The libraries that are wanted and can be built."""
-    cuda = wanted("FB_BUILD_CUDA", nvcc(), "nvcc on the path or in $CUDA_HOME")
+    searched = "nvcc in $CUDA_HOME, $CUDA_PATH, /usr/local/cuda or on the path"
+    cuda = wanted("FB_BUILD_CUDA", nvcc(), searched)
     cpu = wanted("FB_BUILD_CPU", cxx(), "a C++ compiler on the path or in $CXX")
     sources, headers = (sorted(map(str, CSRC.glob(pattern))) for pattern in ("*.cu", "*.*h"))
     built = [Extension(CUDA, sources, depends=headers, optional=cuda == "auto")] if cuda != "skip" else []
@@ -101,4 +104,5 @@ def extensions() -> list[Extension]:
     return built
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})
+if __name__ == "__main__":  # the search for nvcc is for others too
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel})

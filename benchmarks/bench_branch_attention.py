@@ -57,7 +57,7 @@ def test_branch_attention(
     compare(
         "branch_attention",
         str(case),
-        {name: Implementation(run, expected) for name, run in runs.items()},
+        {name: Implementation(run, expected, compiled=name in peers.COMPILED) for name, run in runs.items()},
         rounds=50 if shapes.ON_GPU else 10,
         tolerance=tolerance,
         timing=timing,
@@ -91,7 +91,7 @@ def test_branch_attention_backward(compare: Callable, groups: int, length: int, 
     compare(
         "branch_attention_backward",
         str(case),
-        {name: Implementation(run, expected) for name, run in runs.items()},
+        {name: Implementation(run, expected, compiled=name in peers.COMPILED) for name, run in runs.items()},
         rounds=50 if shapes.ON_GPU else 10,
         tolerance=tuple(tolerances),
         timing=timing,

@@ -1,4 +1,4 @@
-"""linear_logprob against logits and against the other ops without logits: time and memory.
+"""linear_logprob and its training step against logits and against the other ops without logits: time and memory.
 
 On a CPU at the rows of one group and the vocabulary of Qwen3; on a GPU from the rows of one event to those of a packed
 forward, with the bare matrix product, which computes less than any of them, as the bound.
@@ -21,7 +21,9 @@ from benchmarks.harness import OURS, Cost, Implementation
 from fb_kernels import linear_logprob
 
 ROWS, HIDDEN, VOCABULARY = 1664, 2048 if shapes.ON_GPU else 512, 151_936
+TRAINED = 16_384 if shapes.ON_GPU else 128  # rows of a training step
 CHECKED = 64  # rows that are compared with float64
+CHUNK = 1024  # rows whose logits there are in float64
 
 
 def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +57,7 @@ def prepare(name: str) -> Callable[[], Tensor]:
     return partial(FUNCTIONS[name], *inputs())
 
 
-@pytest.mark.parametrize("rows", [13, 128, ROWS, 8192] if shapes.ON_GPU else [ROWS])
+@pytest.mark.parametrize("rows", [ROWS, 8192, 13, 128] if shapes.ON_GPU else [ROWS])
 def test_linear_logprob(compare: Callable, rows: int) -> None:
     peaks, notes = {}, []
     if not shapes.ON_GPU:  # there the harness asks the allocator
@@ -74,7 +76,7 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
     expected = peers.log_softmax_logprob(some.double(), wide, target[checked])
     plain = peers.low_precision_cross_entropy_logprob(some, weight, target[checked])
     implementations = {
-        name: Implementation(partial(function, hidden, weight, target), expected, checked)
+        name: Implementation(partial(function, hidden, weight, target), expected, checked, compiled="compiled" in name)
         for name, function in functions.items()
     }
     ours = peers.cross_entropy_logprob(some, weight, target[checked])  # rounded less than the peers' results
@@ -97,6 +99,56 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
         notes=notes,
         skipped=skipped,
     )
+
+
+@pytest.mark.parametrize("rows", [ROWS, TRAINED] if shapes.ON_GPU else [TRAINED])
+def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
+    """The mean log-prob with its gradients, forward included: what fuses the two makes them there."""
+    hidden, weight, target = inputs(rows)
+    shown = torch.linspace(0, rows - 1, CHECKED, device=hidden.device).long()
+    columns = torch.cat([target[shown], torch.arange(CHECKED, device=hidden.device)])
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+
+    def gradients(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        on_hidden, on_weight = torch.autograd.grad(loss(*leaves, target), leaves)
+        return on_hidden[shown], on_weight[columns]
+
+    losses: dict[str, Callable] = {OURS: lambda *given: -linear_logprob(*given).mean()}
+    skipped = {}
+    for name, load in peers.LOSSES.items():
+        try:
+            losses[name] = load()
+        except Exception as reason:  # absent package, other version
+            skipped[name] = f"{type(reason).__name__}: {reason}"
+    expected = true_gradients(hidden.detach(), weight.detach(), target, shown, columns)
+    tolerances = map(harness.allowed_error, gradients(peers.mean_cross_entropy), expected)
+    compare(
+        "linear_logprob_backward",
+        f"N={rows} D={HIDDEN} V={VOCABULARY}, forward included",
+        {
+            name: Implementation(partial(gradients, loss), expected, compiled="compiled" in name)
+            for name, loss in losses.items()
+        },
+        rounds=10 if shapes.ON_GPU else 3,
+        tolerance=tuple(tolerances),
+        cost=Cost(6.0 * rows * HIDDEN * VOCABULARY, 2.0 * (hidden.nbytes + weight.nbytes)),
+        dtype=hidden.dtype,
+        skipped=skipped,
+    )
+
+
+def true_gradients(
+    hidden: Tensor, weight: Tensor, target: Tensor, rows: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """In float64 those of the mean negative log-prob, of these rows of hidden and of weight."""
+    wide = weight.double()
+    on_weight = wide.new_zeros(len(columns), wide.shape[1])
+    for x, ids in zip(hidden.double().split(CHUNK), target.split(CHUNK), strict=True):
+        logits = x @ wide.T
+        p = (logits[:, columns] - logits.logsumexp(-1, keepdim=True)).exp()
+        on_weight += (p - (ids[:, None] == columns).double()).T @ x
+    p = (hidden[rows].double() @ wide.T).softmax(-1)
+    return (p @ wide - wide[target[rows]]) / len(hidden), on_weight / len(hidden)
 
 
 def memory_note(peak: int) -> str:

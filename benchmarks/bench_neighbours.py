@@ -165,7 +165,7 @@ def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> No
     compare(
         op,
         case.shape,
-        {name: Implementation(run, expected) for name, run in runs.items()},
+        {name: Implementation(run, expected, compiled="compile" in name) for name, run in runs.items()},
         rounds=100 if shapes.ON_GPU else 20,
         tolerance=harness.allowed_error(plain, expected),
         timing=timing,

@@ -18,12 +18,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks import harness, shapes
 from benchmarks.harness import Cost, Goal, Implementation, Result, Timing
+from fb_kernels import backend
 
-RESULTS = pytest.StashKey[dict[str, list[Result]]]()
+RESULTS = pytest.StashKey[dict[str, list[Result | dict[str, str]]]]()
+PEERS = ("all", "eager", "compiled")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-results", metavar="DIR", type=Path, help="write <bench>.json of every benchmark to DIR")
+    parser.addoption(
+        "--write-results",
+        metavar="DIR",
+        type=Path,
+        help="write <device>/<bench>.json to DIR, behind every case; with compiled peers alone <bench>_compiled.json",
+    )
+    parser.addoption(
+        "--peers", choices=PEERS, default=PEERS[0], help="those that torch.compile makes, the others, or all"
+    )
+    parser.addoption("--kernels", action="store_true", help="time nothing, write the kernel that ran longest of each")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,13 +51,6 @@ def pytest_report_header() -> str:
     return f"benchmarks on {about['device']}{load}; torch {about['torch']}, commit {about['commit']}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    directory = config.getoption("--write-results")
-    if directory is not None:
-        for path in harness.write_results(directory, config.stash[RESULTS]):
-            terminalreporter.write_line(f"wrote {path}")
-
-
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """Every case compiles its peers anew: torch.compile stops after a few recompilations of one function."""
@@ -54,9 +58,32 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.fixture(autouse=True)
+def ran() -> Iterator[Mapping[str, str]]:
+    """What ran our ops in this case."""
+    with backend.seen() as found:
+        yield found
+
+
+def asked(implementations: Mapping[str, Implementation], peers: str) -> dict[str, Implementation]:
+    """Ours, and those of the peers that the command line asks for."""
+    kept = {"all": (True, False), "eager": (False,), "compiled": (True,)}[peers]
+    return {name: each for name, each in implementations.items() if name == harness.OURS or each.compiled in kept}
+
+
 @pytest.fixture
-def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Callable[..., list[Result]]:
-    """`harness.compare` that shows and keeps what it measured; fails where ours fails the check."""
+def compare(
+    benchmark: BenchmarkFixture, request: pytest.FixtureRequest, ran: Mapping[str, str]
+) -> Callable[..., list[Result]]:
+    """`harness.compare` that shows and writes what it measured; fails where ours fails the check."""
+    peers, directory = request.config.getoption("--peers"), request.config.getoption("--write-results")
+
+    def write(suffix: str, rows: Sequence[Result | dict[str, str]]) -> None:
+        bench = request.path.stem.removeprefix("bench_") + suffix
+        kept = request.config.stash[RESULTS].setdefault(bench, [])
+        kept.extend(rows)
+        if directory is not None:
+            harness.write_results(directory, {bench: kept})
 
     def run(
         op: str,
@@ -75,6 +102,13 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
         per: int = 1,
         details: Callable[[str], dict[str, float]] | None = None,
     ) -> list[Result]:
+        implementations = asked(implementations, peers)
+        if peers == "compiled" and len(implementations) == 1:
+            pytest.skip("no peer here is compiled")
+        if request.config.getoption("--kernels"):
+            benchmark.pedantic(lambda: None, rounds=1)  # else pytest-benchmark complains
+            write(harness.KERNELS, harness.kernels_of(op, shape, implementations, timing))
+            return []
         reasons = dict(skipped)
         results = harness.compare(
             benchmark,
@@ -90,9 +124,10 @@ def compare(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Call
             skipped=reasons,
             per=per,
             details=details,
+            ran=ran,
         )
         notes = [*(f"{name}: not run: {reason}" for name, reason in reasons.items()), *notes]
-        request.config.stash[RESULTS].setdefault(request.path.stem.removeprefix("bench_"), []).extend(results)
+        write(harness.COMPILED if peers == "compiled" else "", results)
         capture = request.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled() if capture else nullcontext():
             print("\n" + harness.table(results, goals), *notes, sep="\n", flush=True)

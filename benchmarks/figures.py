@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, speedups, stages, targets
-from benchmarks.harness import OURS
+from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
 from fb_core.report.findings import DeploymentCost, Findings, Result, read_findings
@@ -19,7 +19,7 @@ from fb_core.report.recipes import recipes as recipes_of
 
 ROOT = Path(__file__).parent.parent
 ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
-GPU = "h200"  # folder of its results, and of their plots in docs
+GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
 ACCURACY = (  # label, row of the findings
     ("SLM alone", "greedy"),
     ("direct LLM score", "direct"),
@@ -40,7 +40,7 @@ def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables made anew."""
     if (root / ROWS).is_file():
         readme = _replace(readme, "accuracy", accuracy(read_findings(root / ROWS)), ROWS)
-    results = load(root, GPU) or load(root, "cpu")
+    results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
     return _replace(readme, "speed", speed(results))
 
 
@@ -100,13 +100,15 @@ def render_experiments(text: str, root: Path = ROOT) -> str:
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
     """docs/benchmarks.md with its tables made anew; of a GPU only where there are results."""
-    cpu, gpu = load(root, "cpu"), load(root, GPU)
-    headlines = gpu_headline(gpu["scorer"]) if "scorer" in gpu else []
+    cpu, gpus = load(root, "cpu"), {device: load(root, device) for device in GPUS}
+    headlines = [line for gpu in gpus.values() if "scorer" in gpu for line in gpu_headline(gpu["scorer"])]
     headlines.append(headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(headlines)))
-    lines = [line for result in gpu.values() for line in against_the_best(result)]
-    lines += [f"![{name}]({GPU}/{name}.svg)" for name in plot_names(root)]
-    if gpu:
-        lines += ["", *targets.table(gpu), "", *deployment(gpu)]
+    lines: list[str] = []
+    for device, gpu in gpus.items():
+        lines += [line for result in gpu.values() for line in against_the_best(result)]
+        lines += [f"![{name}]({device}/{name}.svg)" for name in plot_names(root, device)]
+        if gpu:
+            lines += ["", *targets.table(gpu, device), "", *deployment(gpu)]
     lines += [line for result in cpu.values() for line in ratios(result)]
     return _replace(_replace(text, "headline", headlines), "bench table", [*lines, *deployment(cpu)])
 
@@ -136,13 +138,12 @@ def recipes(worlds: Sequence[Findings]) -> list[str]:
 
 def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
     """{bench: its result file}; empty where the device has none."""
-    files = sorted((root / "benchmarks" / "results" / device).glob("*.json"))
-    return {file.stem: json.loads(file.read_text()) for file in files}
+    return read_results(root / "benchmarks" / "results" / device)
 
 
-def plot_names(root: Path) -> list[str]:
+def plot_names(root: Path, device: str) -> list[str]:
     """Of the plots that are there."""
-    return sorted(file.stem for file in (root / "docs" / GPU).glob("*.svg"))
+    return sorted(file.stem for file in (root / "docs" / device).glob("*.svg"))
 
 
 def gpu_headline(scorer: dict[str, Any]) -> list[str]:
@@ -213,8 +214,9 @@ def render_scale(text: str, root: Path = ROOT) -> str:
 
 
 def render_notes(text: str, root: Path = ROOT) -> str:
-    """benchmarks/NOTES.md with its table of targets made anew."""
-    return _replace(text, "targets", targets.table(load(root, GPU)))
+    """benchmarks/NOTES.md with its tables of targets made anew."""
+    tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
+    return _replace(text, "targets", [line for lines in tables for line in lines])
 
 
 def render_shared_prefix(text: str, root: Path = ROOT) -> str:
@@ -238,9 +240,10 @@ RENDERED = {  # by file
 
 def main(root: Path = ROOT) -> None:
     """Write the generated blocks of every file and the plots of what there are results of."""
-    gpu, grpo = load(root, GPU), load(root, "grpo").get("cpu")
-    if gpu:
-        roofline.plots(list(gpu.values()), root / "docs" / GPU)
+    grpo = load(root, "grpo").get("cpu")
+    for device in GPUS:
+        if gpu := load(root, device):
+            roofline.plots(list(gpu.values()), root / "docs" / device)
     if grpo:
         speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     for name, rendered in RENDERED.items():

@@ -1,94 +1,152 @@
 #!/usr/bin/env bash
-# One visit to a machine with a GPU, which needs no network:
-#   PARTS=build,tests,head,attention,neighbours,scorer,decode,training,counters,tune OUT=folder RESULTS=folder LIMIT=570 \
-#     PYTHON=python3 benchmarks/gpu_check.sh
-# Wheels in build/wheels (`make gpu-wheels`) are used for this visit alone; nothing is installed for good.
-# Every part, and of the tests every file, has a time of its own, so that one that fails or hangs leaves the others
-# theirs. RESULTS gets the result files, OUT log.txt; a table of what was measured, and one of what ran, come last.
+# One visit of VISIT=10, 30 or 60 minutes to a machine with a GPU, which needs no network (benchmarks/GPU.md):
+#   VISIT=30 PYTHON=python3 benchmarks/gpu_check.sh
+# PARTS=build,check,head chooses what runs, LIMIT=1700 the seconds in all, RESULTS=folder where <device>/<bench>.json go,
+# OUT=folder the log. Wheels in build/wheels (`make gpu-wheels`) are used for this visit alone; nothing is installed.
+# What compiles comes first, many at a time; then parts by their worth. Each has a time of its own, so that one that fails
+# or hangs leaves the others theirs. Results are written case by case; what ran and the targets come last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-KNOWN=build,tests,head,attention,neighbours,scorer,decode,training,counters,tune
-PARTS=${PARTS:-build,tests,head,attention,neighbours,scorer,decode}
+VISIT=${VISIT:-10}
+BY_WORTH=build,check,head,attention,decode,scorer,neighbours,kernels
+case $VISIT in
+  10) ;;
+  30) BY_WORTH+=,tests,training,compiled ;;
+  60) BY_WORTH+=,tests,training,compiled,counters,tune ;;
+  *) echo "VISIT: expected 10, 30 or 60 minutes, got $VISIT; choose the shorter one" >&2 && exit 2 ;;
+esac
+KNOWN=build,check,head,attention,decode,scorer,neighbours,kernels,tests,training,compiled,counters,tune
+PARTS=${PARTS:-$BY_WORTH}
 OUT=${OUT:-build/gpu_check}
-RESULTS=${RESULTS:-$OUT} LIMIT=${LIMIT:-570} PYTHON=${PYTHON:-python3}
+RESULTS=${RESULTS:-benchmarks/results} LIMIT=${LIMIT:-$((VISIT * 60 - 30))} PYTHON=${PYTHON:-python3}
 export TRITON_INTERPRET=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export FB_KERNELS_DEVICES=$OUT/devices  # what the check switches off is off for this visit
 for name in ${PARTS//,/ }; do
   if [[ ",$KNOWN," != *",$name,"* ]]; then
     echo "PARTS: expected some of $KNOWN, got $name; separate them by commas" >&2
     exit 2
   fi
 done
-mkdir -p "$OUT" "$RESULTS"
+rm -rf "$OUT/parts" "$OUT/devices"
+mkdir -p "$OUT/parts" "$RESULTS"
 : > "$OUT/log.txt"
-summary=()
+CORES=$(nproc)
+FILES=$((CORES > 8 ? CORES / 4 : 2)) # of tests at a time, each with processes of its own
+names=() shown=0 wheels=
 if compgen -G "build/wheels/*.whl" > /dev/null; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
   "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" build/wheels/*.whl &&
-    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} || summary+=("wheels: failed, none is used")
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} || wheels="wheels: failed, none is used"
 fi
 
 left() { echo $((LIMIT - SECONDS)); }
 
-# run NAME LIMIT COMMAND...: LIMIT seconds of a short visit, more of a longer one. The command's output goes to the log,
-# its end to the terminal where it failed.
-run() {
-  local name=$1 limit=$(($2 * (LIMIT > 570 ? LIMIT : 570) / 570)) began=$SECONDS code
+# perform NAME LIMIT COMMAND...: LIMIT seconds of a visit of 10 minutes, twice that of a longer one. The command's output
+# and a line on how it ended go to files of its name.
+perform() {
+  local name=$1 limit=$(($2 * (LIMIT > 570 ? 2 : 1))) began=$SECONDS code ended="ok"
+  local output=$OUT/parts/$name.txt line=$OUT/parts/$name.line
   shift 2
+  echo "=== $name: $*" > "$output"
   if (($(left) < 15)); then
-    summary+=("$name: not begun, $LIMIT s are over")
+    echo "$name: not begun, $LIMIT s are over" > "$line"
     return
   fi
   limit=$((limit < $(left) - 10 ? limit : $(left) - 10))
-  echo "=== $name: $*" >> "$OUT/log.txt"
-  timeout --kill-after=5 "$limit" "$@" > "$OUT/part.txt" 2>&1
+  timeout --kill-after=5 "$limit" "$@" >> "$output" 2>&1
   code=$?
-  cat "$OUT/part.txt" >> "$OUT/log.txt"
-  if ((code)); then
-    echo "--- $name failed ($code), its end:"
-    tail -n 25 "$OUT/part.txt" | cut -c1-300
-  fi
-  local ended="ok"
   ((code == 0)) || ended="failed, $code"
   ((code != 124 && code != 137)) || ended="ended at its $limit s"
-  summary+=("$name: $ended, $((SECONDS - began)) s, $(tail -n 1 "$OUT/part.txt" | cut -c1-120)")
+  echo "$name: $ended, $((SECONDS - began)) s, $(tail -n 1 "$output" | cut -c1-120)" > "$line"
 }
 
-bench() {
-  run "$1" "$2" "$PYTHON" -m pytest "benchmarks/bench_$3.py" --benchmark-only --benchmark-disable-gc -p no:xdist \
-    -p no:cacheprovider -s --write-results "$RESULTS"
+# Behind those that were performed: the log, and of what failed the end.
+collect() {
+  local name
+  for name in "${names[@]:shown}"; do
+    cat "$OUT/parts/$name.txt" >> "$OUT/log.txt"
+    if ! grep -q "^$name: ok\|: not begun" "$OUT/parts/$name.line"; then
+      echo "--- $(cut -d, -f1,2 "$OUT/parts/$name.line"), its end:"
+      tail -n 25 "$OUT/parts/$name.txt" | cut -c1-300
+    fi
+  done
+  shown=${#names[@]}
+}
+
+run() {
+  names+=("$1")
+  perform "$@"
+  collect
+}
+
+# beside JOBS NAME LIMIT COMMAND...: beside others, JOBS of them at a time; `wait` and `collect` follow.
+beside() {
+  local jobs=$1
+  shift
+  while (($(jobs -rp | wc -l) >= jobs)); do wait -n; done
+  names+=("$1")
+  perform "$@" &
+}
+
+bench() { # NAME LIMIT FILE PEERS MORE...
+  local name=$1 limit=$2 file=$3 peers=$4
+  shift 4
+  run "$name" "$limit" "$PYTHON" -m pytest "benchmarks/bench_$file.py" --benchmark-only --benchmark-disable-gc \
+    -p no:xdist -p no:cacheprovider -s --peers "$peers" "$@" --write-results "$RESULTS"
 }
 
 part() {
+  local file op arch
   case $1 in
     build)
-      if command -v nvcc > /dev/null; then
-        FB_BUILD_CUDA=force FB_BUILD_CPU=auto run build 150 "$PYTHON" setup.py -q build_ext --inplace
-      else
-        summary+=("build: no nvcc here")
-      fi
+      arch=$("$PYTHON" -c "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())")
+      beside "$CORES" build 150 env FB_BUILD_CUDA=force FB_BUILD_CPU=auto "$PYTHON" setup.py -q build_ext --inplace
+      for file in benchmarks/aot/*.py; do
+        op=$(basename "$file" .py)
+        [[ ! -e fb_kernels/$op ]] || beside "$CORES" "compile_$op" 150 "$PYTHON" -m benchmarks.aot "$op" --arch "$arch" --quick
+      done
+      wait
+      collect
+      ;;
+    check)
+      run check 200 "$PYTHON" -m fb_kernels.env --check
+      tail -n +2 "$OUT/parts/check.txt" | cut -c1-200
+      ;;
+    head) bench head 90 linear_logprob eager ;;
+    attention) bench attention 90 branch_attention eager ;;
+    decode) bench decode 120 decode eager ;;
+    scorer) bench scorer 120 scorer eager ;;
+    neighbours) bench neighbours 60 neighbours eager ;;
+    kernels)
+      bench head_kernels 60 linear_logprob eager --kernels
+      bench attention_kernels 60 branch_attention eager --kernels
       ;;
     tests)
       for file in tests/gpu/test_*_gpu.py; do
-        run "$(basename "$file" _gpu.py)" 120 "$PYTHON" -m pytest -q -x -p no:xdist -p no:cacheprovider "$file"
+        beside "$FILES" "$(basename "$file" _gpu.py)" 180 "$PYTHON" -m pytest -q --maxfail=5 \
+          -p no:cacheprovider -n 4 --dist worksteal "$file"
       done
-      run contract 150 "$PYTHON" -m pytest -q --maxfail=5 -p no:cacheprovider -n 8 tests/kernels/test_contract.py \
-        -k "triton or cuda"
+      beside "$FILES" contract 180 "$PYTHON" -m pytest -q --maxfail=5 -p no:cacheprovider -n 8 \
+        tests/kernels/test_contract.py -k "triton or cuda"
+      wait
+      collect
       ;;
-    head) bench head 120 linear_logprob ;;
-    attention) bench attention 120 branch_attention ;;
-    neighbours) bench neighbours 90 neighbours ;;
-    scorer) bench scorer 240 scorer ;;
-    decode) bench decode 240 decode ;;
-    training) bench training 180 training ;;
+    training) bench training 120 training eager ;;
+    compiled)
+      bench head_compiled 90 linear_logprob compiled
+      bench attention_compiled 90 branch_attention compiled
+      bench neighbours_compiled 90 neighbours compiled
+      bench decode_compiled 120 decode compiled -k decode_step
+      ;;
     counters) run counters 240 "$PYTHON" -m benchmarks.counters ;;
     tune) run tune 480 "$PYTHON" -m benchmarks.tune --seconds 40 --output "$OUT/tuned" ;;
   esac
 }
 
 for name in ${PARTS//,/ }; do part "$name"; done
-rm -f "$OUT/part.txt"
-"$PYTHON" -m benchmarks.summary "$RESULTS" 2>&1 | cut -c1-200
-printf '%s\n' "${summary[@]}"
-[[ "${summary[*]}" != *failed* && "${summary[*]}" != *ended\ at* && "${summary[*]}" != *not\ begun* ]]
+summary=$(echo "$wheels"; for name in "${names[@]}"; do cat "$OUT/parts/$name.line"; done)
+echo "$summary"
+"$PYTHON" -m benchmarks.summary "$RESULTS" 2>&1 | cut -c1-240
+[[ $summary != *failed* && $summary != *"ended at"* && $summary != *"not begun"* ]]

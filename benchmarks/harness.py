@@ -29,7 +29,11 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from fb_kernels import devices, self_check
+
 OURS, FLOOR = "fb", "floor"
+COMPILED = "_compiled"  # behind the name of a file that holds compiled peers alone
+KERNELS = "_kernels"  # of one that holds what ran longest: nothing is timed once a profiler has run
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRAPH_CALLS = 20  # in one replay, where a graph is timed with a warm cache
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +84,7 @@ class Implementation:
     expected: Output
     rows: Tensor | None = None
     tolerance: float | None = None  # in place of the case's
+    compiled: bool = False  # by torch.compile, which takes minutes
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Result:
     tbps: float | None = None
     fraction_of_ceiling: float | None = None
     details: dict[str, float] = field(default_factory=dict)  # what else the calls counted, by name
+    backend: str = ""  # what ran our ops: one word, or op=word of each where they differ
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ def compare(
     skipped: dict[str, str] | None = None,
     per: int = 1,
     details: Callable[[str], dict[str, float]] | None = None,
+    ran: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
@@ -149,6 +156,7 @@ def compare(
         skipped: takes peers that raised, by name, with the reason; without it they raise here.
         per: tokens, or other units, of one call; times are of one of them.
         details: says what else is to be reported of an implementation that was timed, by its name.
+        ran: what ran our ops, as `backend.seen` fills it.
 
     Returns:
         one result an implementation that ran, in the given order.
@@ -161,10 +169,13 @@ def compare(
     dtypes: dict[str, str] = {}
     right: list[str] = []
     calls: dict[str, Callable[[], float]] = {}
+    backends: dict[str, str] = {}
     measured = dict(peaks)
     for name, implementation in implementations.items():
         try:
             got = implementation.run()
+            if name.partition(",")[0] == OURS:
+                backends[name] = _backend(ran)
             error = max_error(got, implementation.expected, implementation.rows)
             result_dtype = dtype or _tensors(got)[0].dtype
             bound = tolerance if implementation.tolerance is None else implementation.tolerance
@@ -201,6 +212,7 @@ def compare(
     for name in errors:
         median, low, high = quantiles_us(times[name])
         row = Result(op, shape, name, dtypes[name], median, low, high, errors[name], name in right, measured.get(name))
+        row = replace(row, backend=backends.get(name, ""))
         if details is not None and times[name]:
             row = replace(row, details=details(name))
         results.append(_rated(row, cost, ceiling, cold))
@@ -213,6 +225,34 @@ def compare(
     )
     benchmark.extra_info["ratios"] = {row.impl: ratio(results, row.impl) for row in results if row.impl != OURS}
     return results
+
+
+def _backend(ran: Mapping[str, str]) -> str:
+    kinds = sorted(set(ran.values()))
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{name}={kind}" for name, kind in sorted(ran.items()))
+
+
+def kernels_of(
+    op: str, shape: str, implementations: Mapping[str, Implementation], timing: Timing
+) -> list[dict[str, str]]:
+    """What runs longest on the GPU in a call of each implementation that runs here, by the profiler."""
+    found = []
+    for name, implementation in implementations.items():
+        try:
+            implementation.run()
+            kernel = longest_kernel(implementation.run)
+        except Exception:  # absent, or not for this size: the results say so
+            continue
+        found.append({"op": op, "shape": f"{shape} ({timing.value})", "impl": name, "kernel": kernel})
+    return found
+
+
+def longest_kernel(run: Callable[[], Output]) -> str:
+    """The name of the kernel that a call spends most time in on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return max(profiler.key_averages(), key=lambda event: event.self_device_time_total).key[:120]
 
 
 def _device_of(implementation: Implementation) -> str:
@@ -274,19 +314,9 @@ def _peak_on_device(run: Callable[[], Output]) -> int:
 
 @cache
 def ceilings() -> Ceilings:
-    """Measured once a process, on random data, medians of 20."""
-    source, size = torch.empty(1 << 30, dtype=torch.int8, device=DEVICE).random_(), 8192
-    target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    out = torch.empty_like(a)
-    medians = []
-    for run in (lambda: target.copy_(source), lambda: torch.mm(a, b, out=out)):
-        for _ in range(3):
-            run()
-        timed = timer(run, Timing.EAGER)
-        medians.append(torch.tensor([timed() for _ in range(20)], dtype=torch.float64).median().item())
-    copied, multiplied = medians
-    return Ceilings(2 * source.nbytes / copied * 1e-12, 2 * size**3 / multiplied * 1e-12)
+    """Measured once a process."""
+    copied, multiplied = self_check.ceilings(DEVICE)
+    return Ceilings(copied * 1e-12, multiplied * 1e-12)
 
 
 def _rated(row: Result, cost: Cost | None, ceiling: Ceilings | None, cold: bool) -> Result:
@@ -467,14 +497,38 @@ def _commit() -> str:
     return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
 
 
-def write_results(directory: Path, results: dict[str, list[Result]]) -> list[Path]:
-    """Write <directory>/<bench>.json for every bench; returns the paths."""
-    directory.mkdir(parents=True, exist_ok=True)
+def device_name() -> str:
+    """Of the folder of this device's results: "cpu", or "h200" of an NVIDIA H200."""
+    return devices.file_name(torch.cuda.get_device_name()) if DEVICE == "cuda" else "cpu"
+
+
+def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[str, str]]]) -> list[Path]:
+    """Write <directory>/<device>/<bench>.json for every bench, each at once or not at all; returns the paths."""
+    folder = directory / device_name()
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     about = machine() | ({"ceilings": asdict(ceilings())} if DEVICE == "cuda" else {})  # before a file changes
     for bench, rows in results.items():
-        path = directory / f"{bench}.json"
-        cases = [{key: value for key, value in asdict(row).items() if key != "details" or value} for row in rows]
-        path.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        path = folder / f"{bench}.json"
+        each = [row if isinstance(row, dict) else asdict(row) for row in rows]
+        cases = [{key: value for key, value in row.items() if key != "details" or value} for row in each]
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
         paths.append(path)
     return paths
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """{bench: its file} of a device; compiled peers stand beside the others, and with a case the kernel that ran."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    for name in [name for name in found if name.endswith(COMPILED)]:
+        alone = found.pop(name)
+        whole = found.setdefault(name.removesuffix(COMPILED), alone)
+        if whole is not alone:
+            whole["cases"] += [case for case in alone["cases"] if case["impl"] not in (OURS, FLOOR)]
+    for name in [name for name in found if name.endswith(KERNELS)]:
+        ran = {(case["op"], case["shape"], case["impl"]): case["kernel"] for case in found.pop(name)["cases"]}
+        for case in found.get(name.removesuffix(KERNELS), {"cases": ()})["cases"]:
+            case["kernel"] = ran.get((case["op"], case["shape"], case["impl"]), "")
+    return found

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--documents", type=int, default=4, help="of each task (default: 4)")
     parser.add_argument("--rounds", type=int, default=3, help="of hf and ours in turn (default: 3)")
-    parser.add_argument("--write-results", metavar="DIR", type=Path, help="write lm_eval.json to DIR")
+    parser.add_argument("--write-results", metavar="DIR", type=Path, help="write <device>/lm_eval.json to DIR")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(harness.cores())

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from setup import nvcc
+
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHITECTURES = ("80", "90a")
 
@@ -42,7 +44,7 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
     """The kernels of one source file."""
     code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     target = folder / f"{source.stem}.o"
-    command = ["nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *code, "-c", str(source), "-o", str(target)]
+    command = [nvcc() or "nvcc", "-std=c++17", "-O3", "-Xptxas", "-v", *code, "-c", str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{source.name}: {done.stderr}")
@@ -67,7 +69,7 @@ def readable(name: str) -> str:
 
 
 def main() -> None:
-    if shutil.which("nvcc") is None:
+    if nvcc() is None:
         print("csrc: nvcc is not here, nothing compiled")
         return
     print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}")

@@ -187,6 +187,22 @@ def liger_cross_entropy() -> Callable[..., Tensor]:
     return torch.no_grad()(lambda hidden, weight, target: -function(hidden, weight, target, reduction="none").float())
 
 
+def mean_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The loss of plain training: torch's cross-entropy on float32 copies of the logits."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), target)
+
+
+LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {  # means, with gradients
+    "logits, cross_entropy": lambda: mean_cross_entropy,
+    "logits, cross_entropy, compiled": lambda: torch.compile(mean_cross_entropy, dynamic=False),
+    "torch linear_cross_entropy": lambda: F.linear_cross_entropy,
+    "cut-cross-entropy": lambda: importlib.import_module("cut_cross_entropy").linear_cross_entropy,
+    "Liger-Kernel": lambda: (
+        importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    ),
+}
+
+
 def trl_chunked_logprob() -> Callable[..., Tensor]:
     """TRL's log-probs over chunks of the vocabulary, whose arguments differ from version to version."""
     function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
@@ -392,6 +408,7 @@ ATTENTION: dict[str, Callable[[Branches], Attend]] = {
     "flex attention, block mask": _flex,
 }
 
+COMPILED = ("flex attention, block mask",)
 
 DIFFERENTIABLE = (
     "matmuls over the shared prefix",

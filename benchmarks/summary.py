@@ -1,14 +1,13 @@
-"""Result files as a short table: `python -m benchmarks.summary FOLDER`."""
+"""This device's result files as a short table, targets last: `python -m benchmarks.summary RESULTS`."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, targets
+from benchmarks import harness, roofline, targets
 from benchmarks.harness import OURS
 
 
@@ -24,17 +23,21 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
         f"*{result['device']}, torch {result['torch']}, triton {result['triton']}, commit {result['commit'][:10]}, "
         f"{result['date']}{ceilings}*",
         "",
-        "| op | shape | ours, us | of the ceiling | best peer | its time / ours |",
-        "|---|---|---|---|---|---|",
+        "| op | shape | ran | ours, us | of the ceiling | best peer | its time / ours |",
+        "|---|---|---|---|---|---|---|",
     ]
     best = roofline.best_peers(result["cases"])
     for case in result["cases"]:
         if case["impl"] != OURS or not case["median_us"]:
             continue
         peer, share = best.get((case["op"], case["shape"])), case["fraction_of_ceiling"]
-        theirs = f"{peer['impl']} | {peer['median_us'] / case['median_us']:.2f}x" if peer else "none ran | "
+        theirs = "none ran | "
+        if peer:
+            kernel = f", `{peer['kernel']}`" if peer.get("kernel") else ""
+            theirs = f"{peer['impl']}{kernel} | {peer['median_us'] / case['median_us']:.2f}x"
         ceiling = "" if share is None else f"{share:.0%}"
-        lines.append(f"| `{case['op']}` | {case['shape']} | {case['median_us']:,.1f} | {ceiling} | {theirs} |")
+        ran, ours = case.get("backend", ""), f"{case['median_us']:,.1f}"
+        lines.append(f"| `{case['op']}` | {case['shape']} | {ran} | {ours} | {ceiling} | {theirs} |")
     return [*lines, ""]
 
 
@@ -67,12 +70,13 @@ def wrong(result: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of every result file in a folder and, of a GPU's, what was to be reached."""
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(Path(arguments[0]).glob("*.json"))}
+    """Print the tables of this device's result files and, of a GPU's, what was to be reached."""
+    device = harness.device_name()
+    results = harness.read_results(Path(arguments[0]) / device)
     for name, result in results.items():
         print("\n".join([name, *against_the_best(result), *cost_table(result["cases"]), *wrong(result)]))
     if any("ceilings" in result for result in results.values()):
-        print("\n".join(targets.table(results)))
+        print("\n".join(targets.table(results, device)))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Public ops are called at the sizes of `benchmarks.shapes` while the table behind `fb_kernels.tuning` is replaced: it
 notes which entries a call looks up, and answers with the candidate under test. Each entry is searched one parameter at
 a time from its default, over all calls that look it up; a candidate counts only if every result stays right. What beats
-the default goes to `fb_kernels/tuned/<device>.json`. Each op is searched in a process of its own, which a bad candidate
-may ruin.
+the default goes to the user's file of `fb_kernels.devices`, or with `--output fb_kernels/tuned` to the package's. Each
+op is searched in a process of its own, which a bad candidate may ruin.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from torch import Tensor
 
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
 from benchmarks.harness import Output, Timing
-from fb_kernels import BranchLayout, backend, branch_attention, linear_logprob, tuning
+from fb_kernels import BranchLayout, backend, branch_attention, devices, linear_logprob, tuning
 from fb_kernels.testing import poisoned_memory
 from fb_kernels.tuning import Launch
 
-FOLDER = Path(tuning.__file__).parent / "tuned"
 REPEATS = 15
 GAIN = 0.98  # of the time so far: less is noise
 LIMITS = {
@@ -60,7 +59,7 @@ class Table:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        with mock.patch.object(tuning, "_measured", return_value=self):
+        with mock.patch.object(devices, "launches", return_value=self):
             yield
 
 
@@ -266,36 +265,28 @@ def ruined() -> bool:
     return False
 
 
-def file_name(device: str) -> str:
-    """The part of a device's name that tells it: "nvidia h200" is in h200.json."""
-    return next((word for word in device.split() if any(map(str.isdigit, word))), device or harness.DEVICE) + ".json"
-
-
 def write(folder: Path, found: Mapping[str, Launch], looked_up: set[str]) -> Path:
     """Put the launches that were found into the device's file; keys that were searched in vain leave it."""
-    path = folder / file_name(tuning._device())
-    launches = json.loads(path.read_text(encoding="utf-8"))["launches"] if path.exists() else {}
-    launches = {key: launch for key, launch in launches.items() if key not in looked_up} | dict(found)
+    name = harness.device_name()
+    path = folder / f"{name}.json"
+    before = json.loads(path.read_text(encoding="utf-8")).get("launches", {}) if path.exists() else {}
+    launches = {key: launch for key, launch in before.items() if key not in looked_up} | dict(found)
     about = {
         name: value for name, value in harness.machine().items() if name in ("device", "torch", "triton", "commit")
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({**about, "launches": dict(sorted(launches.items()))}, indent=1) + "\n", encoding="utf-8"
-    )
-    return path
+    return devices.write(folder, name, about, launches=launches)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="search launch configurations on this GPU")
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"all by default: {', '.join(OPS)}")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each op (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of <device>.json (default: the package's)")
+    parser.add_argument("--output", type=Path, help=f"folder of <device>.json (default: {devices.folder()})")
     options = parser.parse_args()
     unknown = set(options.ops) - set(OPS)
     if unknown:
         parser.error(f"op: expected some of {', '.join(OPS)}, got {', '.join(sorted(unknown))}")
-    if harness.DEVICE != "cuda" and options.output == FOLDER:
+    if harness.DEVICE != "cuda" and options.output is None:
         parser.error(
             "expected a CUDA device, got none; times of interpreted kernels say nothing, give --output for them"
         )
@@ -306,7 +297,9 @@ def main() -> None:
         except (BrokenProcessPool, RuntimeError) as reason:
             print(f"{op}: given up: {type(reason).__name__}: {reason}", flush=True)
             continue
-        print(*lines, f"{op}: wrote {write(options.output, found, looked_up)}", sep="\n", flush=True)
+        print(
+            *lines, f"{op}: wrote {write(options.output or devices.folder(), found, looked_up)}", sep="\n", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -18,3 +18,20 @@ extern "C" const char* fb_error_string(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 #endif
 }
+
+// In CUDA's own numbers, 12040 for 12.4; a driver that is not there is 0.
+extern "C" int fb_driver_version() {
+  int version = 0;
+#ifndef FB_HOST_EMULATION
+  cudaDriverGetVersion(&version);
+#endif
+  return version;
+}
+
+extern "C" int fb_runtime_version() {
+#ifdef FB_HOST_EMULATION
+  return 0;
+#else
+  return CUDART_VERSION;
+#endif
+}

@@ -7,14 +7,16 @@ tensors, each with a function of the op's name. A kernel's returns NotImplemente
 reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
-stem. Kernels that are asked for and absent are an error.
+stem. Kernels that are asked for and absent are an error. A kernel that was found wrong on a device, as
+`fb_kernels.devices` knows, runs there only where it is asked for.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fb_kernels import cpu, cuda
+from fb_kernels import cpu, cuda, devices, tuning
 
 VARIABLE = "FB_KERNELS_BACKEND"
 BACKENDS = ("auto", "reference", "triton", "cuda", "cpu")
@@ -41,6 +43,11 @@ _TRIED = {  # (backend, device): kinds of kernels in the order of preference
     ("cpu", "cuda"): (),
 }
 
+
+class NotTakenError(ValueError):
+    """A kernel that was asked for does not take these arguments."""
+
+
 _with: dict[str, set[str]] = {kind: set() for kind in KERNELS}  # stems
 
 
@@ -52,18 +59,34 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
     own = [kind for kind in KERNELS if stem in _with[kind]]
     if not own:
         return "reference", "it has no kernel"
-    kinds = [kind for kind in _TRIED[wanted, device] if kind in own]
+    kinds = _kinds(wanted, own, device)
     if not kinds:
         others = "CUDA" if device == "cpu" else "CPU"
         why = f"kernels are for {others} tensors" if wanted in ("auto", *own) else f"it has no {wanted} kernel"
         return "reference", why
     absent: list[str] = []
     for kind in kinds:
-        why = _why_not(kind, device)
+        why = _why_not(kind, stem, device)
         if not why:
             return kind, _reason(kind, wanted, stem, absent)
         absent.append(f"{kind}: {why}" if len(kinds) > 1 else why)
     return "reference", "; ".join(absent)
+
+
+def kernels(stem: str, device: str) -> dict[str, str]:
+    """The kinds of kernels that an op has for a device, each with why it cannot be launched there, or nothing.
+
+    On the CPU those for CUDA tensors are among them where they can, interpreted or emulated.
+    """
+    own = [kind for kind in KERNELS if stem in _with[kind] and (kind != "cpu" or device == "cpu")]
+    found = {kind: _absent(kind, device) for kind in own}
+    return {kind: why for kind, why in found.items() if not why or kind in _TRIED["auto", device]}
+
+
+def _kinds(wanted: str, own: Sequence[str], device: str) -> list[str]:
+    """Of an op's kernels those that are tried, in order: of one that is asked for, it alone."""
+    kinds = [kind for kind in _TRIED[wanted, device] if kind in own]
+    return [wanted] if wanted in kinds else kinds
 
 
 def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
@@ -74,7 +97,16 @@ def _reason(kind: str, wanted: str, stem: str, absent: list[str]) -> str:
     return "; ".join(["it has a kernel", *absent])
 
 
-def _why_not(kind: str, device: str) -> str:
+def _why_not(kind: str, stem: str, device: str) -> str:
+    """Why an op's kernel of a kind is not launched on tensors of a device; empty where it is."""
+    why = _absent(kind, device)
+    if why or _overrides.get(stem, _overrides[""]) == kind:
+        return why
+    wrong = devices.off("cpu" if device == "cpu" else tuning._device(), kind).get(stem)
+    return f"switched off, it was wrong on this device: {wrong}" if wrong else ""
+
+
+def _absent(kind: str, device: str) -> str:
     """Why kernels of a kind cannot be launched on tensors of a device; empty where they can."""
     if kind == "triton":
         return _why_no_triton(device)
@@ -94,7 +126,15 @@ def _why_no_triton(device: str) -> str:
         return "the kernels need compute capability 8.0"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton runs CPU tensors only under TRITON_INTERPRET=1"
-    return ""
+    return _why_no_compiler() if device == "cuda" else ""
+
+
+def _why_no_compiler() -> str:
+    """Whether Triton lacks a compiler of the C in which it calls the driver; empty where it has one."""
+    given = os.environ.get("CC")
+    if any(map(shutil.which, [given] if given else ["gcc", "clang"])):
+        return ""
+    return f"triton needs a C compiler, got {f'CC={given}, which is none' if given else 'none'}: install gcc or set CC"
 
 
 @contextmanager
@@ -138,51 +178,69 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
 
     def run(*arguments: Any) -> Any:
         if device == "cpu" and _overrides is AUTOMATIC:  # every call of a small model's step comes here
-            out = quick(*arguments) if quick else NotImplemented
+            out = quick(*arguments) if quick and stem not in devices.off("cpu", "cpu") else NotImplemented
+            if _seen is not None:
+                _seen[name] = "reference" if out is NotImplemented else "cpu"
             return reference(*arguments) if out is NotImplemented else out
         first, why = chosen(stem, device)
         wanted = _overrides.get(stem, _overrides[""])
-        if first == "reference":
-            if wanted in own and device == ("cpu" if wanted == "cpu" else "cuda"):
-                raise ValueError(
-                    f"{name}: expected {wanted} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
-                    f"or set {VARIABLE}=auto"
-                )
-            if device == "cuda" and wanted == "auto" and set(own) & set(_TRIED[wanted, device]):
-                _warn_once(name, why)
-            return reference(*arguments)
-        tried = _TRIED[wanted, device]
-        for kind in tried[tried.index(first) :]:
-            if kind not in own or (kind != first and _why_not(kind, device)):
+        kinds = _kinds(wanted, own, device) if wanted != "reference" else []
+        if first == "reference" and wanted in own and device == ("cpu" if wanted == "cpu" else "cuda"):
+            raise ValueError(
+                f"{name}: expected {wanted} kernels, as {VARIABLE} asks, got none ({why}); install what is missing "
+                f"or set {VARIABLE}=auto"
+            )
+        for kind in kinds:
+            if kind != first and _why_not(kind, stem, device):
+                if kind == kinds[0] and device == "cuda" and wanted == "auto":
+                    _warn_once(name, kind, first, why)
                 continue
             with _on_device_of(arguments, device):
                 out = getattr(_module(kind, stem), name)(*arguments)
             if out is not NotImplemented:
+                if _seen is not None:
+                    _seen[name] = kind
                 return out
         if wanted == first and first in own:
-            raise ValueError(
+            raise NotTakenError(
                 f"{name}: expected arguments that the {wanted} kernel takes, got others (dtype or sizes); "
                 f"set {VARIABLE}=auto or {VARIABLE}=auto,{stem}=reference"
             )
+        if _seen is not None:
+            _seen[name] = "reference"
         return reference(*arguments)
 
     run.__name__ = name
     return run
 
 
-def _warn_once(name: str, reason: str) -> None:
-    """Say, the first time in a process, that no kernel can be launched on its CUDA tensors."""
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"{name}: expected a kernel that can be launched on CUDA tensors, got none ({reason}); plain PyTorch runs "
-            "instead, pip install 'futurebridge[gpu]' or see `python -m fb_kernels.env`",
-            RuntimeWarning,
-        )
+@contextmanager
+def seen() -> Iterator[dict[str, str]]:
+    """{operator: what ran it last} of the calls inside the context; of a captured graph those of the capture."""
+    global _seen
+    before, _seen = _seen, {}
+    try:
+        yield _seen
+    finally:
+        _seen = before
 
 
-_warned = False
+_seen: dict[str, str] | None = None
+
+
+def _warn_once(name: str, expected: str, got: str, reason: str) -> None:
+    """Say, the first time in a process, that CUDA tensors miss the kernel that they should have, for this reason."""
+    if (got, reason) in _warned:
+        return
+    _warned.add((got, reason))
+    warnings.warn(
+        f"{name}: expected its {expected} kernel for CUDA tensors, got {got} ({reason}); it is slower: see "
+        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
+        RuntimeWarning,
+    )
+
+
+_warned: set[tuple[str, str]] = set()
 
 
 @cache

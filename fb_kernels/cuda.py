@@ -30,6 +30,8 @@ _SIGNATURES = {  # in the letters of `shared_library`; the last p of those that 
     "skinny_linear": "pq pq pp f pq pq iii iii p",
     "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i p",
     "branch_attention_qkv_workspace": "iiiq",
+    "driver_version": "",
+    "runtime_version": "",
 }
 
 
@@ -68,6 +70,12 @@ def _why_not(found: ctypes.CDLL | str, device: str) -> str:
         capability = torch.cuda.get_device_capability()
         if capability[0] != 8 and capability != (9, 0):
             return f"its kernels are for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
+        driver, runtime = (version() // 10 for version in (found.fb_driver_version, found.fb_runtime_version))
+        if driver // 100 < runtime // 100:  # of one major version all launch
+            return (
+                f"built with CUDA {runtime // 100}.{runtime % 100}, and the driver supports {driver // 100}."
+                f"{driver % 100} at most: update the driver, or install it anew with an nvcc of CUDA {driver // 100}"
+            )
     return ""
 
 

@@ -1,19 +1,26 @@
-"""`python -m fb_kernels.env`: what is installed, what will run, and why."""
+"""`python -m fb_kernels.env`: what is installed, what will run, and why.
+
+With `--check [--device cuda|cpu]` every kernel runs once against its definition: one table says which are right, how
+long they take and which will run; one that is wrong is switched off on this device, in `<device>.json` of
+`fb_kernels.devices`, and the exit status is 1.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib
 import inspect
 import os
 import platform
+import sys
 from importlib import metadata
 from types import ModuleType
 
 import torch
 
 import fb_kernels
-from fb_kernels import backend, cpu, cuda
+from fb_kernels import backend, cpu, cuda, devices
 
 
 def report() -> str:
@@ -30,6 +37,7 @@ def report() -> str:
         ),
         ("devices", _devices()),
         ("compiled libraries", [("fb_kernels", _shown(cuda)), ("fb_cpu", _shown(cpu))]),
+        ("known devices", [("folder", str(devices.folder()))]),
         (
             f"ops ({backend.VARIABLE}={os.environ.get(backend.VARIABLE, 'auto')})",
             [(name, _what_runs(stem)) for name, stem in _ops()] or [("none", "")],
@@ -106,5 +114,24 @@ def _what_runs(stem: str) -> str:
     return ", ".join(parts)
 
 
+def main() -> int:
+    """The command; 1 where a kernel is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m fb_kernels.env", description="what is installed and what will run")
+    parser.add_argument("--check", action="store_true", help="run every kernel once against its definition")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help="to check (default: %(default)s)")
+    options = parser.parse_args()
+    if not options.check:
+        print(report())
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device: expected a CUDA device, got none (driver: {_driver()}); give --device cpu")
+    from fb_kernels import self_check  # it brings the definitions
+
+    found = self_check.check(options.device)
+    print(self_check.table(found))
+    return int(any(row.fault for row in found))
+
+
 if __name__ == "__main__":
-    print(report())
+    sys.exit(main())

@@ -1,16 +1,17 @@
 """Launch configurations: a pure function of dtype and shape bucket, never searched at run time.
 
 Each op has one function here. It returns the keyword arguments of its kernel's launch (block sizes, `num_warps`,
-`num_stages`): the ones measured on this device, from `tuned/<device>.json`, or else the defaults written down here.
+`num_stages`): the ones measured on this device, which `fb_kernels.devices` knows, or else the defaults written down
+here.
 """
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib import resources
 
 import torch
+
+from fb_kernels import devices
 
 Launch = dict[str, int]
 
@@ -210,7 +211,8 @@ def _rows_each(rows: int) -> int:
 def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: Launch) -> Launch:
     """The measured configuration of a bucket on the current device, else the default."""
     name = f"{op}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, bucket))}"
-    return _measured(_device()).get(name, default)
+    measured = devices.launches(_device()).get(name, default)
+    return measured if measured.keys() == default.keys() else default  # of a kernel that took other parameters
 
 
 def _capability() -> int:
@@ -219,7 +221,7 @@ def _capability() -> int:
 
 
 def _device() -> str:
-    """Name of the current GPU, lower case; empty without one."""
+    """Name of the current GPU's files; empty without one."""
     return _gpu(_index())[1]
 
 
@@ -232,13 +234,4 @@ def _gpu(index: int | None) -> tuple[int, str]:
     if index is None:
         return 90, ""
     major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor, torch.cuda.get_device_name(index).lower()
-
-
-@cache
-def _measured(device: str) -> dict[str, Launch]:
-    """{op/dtype/bucket: launch} from the file whose name is a word of the device's; empty where none is."""
-    for file in sorted(resources.files("fb_kernels.tuned").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".json") and file.name.removesuffix(".json") in device.split():
-            return json.loads(file.read_text(encoding="utf-8"))["launches"]
-    return {}
+    return 10 * major + minor, devices.file_name(torch.cuda.get_device_name(index))

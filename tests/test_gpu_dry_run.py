@@ -198,6 +198,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "_device_of", lambda _: "cuda")
     monkeypatch.setattr(harness, "_flusher", lambda: torch.empty(4))
     monkeypatch.setattr(harness, "ceilings", lambda: harness.Ceilings(copy_tbps=4.0, bf16_tflops=800.0))
+    monkeypatch.setattr(harness, "longest_kernel", lambda run: f"kernel_of_{run()[0]:.0f}")
 
 
 class Pedantic:
@@ -239,8 +240,10 @@ def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> N
         cost=harness.Cost(flops=8e8, bytes=2e9),
         dtype=torch.bfloat16,
         skipped=skipped,
+        ran={"op": "triton", "op_backward": "triton"},
     )
     found = {row.impl: row for row in rows}
+    assert (found["fb"].backend, found["peer"].backend) == ("triton", "")
     assert skipped == {"absent": "ImportError: no such package"}
     calls = harness.GRAPH_CALLS if timing is harness.Timing.GRAPH_WARM else 1
     assert found["fb"].median_us == pytest.approx(2000 / calls)
@@ -257,9 +260,47 @@ def test_harness_on_a_pretended_gpu(timing: harness.Timing, tmp_path: Path) -> N
         assert found["fb"].fraction_of_ceiling == pytest.approx(0.25)
     assert "FAILED" in harness.table(rows)
     (path,) = harness.write_results(tmp_path, {"op": rows})
+    assert path == tmp_path / "1" / "op.json"  # the device's name
     written = json.loads(path.read_text())
     assert written["ceilings"] == {"copy_tbps": 4.0, "bf16_tflops": 800.0}
     assert {"device", "driver", "torch", "triton", "cuda", "commit", "date", "cases"} < written.keys()
+
+
+@ONCE
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_case_is_told_the_kernel_that_ran(tmp_path: Path) -> None:
+    def absent() -> torch.Tensor:
+        raise ImportError("no such package")
+
+    made = {name: harness.Implementation(run, torch.ones(1)) for name, run in (("fb", lambda: [7.0]), ("x", absent))}
+    rows = harness.kernels_of("op", "N=6", made, harness.Timing.COLD)
+    assert rows == [{"op": "op", "shape": "N=6 (cold L2)", "impl": "fb", "kernel": "kernel_of_7"}]
+    timed = [harness.Result("op", "N=6 (cold L2)", name, "x", 1.0, 1.0, 1.0, 0.0, True) for name in ("fb", "peer")]
+    harness.write_results(tmp_path, {"op": timed, "op_kernels": rows})
+    (result,) = harness.read_results(tmp_path / "1").values()
+    assert [case["kernel"] for case in result["cases"]] == ["kernel_of_7", ""]
+
+
+@ONCE
+def test_what_ran_is_one_word_or_one_for_each_op() -> None:
+    assert harness._backend({}) == ""
+    assert harness._backend({"swiglu": "triton", "rms_norm": "triton"}) == "triton"
+    assert harness._backend({"swiglu": "triton", "commit_": "cuda"}) == "commit_=cuda, swiglu=triton"
+
+
+@ONCE
+def test_an_absent_kernel_fails_the_gpu_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture of tests/gpu, where there is no library and then nothing at all."""
+    absent = {"cuda"}
+    monkeypatch.setattr(backend, "_absent", lambda kind, _: "not here" if kind in absent else "")
+    with backend.override("auto"):
+        gpu_checks.run_their_kernels(["swiglu", "joint_pool"], (9, 0))
+        gpu_checks.run_their_kernels(["topk_entropy"], (10, 0))  # compiled kernels are not for it
+        with pytest.raises(AssertionError, match="topk_entropy: it has a kernel; cuda: not here"):
+            gpu_checks.run_their_kernels(["topk_entropy"], (9, 0))
+        absent.add("triton")
+        with pytest.raises(AssertionError, match="swiglu: not here"):
+            gpu_checks.run_their_kernels(["swiglu"], (9, 0))
 
 
 @ONCE

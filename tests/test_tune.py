@@ -15,20 +15,20 @@ import pytest
 import torch
 
 from benchmarks import harness, shapes, tune
-from fb_kernels import backend, tuning
+from fb_kernels import backend, devices, tuning
 
 ROOT = Path(__file__).resolve().parent.parent
-TOY = "toy gpu t9"
 
 
 @pytest.fixture
 def toy_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of tuned launches, and a device of our own."""
-    monkeypatch.setattr(tuning, "_device", lambda: TOY)
-    monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
-    tuning._measured.cache_clear()
+    monkeypatch.setattr(tuning, "_device", lambda: "t9")
+    monkeypatch.setattr(harness, "device_name", lambda: "t9")
+    monkeypatch.setenv(devices.VARIABLE, str(tmp_path))
+    devices.forget()
     yield tmp_path
-    tuning._measured.cache_clear()
+    devices.forget()
 
 
 @pytest.fixture
@@ -66,8 +66,7 @@ def test_a_better_launch_is_written_and_read(toy_device: Path, monkeypatch: pyte
     assert "0.50 of the default" in lines[0]
     path = tune.write(toy_device, found, looked_up)
     assert path.name == "t9.json"
-    assert set(json.loads(path.read_text())) == {"device", "torch", "triton", "commit", "launches"}
-    tuning._measured.cache_clear()
+    assert set(json.loads(path.read_text())) == {"device", "torch", "triton", "commit", "launches", "off"}
     assert tuning.swiglu(torch.float32, 64)["BLOCK"] == 32
     assert tuning.swiglu(torch.float32, 1000)["BLOCK"] == 1024  # another bucket
     x = torch.randn(3, 128)
@@ -193,15 +192,6 @@ def test_candidates_are_beside_the_value() -> None:
     assert tune.candidates("ROWS", 1) == [2]
     assert tune.candidates("fused", 1) == [0]
     assert tune.candidates("columns", 33_792) == [16_896, 67_584]
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [("nvidia h200", "h200"), ("nvidia a100-sxm4-80gb", "a100-sxm4-80gb"), ("geforce rtx 4090", "4090")],
-)
-def test_the_files_name_is_a_word_of_the_devices(device: str, name: str) -> None:
-    assert tune.file_name(device) == f"{name}.json"
-    assert name in device.split()
 
 
 @pytest.mark.slow

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +72,15 @@ def randn(
 def shifted(x: Tensor) -> Tensor:
     """The same values one element behind a 16-byte boundary."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def run_their_kernels(ops: Sequence[str], capability: tuple[int, int]) -> None:
+    """Each op takes the first kernel that it has for such a GPU, not another nor plain PyTorch in its place."""
+    compiled = capability[0] == 8 or capability == (9, 0)
+    for op in ops:
+        kinds = [kind for kind in backend.kernels(op, DEVICE) if kind == "triton" or compiled]
+        took, why = backend.chosen(op, DEVICE)
+        assert took == (kinds[0] if kinds else "reference"), f"{op}: {why}"
 
 
 def matches_the_reference(case: Case) -> None:
@@ -187,12 +200,14 @@ def needs_memory(gib: int) -> None:
 
 @contextmanager
 def large(gib: int) -> Iterator[None]:
-    """A test of tensors past 2^31 elements; their memory is given back."""
-    needs_memory(gib)
-    try:
-        yield
-    finally:
-        torch.cuda.empty_cache()
+    """A test of tensors past 2^31 elements, one at a time on a machine; their memory is given back."""
+    with (Path(tempfile.gettempdir()) / f"fb_large_{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        needs_memory(gib)
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 def filled(*shape: int, seed: int = 0) -> Tensor:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +71,7 @@ def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch, spec: str, cpu: str, cu
         ("cuda", "cpu", ("reference", "there is no library")),
         ("", "cuda", ("triton", "it has a kernel; cuda: there is no library")),
         ("cpu", "cuda", ("reference", "kernels are for CPU tensors")),
-        ("cuda", "cuda", ("triton", "it has a kernel; cuda: there is no library")),
+        ("cuda", "cuda", ("reference", "there is no library")),
     ],
 )
 @pytest.mark.usefixtures("triton_kernels")
@@ -158,27 +160,125 @@ def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> N
         backend._why_no_triton.cache_clear()
 
 
-def test_on_cuda_without_kernels_there_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(kind: str, device: str) -> str:
-        return f"no {kind} here"
+def on_cuda(name: str, own: list[str]) -> Callable:
+    """What the op's CUDA tensors would come to, given CPU ones."""
+    return backend.implementation(name, name, torch.neg, own, "cuda")
 
-    monkeypatch.setattr(backend, "_warned", False)
-    monkeypatch.setattr(backend, "_why_not", absent)
-    ran = [
-        backend.implementation(name, name, torch.neg, own, "cuda")  # what CUDA tensors would come to, given CPU ones
-        for name, own in (("swiglu", ["triton"]), ("skinny_linear", ["cuda", "cpu"]), ("joint_pool", []))
-    ]
+
+def test_on_cuda_without_kernels_there_is_a_warning_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(backend, "_absent", lambda kind, _: f"no {kind} here")
+    kinds = {"swiglu": ["triton"], "rms_norm": ["triton"], "commit": ["cuda"], "joint_pool": []}
+    ran = {name: on_cuda(name, own) for name, own in kinds.items()}
     with warnings.catch_warnings(record=True) as quiet:
         warnings.simplefilter("always")
-        ran[2](X)  # has no kernel to miss
+        ran["joint_pool"](X)  # has no kernel to miss
         for spec in ("reference", "cpu"):
             with backend.override(spec):
-                ran[0](X)
+                ran["swiglu"](X)
         swiglu(X)  # on the CPU
     assert [str(one.message) for one in quiet] == []
     with pytest.warns(RuntimeWarning) as caught:
-        assert all(torch.equal(run(X), -X) for run in ran for _ in range(2))
+        assert all(torch.equal(run(X), -X) for run in ran.values() for _ in range(2))
     assert [str(one.message) for one in caught] == [
-        "swiglu: expected a kernel that can be launched on CUDA tensors, got none (no triton here); plain PyTorch runs "
-        "instead, pip install 'futurebridge[gpu]' or see `python -m fb_kernels.env`"
+        "swiglu: expected its triton kernel for CUDA tensors, got reference (no triton here); it is slower: see "
+        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
+        "commit: expected its cuda kernel for CUDA tensors, got reference (no cuda here); it is slower: see "
+        "`python -m fb_kernels.env`, and pip install 'futurebridge[gpu]' for triton",
     ]
+
+
+@pytest.fixture
+def without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tensors with Triton's kernels, which add 1, and no compiled ones."""
+    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(backend, "_absent", lambda kind, _: "not built" if kind == "cuda" else "")
+    monkeypatch.setattr(backend, "_module", lambda _, stem: SimpleNamespace(**{stem: lambda x: x + 1}))
+    monkeypatch.setattr(backend, "_on_device_of", lambda *_: nullcontext())
+
+
+@pytest.mark.usefixtures("without_a_library")
+def test_triton_in_place_of_a_compiled_kernel_is_a_warning() -> None:
+    run = on_cuda("topk_entropy", ["cuda", "triton"])
+    with pytest.warns(RuntimeWarning, match=r"^topk_entropy: expected its cuda kernel .*, got triton .*not built"):
+        assert torch.equal(run(X), X + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(X), X + 1)
+
+
+@pytest.mark.usefixtures("without_a_library")
+def test_a_compiled_kernel_that_is_asked_for_and_absent_is_an_error() -> None:
+    run, other = on_cuda("topk_entropy", ["cuda", "triton"]), on_cuda("swiglu", ["triton"])
+    with backend.override("cuda"):
+        assert torch.equal(other(X), X + 1)  # has no compiled one
+        with pytest.raises(ValueError, match=r"^topk_entropy: expected cuda kernels, .* got none \(not built\)"):
+            run(X)
+
+
+def test_what_ran_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", lambda: "there is no library")
+    with backend.seen() as ran:
+        skinny_linear(X, X)
+        with backend.override("reference"):
+            swiglu(X)
+    linear_logprob(X, X, torch.tensor([0, 1]))
+    assert ran == {"skinny_linear": "reference", "swiglu": "reference"}
+
+
+@pytest.mark.usefixtures("triton_kernels")
+def test_a_kernel_that_ran_is_seen() -> None:
+    with backend.seen() as ran:
+        swiglu(X)
+    assert ran == {"swiglu": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "why"),
+    [
+        (None, ("gcc",), ""),
+        (None, ("clang",), ""),
+        (None, (), "triton needs a C compiler, got none: install gcc or set CC"),
+        ("icx", ("gcc",), "triton needs a C compiler, got CC=icx, which is none: install gcc or set CC"),
+        ("icx", ("icx",), ""),
+    ],
+)
+def test_triton_needs_a_c_compiler(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: tuple[str, ...], why: str
+) -> None:
+    if given is None:
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", given)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: name if name in found else None)
+    backend._why_no_triton.cache_clear()
+    try:
+        assert backend._why_no_triton("cuda") == why
+        assert "compiler" not in backend._why_no_triton("cpu")
+    finally:
+        backend._why_no_triton.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("driver", "runtime", "why"),
+    [
+        (13000, 13000, ""),
+        (13000, 12080, ""),
+        (12020, 12080, ""),  # of one major version
+        (
+            12040,
+            13000,
+            "built with CUDA 13.0, and the driver supports 12.4 at most: update the driver, or install it anew with an "
+            "nvcc of CUDA 12",
+        ),
+    ],
+)
+def test_a_driver_older_than_the_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, driver: int, runtime: int, why: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    library = SimpleNamespace(
+        fb_is_emulation=lambda: 0, fb_driver_version=lambda: driver, fb_runtime_version=lambda: runtime
+    )
+    assert cuda._why_not(library, "cuda") == why  # type: ignore[arg-type]

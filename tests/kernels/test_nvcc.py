@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
+import setup
 from benchmarks import nvcc
 
 
+def test_the_compiler_is_found_where_it_may_lie(tmp_path, monkeypatch):
+    """In the order in which it is looked for; each place is emptied in turn."""
+    places = [tmp_path / name / "bin" / "nvcc" for name in ("home", "path", "usual")] + [tmp_path / "last" / "nvcc"]
+    for compiler in places:
+        compiler.parent.mkdir(parents=True)
+        compiler.touch(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(setup, "USUAL", str(tmp_path / "usual"))
+    monkeypatch.setenv("PATH", str(tmp_path / "last"))
+    for compiler in places:
+        assert setup.nvcc() == str(compiler)
+        compiler.unlink()
+    assert setup.nvcc() is None
+    monkeypatch.setenv("FB_BUILD_CUDA", "force")
+    with pytest.raises(SystemExit, match=r"FB_BUILD_CUDA=force: expected nvcc in \$CUDA_HOME, .* got none; install it"):
+        setup.extensions()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+@pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is not here")
 @pytest.mark.parametrize("source", sorted(nvcc.CSRC.glob("*.cu")), ids=lambda path: path.stem)
 def test_no_kernel_spills(source, tmp_path):
     rows = list(nvcc.compiled(source, tmp_path))
@@ -18,7 +36,7 @@ def test_no_kernel_spills(source, tmp_path):
     assert [row for row in rows if row.fault] == []
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+@pytest.mark.skipif(nvcc.nvcc() is None, reason="nvcc is not here")
 def test_a_spill_is_a_fault(tmp_path):
     source = tmp_path / "spills.cu"
     source.write_text(

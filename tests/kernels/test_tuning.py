@@ -9,26 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from fb_kernels import tuning
+from fb_kernels import devices, tuning
 
 
 @pytest.fixture
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder of measured configurations, read as this package's."""
-    monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
-    tuning._measured.cache_clear()
+    """An empty folder of measured configurations, read as the user's."""
+    monkeypatch.setenv(devices.VARIABLE, str(tmp_path))
+    devices.forget()
     yield tmp_path
-    tuning._measured.cache_clear()
+    devices.forget()
 
 
 def test_measured_before_default(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = {"BLOCK": 512, "num_warps": 2}
-    (tuned / "h200.json").write_text(json.dumps({"launches": {"swiglu/bfloat16/2048": launch}}))
-    monkeypatch.setattr(tuning, "_device", lambda: "nvidia h200")
+    other = {"BLOCK": 512, "num_warps": 2, "REPEAT": 3}  # of a version whose kernel took other parameters
+    launches = {"swiglu/bfloat16/2048": launch, "swiglu/bfloat16/1024": other}
+    (tuned / "h200.json").write_text(json.dumps({"launches": launches}))
+    monkeypatch.setattr(tuning, "_device", lambda: "h200")
     assert tuning.swiglu(torch.bfloat16, 6144) == launch
+    assert tuning.swiglu(torch.bfloat16, 1000) == {"BLOCK": 1024, "num_warps": 4}
     assert tuning.swiglu(torch.bfloat16, 100) != launch
     assert tuning.swiglu(torch.float16, 6144) != launch
-    monkeypatch.setattr(tuning, "_device", lambda: "nvidia a100")
+    monkeypatch.setattr(tuning, "_device", lambda: "a100")
     assert tuning.swiglu(torch.bfloat16, 6144) != launch
 
 

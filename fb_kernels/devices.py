@@ -1,0 +1,119 @@
+"""What is known of a device: the name of its files, launches measured on it, kernels that were wrong there.
+
+The package has such a file, `fb_kernels/tuned/<device>.json`, and the user may have one, which goes before it entry by
+entry: `<device>.json` in the folder that FB_KERNELS_DEVICES names, else in ~/.cache/futurebridge. `benchmarks.tune`
+writes its launches, `python -m fb_kernels.env --check` the kernels that are switched off:
+
+    {"launches": {"swiglu/bfloat16/2048": {"BLOCK": 1024, "num_warps": 4}}, "off": {"swiglu/triton": "error 0.3"}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+Launches = Mapping[str, dict[str, int]]
+
+VARIABLE = "FB_KERNELS_DEVICES"
+
+
+def file_name(device: str) -> str:
+    """The name of a device's files and folders: the first word with a digit, "h200" of "NVIDIA H200"; empty of none."""
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    return next((word for word in words if any(map(str.isdigit, word))), "-".join(words))
+
+
+def folder() -> Path:
+    """Where the user's files lie."""
+    return Path(os.environ.get(VARIABLE) or os.path.expanduser("~/.cache/futurebridge"))
+
+
+@cache
+def launches(device: str) -> Launches:
+    """{op/dtype/bucket: launch} measured on a device."""
+    return {key: value for known in _known(device) for key, value in known["launches"].items()}
+
+
+@cache
+def off(device: str, kind: str) -> Mapping[str, str]:
+    """{op: why} of the kernels of a kind that were wrong on a device."""
+    found = {key: why for known in _known(device) for key, why in known["off"].items()}
+    return {key.removesuffix(f"/{kind}"): why for key, why in found.items() if key.endswith(f"/{kind}")}
+
+
+def forget() -> None:
+    """Read the files anew when they are next asked for."""
+    launches.cache_clear()
+    off.cache_clear()
+
+
+def write(
+    place: Path,
+    device: str,
+    about: Mapping[str, Any],
+    *,
+    launches: Launches | None = None,
+    off: Mapping[str, str] | None = None,
+) -> Path:
+    """Put launches, or what is switched off, in place of those in `<place>/<device>.json`; the other part stays.
+
+    Args:
+        place: a folder, made where it is missing.
+        device: name of the file.
+        about: what else the file says, of the machine that measured.
+        launches: all of the file's launches, or None for those it has.
+        off: all that the file switches off, {op/kind: why}, or None likewise.
+
+    Raises:
+        ValueError: a file that is there and says something else.
+    """
+    path = place / f"{device}.json"
+    before = _parsed(path.read_text(encoding="utf-8"), path) if path.exists() else {"launches": {}, "off": {}}
+    parts = {
+        "launches": before["launches"] if launches is None else launches,
+        "off": before["off"] if off is None else off,
+    }
+    place.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    content = {**about, **{name: dict(sorted(part.items())) for name, part in parts.items()}}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+    forget()
+    return path
+
+
+def _known(device: str) -> list[dict[str, Any]]:
+    """The package's file and the user's, as far as there are any."""
+    files = [where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder())]
+    return [_parsed(file.read_text(encoding="utf-8"), file) for file in files if file.is_file()]
+
+
+def _parsed(text: str, file: object) -> dict[str, Any]:
+    """{"launches", "off"} of a file's text."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise _unreadable(file, "JSON", str(problem)) from problem
+    if not isinstance(found, dict):
+        raise _unreadable(file, "an object", type(found).__name__)
+    parts = {name: found.get(name, {}) for name in ("launches", "off")}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise _unreadable(file, f"an object as {name}", type(part).__name__)
+    for key, launch in parts["launches"].items():
+        if not (isinstance(launch, dict) and launch and all(type(value) is int for value in launch.values())):
+            raise _unreadable(file, f"an object of whole numbers as launch {key}", json.dumps(launch))
+    for key, why in parts["off"].items():
+        if not (re.fullmatch(r"\w+/\w+", key) and isinstance(why, str)):
+            raise _unreadable(file, "op/kernel and a reason as what is off", json.dumps({key: why}))
+    return parts
+
+
+def _unreadable(file: object, expected: str, got: str) -> ValueError:
+    return ValueError(f"{file}: expected {expected}, got {got}; delete the file and write it anew")

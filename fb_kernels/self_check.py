@@ -1,0 +1,321 @@
+"""Holds every kernel to its definition on the device at hand, and switches off what is wrong there.
+
+On a GPU each op is checked in a process of its own, many at a time, since kernels compile meanwhile and an illegal
+access ends the process that it happens in. Times are taken afterwards, one call at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from fb_kernels import backend, devices, tuning
+from fb_kernels.self_check_calls import MAKERS, Call, Outputs, calls
+from fb_kernels.testing import assert_close_to_reference, poisoned_memory
+
+REFERENCE = "reference"
+LIMIT = 150.0  # seconds of an op's process: with cold caches most of it compiles
+CALLS = 15  # that are timed
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one kernel in one call.
+
+    Attributes:
+        op: its folder.
+        shape: the size that was timed, in words.
+        kernel: "cuda", "triton", "cpu" or "reference".
+        fault: what is wrong with its results, empty where they are right.
+        absent: why it did not run; empty where it did.
+        microseconds: of a call, from a cold cache on a GPU.
+        share: of the ceiling, which a copy and a matrix product of this device set.
+        used: whether calls take it from now on.
+    """
+
+    op: str
+    shape: str
+    kernel: str
+    fault: str = ""
+    absent: str = ""
+    microseconds: float | None = None
+    share: float | None = None
+    used: bool = False
+
+    @property
+    def right(self) -> bool:
+        """Whether it ran and is right."""
+        return not (self.fault or self.absent)
+
+
+def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
+    """Check and time every kernel of these ops on "cuda" or "cpu"; the file of what is switched off is written anew.
+
+    Warns of what is wrong with a RuntimeWarning each.
+    """
+    if device == "cuda":
+        cores = os.cpu_count() or 1
+        workers = min(cores, len(ops))
+        with ThreadPoolExecutor(workers) as pool:
+            found = list(pool.map(lambda op: apart(op, device, cores // workers), ops))
+    else:
+        found = [found_last(rows(op, device)) for op in ops]
+    bounds = ceilings(device)
+    checked = [row for op, each in zip(ops, found, strict=True) for row in timed(op, each, device, bounds)]
+    switch(checked, device)
+    taken = {op: taken_by(op, device) for op in ops}
+    return [replace(row, used=row.right and row.kernel in taken[row.op].get(row.shape, ())) for row in checked]
+
+
+def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
+    """Of each call and kernel of an op, but some: first as if it had ended the process, then what was found."""
+    dtype = _dtype(device)
+    for call, shown in zip(*(calls(op, _size(device, size)) for size in ("checked", "timed")), strict=True):
+        wide, plain = (evaluated(call, call.definition, *call.given(dtype, "cpu", wide)) for wide in (True, False))
+        for kernel, absent in {**backend.kernels(op, device), REFERENCE: ""}.items():
+            row = Row(op, shown.shape, kernel, absent=absent)
+            if kernel in without:
+                continue
+            if absent:
+                yield row
+                continue
+            yield replace(row, fault="it ended its process")
+            with backend.override(f"auto,{op}={kernel}"):
+                fault, absent = _verdict(call, shown, kernel, device, wide, plain)
+            yield replace(row, fault=fault, absent=absent)
+
+
+def found_last(each: Iterable[Row]) -> list[Row]:
+    """Of the rows of one call and kernel the last."""
+    return list({(row.shape, row.kernel): row for row in each}.values())
+
+
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def _size(device: str, size: str) -> str:
+    return size if device == "cuda" else "small"
+
+
+def _verdict(
+    call: Call, shown: Call, kernel: str, device: str, wide: Sequence[Tensor], plain: Sequence[Tensor]
+) -> tuple[str, str]:
+    """(what is wrong with a kernel, why it did not run) in one call, empty where there is nothing to say."""
+    dtype = _dtype(device)
+    try:
+        with backend.seen() as ran, poisoned_memory():  # what is not written is NaN
+            got = evaluated(call, call.ours, *call.given(dtype, device))
+        if kernel != REFERENCE and kernel not in ran.values():
+            return "", "it has none for this call"
+        backward = {kind for name, kind in ran.items() if name.endswith("_backward")}
+        if backward and kernel not in backward:  # the gradients are another one's
+            got = got[: len(got) - call.trained]
+        for place, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
+            if not expected.is_floating_point():
+                if not torch.equal(actual.cpu().long(), expected.long()):
+                    return f"result {place}: other integers", ""
+                continue
+            scale = call.scales[place] if place < len(call.scales) else None
+            try:
+                assert_close_to_reference(actual, expected, native, scale=scale)
+            except AssertionError as problem:
+                return f"result {place}: {problem}", ""
+        if device == "cuda":  # compiled here for what is timed, beside the others
+            floats, indices = shown.given(dtype, device)
+            shown.ours(*floats, *indices)
+            torch.cuda.synchronize()
+    except (backend.NotTakenError, torch.OutOfMemoryError) as problem:
+        return "", _line(problem)
+    except Exception as problem:  # it does not compile, or a launch fails
+        return f"{type(problem).__name__}: {_line(problem)}", ""
+    return "", ""
+
+
+def _line(problem: Exception) -> str:
+    return str(problem).strip().partition("\n")[0][:200]
+
+
+def evaluated(
+    call: Call, function: Callable[..., Outputs], floats: Sequence[Tensor], indices: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs, then the gradients for one fixed gradient of the outputs that carry one."""
+    leaves = [x.requires_grad_(place < call.trained) for place, x in enumerate(floats)]
+    outputs = function(*leaves, *indices)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients: Sequence[Tensor] = ()
+    if call.trained:
+        carriers = outputs[: call.carriers]
+        upstream = [((torch.arange(x.numel()) % 97 - 48) / 64).view(x.shape).to(x) for x in carriers]  # bfloat16 has it
+        gradients = torch.autograd.grad(carriers, leaves[: call.trained], upstream)
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]:
+    """`rows` in a process of its own; behind a kernel that ends it, ruins it or hangs, another for the rest."""
+    found: list[Row] = []
+    without: list[str] = []
+    whole = False
+    while not whole:
+        these, whole = _apart(op, device, threads, limit, without)
+        if not (these or whole):
+            return [*found, Row(op, "", REFERENCE, absent="its process did not start")]
+        found += these
+        without += [row.kernel for row in these[-1:]]
+    return found_last(found)
+
+
+def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[str]) -> tuple[list[Row], bool]:
+    """(the rows that came, whether they are all)."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, op, device, threads, tuple(without)))
+    process.start()
+    theirs.close()
+    found: list[Row] = []
+    stop = time.monotonic() + limit
+    try:
+        while ours.poll(max(0.0, stop - time.monotonic())):
+            row = ours.recv()
+            if row is None:
+                return found, True
+            found.append(row)
+        if found:
+            found[-1] = replace(found[-1], fault=f"no answer in {limit:.0f} s")
+    except EOFError:
+        pass
+    finally:
+        process.kill()
+        process.join()
+    return found, False
+
+
+def _send(connection: Connection, op: str, device: str, threads: int, without: Sequence[str]) -> None:
+    torch.set_num_threads(threads)
+    for row in rows(op, device, without):
+        connection.send(row)
+        if row.fault and _ruined(device):
+            return
+    connection.send(None)
+
+
+def _ruined(device: str) -> bool:
+    """Whether an illegal access has ended this process's use of the GPU."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
+    """The rows of an op with the times of those that are right."""
+    dtype = _dtype(device)
+    shown = {call.shape: call for call in calls(op, _size(device, "timed"))}
+    for row in found:
+        if not row.right:
+            yield row
+            continue
+        call = shown[row.shape]
+        floats, indices = call.given(dtype, device)
+        with backend.override(f"auto,{op}={row.kernel}"), torch.no_grad():
+            seconds = elapsed(partial(call.ours, *floats, *indices), device)
+        least = max(call.bytes * dtype.itemsize / 2 / ceiling[0], call.flops / ceiling[1])
+        yield replace(row, microseconds=1e6 * seconds, share=least / seconds if least else None)
+
+
+def taken_by(op: str, device: str) -> dict[str, set[str]]:
+    """{size: what runs such a call from now on}."""
+    found = {}
+    for call in calls(op, _size(device, "timed")):
+        floats, indices = call.given(_dtype(device), device)
+        with backend.seen() as ran, torch.no_grad():
+            call.ours(*floats, *indices)
+        found[call.shape] = set(ran.values()) or {REFERENCE}  # an op without kernels is not looked up
+    return found
+
+
+def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> float:
+    """Seconds of a call, the median of some; on a GPU between events, and cold behind a write that fills the cache."""
+    run()
+    times = []
+    if device == "cuda":
+        flushed = torch.empty(1 << 30 if cold else 0, dtype=torch.int8, device=device)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(CALLS):
+            torch.cuda.synchronize()
+            flushed.zero_()
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e-3)
+    else:
+        for _ in range(CALLS):
+            start_time = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start_time)
+    return float(torch.tensor(times, dtype=torch.float64).median())
+
+
+def ceilings(device: str) -> tuple[float, float]:
+    """(bytes a second of a copy, read and written, operations a second of a matrix product), of random data."""
+    length, size = (1 << 30, 8192) if device == "cuda" else (1 << 26, 1024)
+    source = torch.empty(length, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(size, size, dtype=_dtype(device), device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    copied = elapsed(lambda: target.copy_(source), device, cold=False)
+    multiplied = elapsed(lambda: torch.mm(a, b, out=out), device, cold=False)
+    return 2 * source.nbytes / copied, 2.0 * size**3 / multiplied
+
+
+def switch(found: Sequence[Row], device: str) -> None:
+    """Write which kernels are off: of those that were checked the wrong ones, of the others those that were."""
+    name = "cpu" if device == "cpu" else tuning._device()
+    full = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
+    before = {f"{op}/{kind}": why for kind in backend.KERNELS for op, why in devices.off(name, kind).items()}
+    ran = {f"{row.op}/{row.kernel}" for row in found if not row.absent}
+    wrong = {f"{row.op}/{row.kernel}": row.fault for row in reversed(found) if row.fault}
+    off = {key: why for key, why in before.items() if key not in ran}
+    off |= {key: why for key, why in wrong.items() if not key.endswith(f"/{REFERENCE}")}
+    place = devices.folder() / f"{name}.json"
+    if off != before:
+        devices.write(place.parent, name, {"device": full, "torch": torch.__version__}, off=off)
+    for key, why in wrong.items():
+        op, _, kernel = key.partition("/")
+        said = f"{place} switches it off there" if key in off else "there is nothing to run instead"
+        warnings.warn(
+            f"{op}: expected its {kernel} kernel to be right on {full}, got wrong results ({why}); {said}, please "
+            "report this with the table of `python -m fb_kernels.env --check`",
+            RuntimeWarning,
+        )
+
+
+def table(found: Sequence[Row]) -> str:
+    """The rows as text, and below them what is wrong."""
+    head = ("op", "size", "kernel", "right", "microseconds", "of the ceiling", "used")
+    lines = [head]
+    for row in found:
+        right = "no" if row.fault else ("not run" if row.absent else "yes")
+        spent = "" if row.microseconds is None else f"{row.microseconds:,.1f}"
+        share = "" if row.share is None else f"{row.share:.0%}"
+        lines.append((row.op, row.shape, row.kernel, right, spent, share, "yes" if row.used else ""))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    for row in found:
+        if row.fault or row.absent:
+            said = f"wrong: {row.fault}" if row.fault else f"not run: {row.absent}"
+            text.append(f"{row.op}, {row.kernel}, {row.shape}: {said}")
+    return "\n".join(text)

@@ -1,0 +1,73 @@
+"""Result files: each case is on disk when measured; compiled peers have a file of their own until they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from limits import HANG
+
+from benchmarks.harness import read_results
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCH = """
+import os
+
+import torch
+from benchmarks.harness import Implementation
+from fb_kernels import swiglu
+
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def test_first(compare):
+    def made(**options):
+        return Implementation(lambda: swiglu(X), swiglu(X), **options)
+
+    compare("swiglu", "N=2", {"fb": made(), "eager": made(), "compiled": made(compiled=True)}, rounds=2)
+
+
+def test_ends(compare):
+    os._exit(3)
+"""
+
+
+def bench(folder: Path, *options: str) -> int:
+    (folder / "bench_toy.py").write_text(BENCH)
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.conftest", "-o", "python_files=bench_*.py", "-s"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--write-results", str(folder / "out"), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "bench_toy.py"], cwd=folder, env=environment, capture_output=True, timeout=HANG)
+    return done.returncode
+
+
+@pytest.mark.slow
+def test_what_was_measured_outlives_its_process(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--peers", "eager") == 3
+    assert bench(tmp_path, "--peers", "compiled") == 3
+    files = {path.name: json.loads(path.read_text())["cases"] for path in (tmp_path / "out" / "cpu").iterdir()}
+    found = {name: [case["impl"] for case in cases] for name, cases in files.items()}
+    assert found == {"toy.json": ["fb", "eager"], "toy_compiled.json": ["fb", "compiled"]}
+    ours, peer = files["toy.json"]
+    assert ours["backend"] in ("cpu", "reference")
+    assert peer["backend"] == ""
+    assert [case["impl"] for case in read_results(tmp_path / "out" / "cpu")["toy"]["cases"]] == [
+        "fb",
+        "eager",
+        "compiled",
+    ]
+
+
+def test_compiled_peers_are_read_beside_the_others(tmp_path: Path) -> None:
+    def write(name: str, *impls: str) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"cases": [{"impl": impl} for impl in impls]}))
+
+    write("head", "fb", "eager", "floor")
+    write("head_compiled", "fb", "compiled", "floor")
+    write("decode_compiled", "fb", "compiled")
+    found = {name: [case["impl"] for case in result["cases"]] for name, result in read_results(tmp_path).items()}
+    assert found == {"decode": ["fb", "compiled"], "head": ["fb", "eager", "floor", "compiled"]}
