@@ -1,6 +1,8 @@
 """`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print what each kernel takes of the chip.
 
-Fails on a spill or a stack frame. Without nvcc it says so and passes.
+Instructions are those of the machine code, in all and in the main loop: the longest without another one in it, of
+those that multiply matrices where there are some. Fails on a spill or a stack frame. Without nvcc it says so and
+passes.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import triton
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHITECTURES = ("80", "90a")
@@ -20,6 +24,9 @@ ARCHITECTURES = ("80", "90a")
 ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'")
 STACK = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill")
 USED = re.compile(r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?")
+FUNCTION = re.compile(r"\s*Function : (?P<name>\w+)|\s*code for (?P<arch>sm_\w+)")
+INSTRUCTION = re.compile(r"\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);")
+BRANCH = re.compile(r"\bBRA\b.*?0x(?P<target>[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class Resources:
     shared: int  # bytes, static
     stack: int
     spills: int  # bytes stored and loaded
+    instructions: int
+    loop: int  # instructions of the main loop
 
     @property
     def fault(self) -> bool:
@@ -46,6 +55,7 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{source.name}: {done.stderr}")
+    texts = machine_code(target)
     entry = stack = None
     for line in done.stderr.splitlines():
         entry = ENTRY.search(line) or entry
@@ -54,8 +64,45 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
         if used and entry and stack:
             spills = int(stack["stores"]) + int(stack["loads"])
             name, shared = readable(entry["name"]), int(used["shared"] or 0)
-            yield Resources(name, entry["arch"], int(used["registers"]), shared, int(stack["stack"]), spills)
+            lines = texts[entry["name"], entry["arch"]]
+            sizes = (int(stack["stack"]), spills, counted(lines), main_loop(lines))
+            yield Resources(name, entry["arch"], int(used["registers"]), shared, *sizes)
             entry = stack = None
+
+
+def machine_code(target: Path) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """(address, instruction) of each (mangled name, architecture) of an object file."""
+    tool = shutil.which("cuobjdump") or triton.knobs.nvidia.cuobjdump.path  # the toolkit's, or Triton's own
+    done = subprocess.run([tool, "--dump-sass", str(target)], capture_output=True, text=True, check=True)
+    code: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    arch, lines = "", []
+    for line in done.stdout.splitlines():
+        head, instruction = FUNCTION.match(line), INSTRUCTION.match(line)
+        if head and head["arch"]:
+            arch = head["arch"]
+        elif head:
+            lines = code.setdefault((head["name"], arch), [])
+        elif instruction:
+            lines.append((int(instruction["address"], 16), instruction["text"]))
+    return code
+
+
+def main_loop(lines: Sequence[tuple[int, str]]) -> int:
+    """Instructions of the longest innermost loop, of those with matrix products where there are some."""
+    places = {address: place for place, (address, _) in enumerate(lines)}
+    loops = []
+    for end, (address, text) in enumerate(lines):
+        branch = BRANCH.search(text)
+        if branch and int(branch["target"], 16) < address:  # one to itself only fills what is behind the kernel
+            loops.append((places[int(branch["target"], 16)], end))
+    loops = [(a, b) for a, b in loops if any("MMA" in text for _, text in lines[a : b + 1])] or loops
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return max((counted(lines[a : b + 1]) for a, b in inner), default=0)
+
+
+def counted(lines: Sequence[tuple[int, str]]) -> int:
+    """How many instructions they are without those that only fill."""
+    return sum(not text.startswith("NOP") for _, text in lines)
 
 
 def readable(name: str) -> str:
@@ -70,7 +117,7 @@ def main() -> None:
     if shutil.which("nvcc") is None:
         print("csrc: nvcc is not here, nothing compiled")
         return
-    print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}")
+    print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}{'loop':>6}{'all':>6}")
     count = faults = 0
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(CSRC.glob("*.cu")):
@@ -78,7 +125,7 @@ def main() -> None:
                 count, faults = count + 1, faults + row.fault
                 print(
                     f"{row.kernel:<72} {row.arch:<8}{row.registers:>6}{row.shared:>8}{row.stack:>7}{row.spills:>8}"
-                    + ("  FAULT" if row.fault else "")
+                    f"{row.loop:>6}{row.instructions:>6}" + ("  FAULT" if row.fault else "")
                 )
     print(f"{count} compiled, {faults} with a fault")
     sys.exit(faults > 0)
