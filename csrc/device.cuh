@@ -336,16 +336,18 @@ int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes,
       error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   }
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute dependent{};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};  // kernels that want different splits of the first cache may not overlap
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t configuration{};
   configuration.gridDim = dim3(grid);
   configuration.blockDim = dim3(block);
   configuration.dynamicSmemBytes = shared_bytes;
   configuration.stream = stream;
-  configuration.attrs = &dependent;
-  configuration.numAttrs = chip.major >= 9 ? 1 : 0;
+  configuration.attrs = attributes;
+  configuration.numAttrs = chip.major >= 9 ? 2 : 1;
   error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
   return error;
