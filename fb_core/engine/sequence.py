@@ -178,11 +178,11 @@ class StaticModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        """float32 [N, V] over the first `vocabulary` ids, of a residual stream [N, D]."""
+        """[N, V] over the first `vocabulary` ids in the head's dtype, of a residual stream [N, D]."""
         weight, bias = self.head.weight[:vocabulary], self.head.bias
         bias = None if bias is None else bias[:vocabulary]
         norm = self.decoder.norm
-        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True).float()
+        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True)
 
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class DecodeStep:
                 halt=torch.zeros(1, dtype=torch.int32, device=device),
                 budget=torch.zeros(1, dtype=torch.int32, device=device),
             )
-            self.logits = torch.zeros(1, vocabulary, device=device)
+            self.logits = model.last.new_zeros(1, vocabulary)
             self.threshold = torch.tensor(policy.threshold, device=device, dtype=torch.float64)
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)

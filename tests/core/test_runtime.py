@@ -193,6 +193,16 @@ def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
     assert step.outcome()[0] == Halt.NONE
 
 
+def test_a_step_ranks_logits_of_the_models_own_dtype():
+    slm, _ = pair("qwen3")
+    step = DecodeStep(StaticModel(slm.bfloat16(), 64), 50, RequestPolicy(math.inf), frozenset())
+    step.begin(prompts(5)[0], budget=8)
+    token = step.outcome()[1]
+    assert step.logits.dtype == torch.bfloat16
+    assert step.logits.any()
+    assert step.logits[0, token] == step.logits.max()
+
+
 def test_a_step_that_halted_changes_nothing_when_it_runs_again():
     step = running(threshold=-math.inf)
     step.run()
