@@ -220,9 +220,10 @@ class DecodeStep:
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
-            self.seen = torch.zeros(3, dtype=torch.float64, device=device)  # halt, token, entropy
+            exact = torch.promote_types(model.last.dtype, torch.float32)
+            self.seen = torch.zeros(1, 3, dtype=exact, device=device)  # halt, token, entropy
             pinned = device.type == "cuda"
-            self.ring = torch.zeros(RING, 3, dtype=torch.float64, pin_memory=pinned)
+            self.ring = torch.zeros(RING, 3, dtype=exact, pin_memory=pinned)
             self.copied = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._advance: Callable[[], None]  # `_compute`, captured where it can be
@@ -250,7 +251,7 @@ class DecodeStep:
         """Append the greedy token or halt; what it saw is in `logits`, and its outcome goes to the host."""
         self._advance()
         place = self._begun % RING
-        self.ring[place].copy_(self.seen, non_blocking=True)
+        self.ring[place].copy_(self.seen[0], non_blocking=True)
         if self.copied:
             self.copied[place].record(torch.cuda.current_stream(self.seen.device))
         self._begun += 1
@@ -278,8 +279,8 @@ class DecodeStep:
         self.logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(self.logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
-        commit_(state, token, entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
-        self.seen.copy_(torch.cat((state.halt, token, entropy)))
+        limits = {"threshold": self.threshold, "eos_ids": self.ends, "max_length": self.limit}
+        commit_(state, token, entropy, **limits, outcome=self.seen)
 
     @torch.no_grad()
     def take(self, place: int, token: int, budget: int) -> None:
