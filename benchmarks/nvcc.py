@@ -90,10 +90,11 @@ def machine_code(target: Path) -> dict[tuple[str, str], list[tuple[int, str]]]:
 def main_loop(lines: Sequence[tuple[int, str]]) -> int:
     """Instructions of the longest innermost loop, of those with matrix products where there are some."""
     places = {address: place for place, (address, _) in enumerate(lines)}
+    last = max((place for place, (_, text) in enumerate(lines) if "EXIT" in text), default=0)
     loops = []
-    for end, (address, text) in enumerate(lines):
+    for end, (address, text) in enumerate(lines[:last]):  # behind it is what mends a divided warp and jumps back
         branch = BRANCH.search(text)
-        if branch and int(branch["target"], 16) < address:  # one to itself only fills what is behind the kernel
+        if branch and int(branch["target"], 16) < address:
             loops.append((places[int(branch["target"], 16)], end))
     loops = [(a, b) for a, b in loops if any("MMA" in text for _, text in lines[a : b + 1])] or loops
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]

@@ -38,7 +38,7 @@ def test_a_spill_is_a_fault(tmp_path):
 
 def test_the_main_loop_is_the_longest_inner_one_that_multiplies():
     texts = ["MOV R1, R2", "IADD R1, R1, R2", "HMMA.16816.F32 R4, R8, R2, R4", "NOP", "@P0 BRA 0x20", "@P1 BRA 0x10"]
-    texts += ["LDG R1, [R2]", "FADD R1, R1, R1", "FADD R2, R1, R1", "STG [R2], R1", "@P0 BRA 0x60", "EXIT", "BRA 0xc0"]
+    texts += ["LDG R1, [R2]", "FADD R1, R1, R1", "FADD R2, R1, R1", "STG [R2], R1", "@P0 BRA 0x60", "EXIT", "BRA 0x10"]
     lines = [(16 * place, text) for place, text in enumerate(texts)]
     assert nvcc.main_loop(lines) == 2
     assert nvcc.main_loop(lines[6:]) == 5
