@@ -1,6 +1,8 @@
 """`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print what each kernel takes of the chip.
 
-Fails on a spill or a stack frame. Without nvcc it says so and passes.
+Instructions are those of the machine code, in all and in the main loop: the longest without another one in it, of
+those that multiply matrices where there are some. Fails on a spill or a stack frame. Without nvcc it says so and
+passes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import triton
+
+from benchmarks import sass
 from setup import nvcc
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -34,6 +39,8 @@ class Resources:
     shared: int  # bytes, static
     stack: int
     spills: int  # bytes stored and loaded
+    instructions: int
+    loop: int  # instructions of the main loop
 
     @property
     def fault(self) -> bool:
@@ -48,6 +55,7 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{source.name}: {done.stderr}")
+    texts = machine_code(target)
     entry = stack = None
     for line in done.stderr.splitlines():
         entry = ENTRY.search(line) or entry
@@ -56,8 +64,22 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
         if used and entry and stack:
             spills = int(stack["stores"]) + int(stack["loads"])
             name, shared = readable(entry["name"]), int(used["shared"] or 0)
-            yield Resources(name, entry["arch"], int(used["registers"]), shared, int(stack["stack"]), spills)
+            lines = texts[entry["name"], entry["arch"]]
+            sizes = (int(stack["stack"]), spills, sass.counted(lines), main_loop(lines))
+            yield Resources(name, entry["arch"], int(used["registers"]), shared, *sizes)
             entry = stack = None
+
+
+def machine_code(target: Path) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """The instructions of each (mangled name, architecture) of an object file."""
+    tool = shutil.which("cuobjdump") or triton.knobs.nvidia.cuobjdump.path  # the toolkit's, or Triton's own
+    done = subprocess.run([tool, "--dump-sass", str(target)], capture_output=True, text=True, check=True)
+    return sass.functions(done.stdout)
+
+
+def main_loop(code: sass.Code) -> int:
+    """Instructions of the longest innermost loop, of those with matrix products where there are some."""
+    return max(map(sass.counted, sass.inner_loops(code, "MMA") or sass.inner_loops(code)), default=0)
 
 
 def readable(name: str) -> str:
@@ -72,7 +94,7 @@ def main() -> None:
     if nvcc() is None:
         print("csrc: nvcc is not here, nothing compiled")
         return
-    print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}")
+    print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}{'loop':>6}{'all':>6}")
     count = faults = 0
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(CSRC.glob("*.cu")):
@@ -80,7 +102,7 @@ def main() -> None:
                 count, faults = count + 1, faults + row.fault
                 print(
                     f"{row.kernel:<72} {row.arch:<8}{row.registers:>6}{row.shared:>8}{row.stack:>7}{row.spills:>8}"
-                    + ("  FAULT" if row.fault else "")
+                    f"{row.loop:>6}{row.instructions:>6}" + ("  FAULT" if row.fault else "")
                 )
     print(f"{count} compiled, {faults} with a fault")
     sys.exit(faults > 0)

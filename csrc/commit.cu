@@ -9,34 +9,34 @@ template <typename Token>
 __global__ void commit_kernel(int64_t* tokens, int64_t tokens_stride, int64_t slots, int* length, int* halt,
                               const int* budget, const Token* token, const float* entropy, const double* threshold,
                               int threshold_stride, const int64_t* eos_ids, int eos_count, const int* max_length,
-                              int max_length_stride, int rows) {
+                              int max_length_stride, float* outcome, int64_t outcome_stride, int rows) {
   wait_for_previous();
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows || halt[row] != kNone) return;
+  if (row >= rows) return;
   const double limit = threshold[static_cast<int64_t>(row) * threshold_stride];
   const float uncertain = entropy[row];
   const int64_t next = token[row];
   const int held = length[row];
-  if (uncertain != uncertain || limit != limit) {
-    halt[row] = kNaN;
-    return;
-  }
-  if (static_cast<double>(uncertain) > limit && budget[row] > 0) {
-    halt[row] = kEvent;
-    return;
-  }
-  for (int i = 0; i < eos_count; ++i) {
-    if (next == eos_ids[i]) {
-      halt[row] = kEos;
-      return;
+  int reason = halt[row];
+  if (reason == kNone) {
+    const int most = max_length[static_cast<int64_t>(row) * max_length_stride];
+    if (held < 0 || held >= slots || held >= most) reason = kLength;
+    for (int i = 0; i < eos_count; ++i)
+      if (next == eos_ids[i]) reason = kEos;
+    if (static_cast<double>(uncertain) > limit && budget[row] > 0) reason = kEvent;
+    if (uncertain != uncertain || limit != limit) reason = kNaN;
+    halt[row] = reason;
+    if (reason == kNone) {
+      tokens[row * tokens_stride + held] = next;
+      length[row] = held + 1;
     }
   }
-  if (held < 0 || held >= slots || held >= max_length[static_cast<int64_t>(row) * max_length_stride]) {
-    halt[row] = kLength;
-    return;
+  if (outcome != nullptr) {
+    outcome += row * outcome_stride;
+    outcome[0] = static_cast<float>(reason);
+    outcome[1] = static_cast<float>(next);
+    outcome[2] = uncertain;
   }
-  tokens[row * tokens_stride + held] = next;
-  length[row] = held + 1;
 }
 
 }  // namespace fb
@@ -44,9 +44,10 @@ __global__ void commit_kernel(int64_t* tokens, int64_t tokens_stride, int64_t sl
 extern "C" int fb_commit(int64_t* tokens, int64_t tokens_stride, int64_t slots, int* length, int* halt,
                          const int* budget, const int64_t* token, const float* entropy, const double* threshold,
                          int threshold_stride, const int64_t* eos_ids, int eos_count, const int* max_length,
-                         int max_length_stride, int rows, void* stream) {
+                         int max_length_stride, float* outcome, int64_t outcome_stride, int rows, void* stream) {
   constexpr int kThreads = 64;
   return fb::launch(fb::commit_kernel<int64_t>, fb::divide_up(rows, kThreads), kThreads, 0,
                     static_cast<fb::Stream>(stream), tokens, tokens_stride, slots, length, halt, budget, token, entropy,
-                    threshold, threshold_stride, eos_ids, eos_count, max_length, max_length_stride, rows);
+                    threshold, threshold_stride, eos_ids, eos_count, max_length, max_length_stride, outcome,
+                    outcome_stride, rows);
 }

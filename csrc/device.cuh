@@ -10,6 +10,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <vector>
 #endif
 
 namespace fb {
@@ -26,6 +28,8 @@ using bfloat16 = emulation::bfloat16;
 using half = __half;
 using bfloat16 = __nv_bfloat16;
 #endif
+
+__host__ __device__ inline int divide_up(int64_t n, int64_t by) { return static_cast<int>((n + by - 1) / by); }
 
 __device__ inline float to_float(float x) { return x; }
 #ifdef FB_HOST_EMULATION
@@ -117,6 +121,36 @@ __device__ inline uint4 load_streaming_if(bool inside, const void* address) {
       : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
       : "l"(address), "r"(static_cast<int>(inside)));
   return value;
+#endif
+}
+
+// What a launch's shared_bytes are, at a multiple of 16 bytes.
+__device__ inline void* dynamic_shared() {
+#ifdef FB_HOST_EMULATION
+  return emulation::dynamic_shared();
+#else
+  extern __shared__ uint4 bytes[];
+  return bytes;
+#endif
+}
+
+// 16 bytes that an earlier launch may have written go to shared memory, or zeros without a look at the address. They
+// are there for this thread after its wait_for_copies, for others after a barrier behind it.
+__device__ inline void copy_async_if(bool inside, uint4* to, const void* from) {
+#ifdef FB_HOST_EMULATION
+  emulation::copy_later(to, inside ? from : nullptr);
+#else
+  const auto shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+#endif
+}
+
+__device__ inline void wait_for_copies() {
+#ifdef FB_HOST_EMULATION
+  emulation::finish_copies();
+#else
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
@@ -214,12 +248,19 @@ __device__ inline void let_next_begin() {
 #endif
 }
 
+// What launchers ask of the current device.
+struct Chip {
+  int multiprocessors, major;
+  int block_shared, shared, reserved_shared;  // bytes of shared memory: the most of a block; of a multiprocessor, and
+                                              // what it takes of that for a block besides
+};
+
 #ifdef FB_HOST_EMULATION
 
 using Stream = void*;
 
-inline int multiprocessors(int* count) {
-  *count = 1;
+inline int current_chip(Chip* chip) {
+  *chip = {2, 9, 227 * 1024, 228 * 1024, 1024};
   return 0;
 }
 
@@ -242,11 +283,30 @@ int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes,
 
 using Stream = cudaStream_t;
 
-// How many the current device has. 0 or an error.
-inline int multiprocessors(int* count) {
+// All devices' are asked for once. 0 or an error.
+inline int current_chip(Chip* chip) {
   int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  return error != cudaSuccess ? error : cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  static const std::vector<Chip> chips = [] {
+    int count = 0;
+    std::vector<Chip> found;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) return found;
+    for (int i = 0; i < count; ++i) {
+      Chip one{};
+      const auto ask = [i](int* value, cudaDeviceAttr what) { return cudaDeviceGetAttribute(value, what, i); };
+      if (ask(&one.multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess ||
+          ask(&one.major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
+          ask(&one.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin) != cudaSuccess ||
+          ask(&one.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor) != cudaSuccess ||
+          ask(&one.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock) != cudaSuccess)
+        break;
+      found.push_back(one);
+    }
+    return found;
+  }();
+  if (device >= static_cast<int>(chips.size())) return cudaErrorInvalidDevice;
+  *chip = chips[device];
+  return cudaSuccess;
 }
 
 inline int set_zero(void* address, int64_t bytes, Stream stream) {
@@ -265,29 +325,34 @@ inline int is_capturing(Stream stream, bool* result) {
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream stream, Arguments... arguments) {
   if (grid == 0) return 0;
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess && shared_bytes > 48 * 1024)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  Chip chip;
+  if (const int error = current_chip(&chip)) return error;
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 0) {  // a kernel is allowed all there is at its first launch
+    cudaFuncAttributes of{};
+    error = cudaFuncGetAttributes(&of, kernel);
+    const int most = chip.block_shared - static_cast<int>(of.sharedSizeBytes);
+    if (error == cudaSuccess && of.maxDynamicSharedSizeBytes != most)
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  }
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute dependent{};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};  // kernels that want different splits of the first cache may not overlap
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t configuration{};
   configuration.gridDim = dim3(grid);
   configuration.blockDim = dim3(block);
   configuration.dynamicSmemBytes = shared_bytes;
   configuration.stream = stream;
-  configuration.attrs = &dependent;
-  configuration.numAttrs = major >= 9 ? 1 : 0;
+  configuration.attrs = attributes;
+  configuration.numAttrs = chip.major >= 9 ? 2 : 1;
   error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
   return error;
 }
 
 #endif
-
-inline int divide_up(int64_t n, int64_t by) { return static_cast<int>((n + by - 1) / by); }
 
 }  // namespace fb

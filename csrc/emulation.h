@@ -87,8 +87,14 @@ struct Barrier {
   int64_t generation = 0;
 };
 
+struct Copy {
+  void* to;
+  const void* from;  // null for zeros
+};
+
 struct Thread {
   ucontext_t context;
+  std::vector<Copy> copies;  // not yet done
   std::unique_ptr<char[]> stack;
   bool done = false;
   const Barrier* waits = nullptr;  // until its generation is another one
@@ -148,6 +154,7 @@ inline int run_block(Block& here) {
     Thread& thread = here.threads[i];
     thread.done = false;
     thread.waits = nullptr;
+    thread.copies.clear();
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = kStack;
@@ -202,6 +209,17 @@ inline int run(int grid, int threads, int shared_bytes, std::function<void()> bo
 inline void* dynamic_shared() {
   const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
   return reinterpret_cast<void*>((address + 15) / 16 * 16);
+}
+
+inline void copy_later(void* to, const void* from) { block->threads[block->current].copies.push_back({to, from}); }
+
+inline void finish_copies() {
+  auto& copies = block->threads[block->current].copies;
+  for (const Copy& copy : copies) {
+    if (copy.from != nullptr) std::memcpy(copy.to, copy.from, 16);
+    else std::memset(copy.to, 0, 16);
+  }
+  copies.clear();
 }
 
 inline Warp& own_warp() { return block->warps[block->current / kLanes]; }

@@ -1,6 +1,6 @@
 // skinny_linear: up to 32 rows through a linear layer at the speed of its weight, which is read once. Weight rows are
-// the long side of each product, activations the short one; both go from global memory to registers, no operand
-// through shared memory. The order of additions to an output depends on the number of columns alone.
+// the long side of each product and go from global memory to registers; rows of x are the short one and lie, normed, in
+// shared memory. The order of additions to an output depends on the number of columns alone.
 #include "device.cuh"
 
 namespace fb::skinny {
@@ -12,7 +12,12 @@ constexpr int kResident = 2;      // blocks of a multiprocessor
 constexpr int kTileRows = 16;     // weight rows that a block holds at a time
 constexpr int kStep = 32;         // columns that a warp takes at a time, of each row 16 bytes to a thread
 constexpr int kPair = 2 * kStep;  // a warp takes two steps beside each other: whole lines of 128 bytes
-constexpr int kMostColumns = 1 << 29;  // and outputs
+constexpr int kPiece = kSlices * kPair;  // columns that all warps take so
+constexpr int kSweep = kWarp * 8 * kSlices;  // columns that all threads hold 8 of: a whole number of batches
+constexpr int kPad = 4;                      // of a row in shared memory, in 16 bytes: two of them fill all banks
+constexpr int kMostStaged = 64 * 1024;       // bytes of up to 16 rows in shared memory, so that two blocks fit
+constexpr int kMostWhole = 128 * 1024;       // of more rows: read again for each tile, x would outweigh the weight
+constexpr int kMostColumns = 1 << 29;        // and outputs
 
 template <typename T>
 struct SkinnyLinear {
@@ -28,11 +33,19 @@ struct SkinnyLinear {
   int64_t out_stride;
   float eps;
   int rows, in_features, out_features, tiles, tile_outputs;
-  bool swiglu, frozen;  // frozen: what the kernel before may still write is not the weight
+  int window;           // columns of x in shared memory at a time: all, or whole sweeps
+  bool swiglu, frozen;  // frozen: what the kernel before may still write is neither of the weights
 };
 
 // Where step u of what a thread holds begins, behind the thread's first column.
-__device__ constexpr int step_begin(int u) { return u / 2 * kSlices * kPair + u % 2 * kStep; }
+__device__ constexpr int step_begin(int u) { return u / 2 * kPiece + u % 2 * kStep; }
+
+template <int kEights>
+struct Shared {
+  float partial[2][kSlices][kEights][4][kWarp];
+  float squares[kSlices][kEights * 8];
+  float inverse[kSlices][kWarp];  // of each row, for each warp
+};
 
 // 8 elements of which `left` lie inside the row, zero behind it. Without kWide from any address.
 template <bool kWide, bool kStreaming = false, typename T>
@@ -79,15 +92,33 @@ __device__ inline uint32_t scaled(uint32_t x, float inverse, uint32_t weight) {
   return pack<T>(value.x * inverse * by.x, value.y * inverse * by.y);
 }
 
+// The first column of each sweep that a lane brings to shared memory. A warp's lanes bring what the warp multiplies.
+__device__ inline int own_column() {
+  const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp;
+  return lane / 8 * kPiece + slice * kPair + lane % 8 * 8;
+}
+
+// A warp's part of so many columns of a row, zero behind its end; there after wait_for_copies.
+template <bool kWide, typename T>
+__device__ inline void stage(uint4* to, const T* from, int columns, int left) {
+#pragma unroll 1
+  for (int column = own_column(); column < columns; column += kSweep) {
+    if constexpr (kWide) copy_async_if(column < left, to + column / 8, from + column);
+    else to[column / 8] = load_eight<false>(from + column, left - column);
+  }
+}
+
 // kEights times 8 rows of x; a thread holds kDepth steps, so 2 kDepth loads of 16 bytes are under way for it.
 template <typename T, int kEights, int kDepth, bool kNorm, bool kWide>
 __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(SkinnyLinear<T> of) {
-  constexpr int kBatch = kDepth / 2 * kSlices * kPair;  // columns that all warps hold
-  constexpr int kSixteens = (kEights + 1) / 2;
-  __shared__ float partial[2][kSlices][kEights][4][kWarp];
-  __shared__ float squares[kSlices][kEights * 8];
+  constexpr int kBatch = kDepth / 2 * kPiece;  // columns that all warps hold
+  static_assert(kSweep % kBatch == 0);
+  __shared__ Shared<kEights> shared;
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-  const int first = slice * kPair + t * 8;
+  const int first = slice * kPair + t * 8, whole = divide_up(of.in_features, kPiece) * kPiece;
+  const int stride = of.window / 8 + kPad;
+  uint4* staged = static_cast<uint4*>(dynamic_shared());  // [rows, stride]
+  uint4* norm = staged + of.rows * stride;                // [whole / 8]
 
   let_next_begin();
   uint4 low[kDepth] = {}, high[kDepth] = {};
@@ -100,44 +131,78 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
       high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
     }
+    if constexpr (kNorm) stage<kWide>(norm, of.norm_weight, whole, of.in_features);
   }
   wait_for_previous();
 
-  const T* x[kEights];  // rows beyond the last are the last again
-#pragma unroll
-  for (int j = 0; j < kEights; ++j) x[j] = of.x + min(j * 8 + g, of.rows - 1) * of.x_stride + first;
-  float inverse[kEights] = {};
+  // This warp's columns of all rows, from `begin` on.
+  const auto fetch = [&](int begin) {
+    __syncwarp();
+    for (int row = 0; row < of.rows; ++row)
+      stage<kWide>(staged + row * stride, of.x + row * of.x_stride + begin, of.window, of.in_features - begin);
+    wait_for_copies();
+  };
+  constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows, beyond the last the last again
+  const auto each = [&](int i) { return min(i, of.rows - 1); };
+  const auto scale = [&](int begin) {
+    for (int column = own_column(); column < min(of.window, whole - begin); column += kSweep) {
+      const uint4 by = norm[(begin + column) / 8];
+      uint4* at = staged + column / 8;
+#pragma unroll 1
+      for (int row = 0; row < of.rows; ++row, at += stride) {
+        const float factor = shared.inverse[slice][row];
+        const uint4 value = *at;
+        *at = {scaled<T>(value.x, factor, by.x), scaled<T>(value.y, factor, by.y), scaled<T>(value.z, factor, by.z),
+               scaled<T>(value.w, factor, by.w)};
+      }
+    }
+  };
+
+  int held = -1;  // where the columns in shared memory begin
   if constexpr (kNorm) {
+    float total = 0.0f;
+#pragma unroll 1
+    for (int begin = 0; begin < of.in_features; begin += of.window) {
+      fetch(begin);
+#pragma unroll 1
+      for (int row = 0; row < of.rows; row += kTogether) {
+#pragma unroll 1
+        for (int sweep = 0; sweep < of.window; sweep += kSweep) {
+          const int column = sweep + own_column();
+          float sum[kTogether];
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      float sums[2] = {};
-      for (int done = 0; done < of.in_features; done += 4 * kSlices * kPair) {
+          for (int i = 0; i < kTogether; ++i)
+            sum[i] = column < of.window ? square_sum<T>(staged[each(row + i) * stride + column / 8]) : 0.0f;
 #pragma unroll
-        for (int u = 0; u < 8; ++u) {
-          const int k = done + step_begin(u);
-          sums[u % 2] += square_sum<T>(load_eight<kWide>(x[j] + k, of.in_features - first - k));
+          for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], mask);
+          }
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (lane == row + i) total += sum[i];
         }
       }
-      float sum = sums[0] + sums[1];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (t == 0) squares[slice][j * 8 + g] = sum;
     }
+    if (lane < kEights * 8) shared.squares[slice][lane] = total;
     __syncthreads();
+    float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kSlices; ++i) sum += squares[i][j * 8 + g];
-      inverse[j] = rsqrtf(sum / static_cast<float>(of.in_features) + of.eps);
+    for (int i = 0; i < kSlices; ++i) sum += shared.squares[i][lane % (kEights * 8)];
+    shared.inverse[slice][lane] = rsqrtf(sum / static_cast<float>(of.in_features) + of.eps);
+    __syncwarp();
+    if (of.in_features <= of.window) {
+      scale(0);
+      __syncwarp();
+      held = 0;
     }
   }
 
   // This thread finishes one row's output of each half of a tile.
-  const int eight = slice / 2, odd = slice % 2, row = eight * 8 + g;
+  const int eight = slice / 2, odd = slice % 2, row = eight * 8 + 2 * t + odd;
   const bool finishes = row < of.rows;
   for (int tile = blockIdx.x; tile < of.tiles; tile += gridDim.x) {
-    const int output = tile * of.tile_outputs + 2 * t + odd;
+    const int output = tile * of.tile_outputs + g;
     uint16_t residual[2] = {};  // under way while the sums are formed
     if (finishes && of.residual) {
       const auto* from = reinterpret_cast<const uint16_t*>(of.residual) + row * of.residual_stride;
@@ -145,60 +210,51 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       if (output + 8 < of.out_features) residual[1] = from[output + 8];
     }
 
-    float sum[kSixteens][2][2][4] = {};  // of 16 rows, a half of the tile and every other product
-    for (int done = 0; done < of.in_features; done += kBatch) {
-      // What is used makes room for the next columns, or for the next tile's first.
-      if (done + kBatch < of.in_features) {
-        weight.low += kBatch;
-        weight.high += kBatch;
-        weight.left -= kBatch;
-      } else {
-        weight.begin(of, tile + gridDim.x, g, first);
+    float sum[kEights][2][4] = {};  // of 8 rows and every other product
+    for (int begin = 0; begin < of.in_features; begin += of.window) {
+      if (begin != held) {
+        fetch(begin);
+        if constexpr (kNorm) scale(begin);
+        __syncwarp();
+        held = begin;
       }
+      const uint4* x[kEights];  // rows beyond the last are the last again
 #pragma unroll
-      for (int u = 0; u < kDepth; ++u) {
-        const int left = of.in_features - first - done - step_begin(u);
-        uint4 norm = {0, 0, 0, 0};
-        if constexpr (kNorm) norm = load_eight<kWide>(of.norm_weight + first + done + step_begin(u), left);
-#pragma unroll
-        for (int i = 0; i < kSixteens; ++i) {
-          // A branch here too, or x is loaded further ahead than there are registers for.
-          if (kEights > 1 && done + u / 2 * kSlices * kPair >= of.in_features) break;
-          uint4 rows[2] = {};
-#pragma unroll
-          for (int j = 2 * i; j < min(2 * i + 2, kEights); ++j) {
-            uint4 value = load_eight<kWide>(x[j] + step_begin(u), left);
-            if constexpr (kNorm) {
-              value.x = scaled<T>(value.x, inverse[j], norm.x);
-              value.y = scaled<T>(value.y, inverse[j], norm.y);
-              value.z = scaled<T>(value.z, inverse[j], norm.z);
-              value.w = scaled<T>(value.w, inverse[j], norm.w);
-            }
-            rows[j % 2] = value;
-          }
-          const uint32_t even[4] = {rows[0].x, rows[1].x, rows[0].y, rows[1].y};
-          const uint32_t odds[4] = {rows[0].z, rows[1].z, rows[0].w, rows[1].w};
-          mma_16x8x16<T>(sum[i][0][0], even, {low[u].x, low[u].y});
-          mma_16x8x16<T>(sum[i][1][0], even, {high[u].x, high[u].y});
-          mma_16x8x16<T>(sum[i][0][1], odds, {low[u].z, low[u].w});
-          mma_16x8x16<T>(sum[i][1][1], odds, {high[u].z, high[u].w});
+      for (int j = 0; j < kEights; ++j) x[j] = staged + min(j * 8 + g, of.rows - 1) * stride + first / 8;
+      for (int done = begin; done < min(begin + of.window, of.in_features); done += kBatch) {
+        // What is used makes room for the next columns, or for the next tile's first.
+        if (done + kBatch < of.in_features) {
+          weight.low += kBatch;
+          weight.high += kBatch;
+          weight.left -= kBatch;
+        } else {
+          weight.begin(of, tile + gridDim.x, g, first);
         }
-        low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
-        high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
-      }
-      const int onward = done + kBatch < of.in_features ? kBatch : -done;
 #pragma unroll
-      for (int j = 0; j < kEights; ++j) x[j] += onward;
+        for (int u = 0; u < kDepth; ++u) {
+          if (done + u / 2 * kPiece < of.in_features) {
+            const uint32_t even[4] = {low[u].x, high[u].x, low[u].y, high[u].y};
+            const uint32_t odds[4] = {low[u].z, high[u].z, low[u].w, high[u].w};
+#pragma unroll
+            for (int j = 0; j < kEights; ++j) {
+              const uint4 value = x[j][step_begin(u) / 8];
+              mma_16x8x16<T>(sum[j][0], even, {value.x, value.y});
+              mma_16x8x16<T>(sum[j][1], odds, {value.z, value.w});
+            }
+          }
+          low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
+          high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
+        }
+#pragma unroll
+        for (int j = 0; j < kEights; ++j) x[j] += kBatch / 8;
+      }
     }
 
-    auto& slices = partial[tile / gridDim.x % 2];
+    auto& slices = shared.partial[tile / gridDim.x % 2];
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const auto& half = sum[j / 2][i / 2];
-        slices[slice][j][i][lane] = half[0][j % 2 * 2 + i % 2] + half[1][j % 2 * 2 + i % 2];
-      }
+      for (int i = 0; i < 4; ++i) slices[slice][j][i][lane] = sum[j][0][i] + sum[j][1][i];
     }
     __syncthreads();  // the next tile's keeps its writers off what is read here
     if (!finishes) continue;
@@ -237,9 +293,20 @@ template <typename T, int kEights, int kDepth, bool kWide>
 int launch_kernel(const SkinnyLinear<T>& of, Stream stream) {
   const auto kernel = of.norm_weight ? skinny_linear_kernel<T, kEights, kDepth, true, kWide>
                                      : skinny_linear_kernel<T, kEights, kDepth, false, kWide>;
-  int count = 0;
-  if (const int error = multiprocessors(&count)) return error;
-  return launch(kernel, min(of.tiles, count * kResident), kThreads, 0, stream, of);
+  Chip chip;
+  if (const int error = current_chip(&chip)) return error;
+  const int norm_bytes = of.norm_weight ? divide_up(of.in_features, kPiece) * kPiece * 2 : 0;
+  const int dynamic = of.rows * (of.window * 2 + kPad * 16) + norm_bytes, bytes = dynamic + sizeof(Shared<kEights>);
+  if (bytes > chip.block_shared) return kNotTaken;
+  const int resident = min(kResident, chip.shared / (bytes + chip.reserved_shared));
+  return launch(kernel, min(of.tiles, chip.multiprocessors * resident), kThreads, dynamic, stream, of);
+}
+
+// How many columns of x lie in shared memory at a time, or kNotTaken.
+inline int window_of(int rows, int in_features) {
+  const int whole = divide_up(in_features, kPiece) * kPiece;
+  if (rows > 16) return int64_t{rows} * in_features * 2 <= kMostWhole ? whole : kNotTaken;
+  return min(whole, kMostStaged / 2 / rows / kSweep * kSweep);
 }
 
 template <typename T>
@@ -259,9 +326,11 @@ int run(const void* x, int64_t x_stride, const void* weight, int64_t weight_stri
         int64_t out_stride, int rows, int in_features, int out_features, int swiglu, int frozen, Stream stream) {
   const auto typed = [](const void* address) { return static_cast<const T*>(address); };
   const int tile_outputs = swiglu ? kTileRows / 2 : kTileRows, tiles = divide_up(out_features, tile_outputs);
+  const int window = window_of(rows, in_features);
+  if (window == kNotTaken) return kNotTaken;
   return pick_kernel<T>({typed(x), x_stride, typed(weight), weight_stride, typed(bias), typed(norm_weight),
                          typed(residual), residual_stride, static_cast<T*>(out), out_stride, eps, rows, in_features,
-                         out_features, tiles, tile_outputs, swiglu != 0, frozen != 0},
+                         out_features, tiles, tile_outputs, window, swiglu != 0, frozen != 0},
                         stream);
 }
 

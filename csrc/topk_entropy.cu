@@ -4,9 +4,7 @@
 // arrive takes as its bound the k-th largest among pairs of groups, and the row's k-th largest is no less than that.
 // What reaches the bound lies in few groups, which it reads again and ranks. Where too much reaches it, the bound rises
 // until what is left fits, by counting: slower, as exact.
-#include <atomic>
-
-#include "device.cuh"
+#include "counters.cuh"
 
 namespace fb {
 
@@ -18,10 +16,6 @@ constexpr int kMostK = 64;
 constexpr int kMostTopkRows = 32;
 constexpr int kSurvivors = 512;
 constexpr int kMostListed = 2 * (kMostK + kMostK / 4);
-constexpr int kGraphCounters = 1 << 14;
-
-// Each captured launch has counters of its own here for good: they need no clearing, since each run leaves them zero.
-__device__ unsigned graph_counters[kGraphCounters];
 
 struct Groups {
   int lanes, steps, span, number;  // threads to a group (a power of 2), chunks to a thread, columns, groups of a row
@@ -75,8 +69,8 @@ __device__ inline uint64_t raise_bound(int k, int enough, int column_bits, Count
 template <typename T>
 __global__ void __launch_bounds__(kTopkThreads)
     topk_entropy_kernel(const T* logits, int64_t stride, uint32_t width, int k, Groups groups, int blocks,
-                        int column_bits, uint64_t* maxima, unsigned* counters, int counter, float* entropy,
-                        float* values, int64_t* indices) {
+                        int column_bits, uint64_t* maxima, Counters counters, float* entropy, float* values,
+                        int64_t* indices) {
   constexpr uint32_t kElements = Chunk<T>::kElements;
   __shared__ uint64_t keys[kSurvivors];
   __shared__ int listed[kMostListed];
@@ -110,7 +104,7 @@ __global__ void __launch_bounds__(kTopkThreads)
   if (lane == 0 && group < groups.number) maxima[group] = largest;
   __syncthreads();
   if (thread == 0) {
-    is_last = arrives_last((counters != nullptr ? counters : graph_counters + counter) + row, blocks);
+    is_last = arrives_last(counter_at(counters, row), blocks);
     listed_count = 0;
     found = 0;
   }
@@ -218,15 +212,6 @@ inline Groups grouped(int64_t width, int elements) {
   return groups;
 }
 
-// Counters of the graph that a launch is captured into, or -1 where none are left.
-inline int graph_counters_for(int rows) {
-  static std::atomic<int> taken{0};
-  int first = taken.load();
-  while (first + rows <= kGraphCounters && !taken.compare_exchange_weak(first, first + rows)) {
-  }
-  return first + rows <= kGraphCounters ? first : -1;
-}
-
 template <typename T>
 int topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, int k, int64_t* workspace, float* entropy,
                  float* values, int64_t* indices, Stream stream) {
@@ -234,15 +219,12 @@ int topk_entropy(const void* logits, int64_t stride, int rows, int64_t width, in
   const int blocks = divide_up(static_cast<int64_t>(groups.number) * groups.lanes, kTopkThreads);
   int column_bits = 0;
   while ((width - 1) >> column_bits != 0) ++column_bits;
-  bool captured = false;
-  if (const int error = is_capturing(stream, &captured)) return error;
-  const int counter = captured ? graph_counters_for(rows) : -1;
   auto* maxima = reinterpret_cast<uint64_t*>(workspace);
-  unsigned* counters = counter < 0 ? reinterpret_cast<unsigned*>(workspace + int64_t{rows} * groups.number) : nullptr;
-  if (counters != nullptr)
-    if (const int error = set_zero(counters, rows * sizeof(unsigned), stream)) return error;
+  Counters counters;
+  auto* given = reinterpret_cast<unsigned*>(workspace + int64_t{rows} * groups.number);
+  if (const int error = counters_for(rows, given, stream, &counters)) return error;
   return launch(topk_entropy_kernel<T>, rows * blocks, kTopkThreads, 0, stream, static_cast<const T*>(logits), stride,
-                width, k, groups, blocks, column_bits, maxima, counters, counter, entropy, values, indices);
+                width, k, groups, blocks, column_bits, maxima, counters, entropy, values, indices);
 }
 
 }  // namespace fb

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _SIGNATURES = {  # in the letters of `shared_library`; the last p of those that launch is the stream
-    "commit": "pqq pp pp pp i pi pi i p",
+    "commit": "pqq pp pp pp i pi pi pqi p",
     "topk_entropy": "pqi qii p ppp p",
     "candidate_head": "pq p pi pi pi qqq if ppp p",
     "skinny_linear": "pq pq pp f pq pq iii iii p",

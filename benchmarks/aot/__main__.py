@@ -21,9 +21,7 @@ import benchmarks.aot
 from benchmarks.aot.compiler import ARCHITECTURES, Compiled, Launch, compiled, every_variant, launches, representative
 
 TABLE = Path(__file__).with_name("instructions.json")
-OPS = sorted(
-    {module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "sass", "__main__"}
-)
+OPS = sorted({module.name for module in pkgutil.iter_modules(benchmarks.aot.__path__)} - {"compiler", "__main__"})
 
 
 def launched(ops: list[str], archs: list[str]) -> Iterator[Launch]:

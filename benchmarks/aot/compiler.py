@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import ty_to_cpp
 from triton.runtime.jit import JITFunction, MockTensor
 
-from benchmarks.aot import sass
-from benchmarks.aot.sass import MachineCode
+from benchmarks import sass
+from benchmarks.sass import MachineCode
 from fb_kernels import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")
@@ -327,7 +327,8 @@ def _resources(cubin: bytes) -> tuple[int, int, MachineCode]:
         file.write_bytes(cubin)
         usage = _cuobjdump("--dump-resource-usage", file)
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        return registers, stack, sass.read(_cuobjdump("--dump-sass", file))
+        (code,) = sass.functions(_cuobjdump("--dump-sass", file)).values()
+        return registers, stack, MachineCode.of(code)
 
 
 def _cuobjdump(option: str, file: Path) -> str:

@@ -51,7 +51,7 @@ class InStepLLM(LocalLLM):
                 f"ids: expected at most the {self.static.slots} tokens of the buffers, got {len(ids)}; "
                 "make the decoder with a larger max_length"
             )
-        return self.static.logits(self._extend(ids.tolist()), hf.vocabulary(self.model))
+        return self.static.logits(self._extend(ids.tolist()), hf.vocabulary(self.model)).float()
 
     def _extend(self, ids: Sequence[int]) -> Tensor:
         held, self._held = self._held, []

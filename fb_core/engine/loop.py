@@ -161,7 +161,7 @@ class FastLoop:
             if halt == Halt.EVENT:
                 tokens = step.state.tokens[0, : len(row.tokens)].clone()
                 prefix = hf.Prefix(step.model.kv, start=0, length=len(tokens))
-                row.events += events([State(tokens, len(row.new), entropy, prefix)], step.logits)
+                row.events += events([State(tokens, len(row.new), entropy, prefix)], step.logits.float())
                 token = row.events[-1].token
             if halt:
                 step.take(len(row.tokens), token, max_events - len(row.events))

@@ -59,11 +59,22 @@ class MergedReranker:
                 "reranker: expected one made on this decoder's SLM, got one made on other weights; load it on this SLM"
             )
         self.reranker = reranker
+        self._versions: list[object] | None = None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge base weights and adapter as they are now."""
+        """Merge base weights and adapter as they are now, unless no parameter has moved or been written since.
+
+        Writes through a parameter's `data` bring it no new version: `load` merges in any case.
+        """
+        adapted = self.reranker.adapted
+        parameters = [*adapted.parameters(), *self.model.model.parameters()]
+        tracked = not any(parameter.is_inference() for parameter in parameters)
+        versions = [adapted.active_adapter, *((x.data_ptr(), x._version) for x in parameters)] if tracked else None
+        if versions is not None and versions == self._versions:
+            return
+        self._versions = versions
         merged = self.reranker.merged()
         self.layers = []
         for index, (layer, qkv, o) in enumerate(zip(self.model.layers, self._qkv, self._o, strict=True)):

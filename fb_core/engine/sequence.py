@@ -178,11 +178,11 @@ class StaticModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        """float32 [N, V] over the first `vocabulary` ids, of a residual stream [N, D]."""
+        """[N, V] over the first `vocabulary` ids in the head's dtype, of a residual stream [N, D]."""
         weight, bias = self.head.weight[:vocabulary], self.head.bias
         bias = None if bias is None else bias[:vocabulary]
         norm = self.decoder.norm
-        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True).float()
+        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True)
 
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
@@ -215,14 +215,15 @@ class DecodeStep:
                 halt=torch.zeros(1, dtype=torch.int32, device=device),
                 budget=torch.zeros(1, dtype=torch.int32, device=device),
             )
-            self.logits = torch.zeros(1, vocabulary, device=device)
+            self.logits = model.last.new_zeros(1, vocabulary)
             self.threshold = torch.tensor(policy.threshold, device=device, dtype=torch.float64)
             self.end_ids = ends
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
-            self.seen = torch.zeros(3, dtype=torch.float64, device=device)  # halt, token, entropy
+            exact = torch.promote_types(model.last.dtype, torch.float32)
+            self.seen = torch.zeros(1, 3, dtype=exact, device=device)  # halt, token, entropy
             pinned = device.type == "cuda"
-            self.ring = torch.zeros(RING, 3, dtype=torch.float64, pin_memory=pinned)
+            self.ring = torch.zeros(RING, 3, dtype=exact, pin_memory=pinned)
             self.copied = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._advance: Callable[[], None]  # `_compute`, captured where it can be
@@ -250,7 +251,7 @@ class DecodeStep:
         """Append the greedy token or halt; what it saw is in `logits`, and its outcome goes to the host."""
         self._advance()
         place = self._begun % RING
-        self.ring[place].copy_(self.seen, non_blocking=True)
+        self.ring[place].copy_(self.seen[0], non_blocking=True)
         if self.copied:
             self.copied[place].record(torch.cuda.current_stream(self.seen.device))
         self._begun += 1
@@ -278,8 +279,8 @@ class DecodeStep:
         self.logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(self.logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
-        commit_(state, token, entropy, threshold=self.threshold, eos_ids=self.ends, max_length=self.limit)
-        self.seen.copy_(torch.cat((state.halt, token, entropy)))
+        limits = {"threshold": self.threshold, "eos_ids": self.ends, "max_length": self.limit}
+        commit_(state, token, entropy, **limits, outcome=self.seen)
 
     @torch.no_grad()
     def take(self, place: int, token: int, budget: int) -> None:

@@ -34,6 +34,7 @@ def commit_(
     threshold: Tensor,
     eos_ids: Tensor,
     max_length: Tensor,
+    outcome: Tensor | None = None,
 ) -> None:
     """End a decode step in place: each running row of `state` takes its token or halts.
 
@@ -51,6 +52,8 @@ def commit_(
         threshold: [] or [B] float, in nats; inf for no events.
         eos_ids: [n] int32 or int64, n may be 0.
         max_length: [] or [B] int32 or int64: total length, prompt included.
+        outcome: [B, 3] float32 or float64, written in place, or None: of every row its halt as it is now, its token
+            (exact below 2^24 in float32) and its entropy.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -86,14 +89,22 @@ def commit_(
             checks.shape(op, name, value, (rows,), "[] or [B]", "give one value, or one to each row")
     limits = (("threshold", threshold), ("eos_ids", eos_ids), ("max_length", max_length))
     *written, budget = ((f"state.{name}", value) for name, value in state._asdict().items())
+    if outcome is not None:
+        checks.is_tensor(op, "outcome", outcome)
+        checks.same_device(op, "outcome", outcome, state.tokens)
+        checks.shape(op, "outcome", outcome, (rows, 3), "[B, 3]", "give halt, token and entropy of each row a place")
+        if outcome.dtype not in (torch.float32, torch.float64):
+            raise checks.error(op, "outcome", "dtype torch.float32 or float64", outcome, "convert it", TypeError)
+        checks.writable(op, "outcome", outcome)
+        written.append(("outcome", outcome))
     checks.apart(op, written, (budget, ("token", token), ("entropy", entropy), *limits))
-    _commit(*state, token, entropy, threshold, eos_ids, max_length)
+    _commit(*state, token, entropy, threshold, eos_ids, max_length, outcome)
 
 
 _commit = Op(
     "commit_",
     "(Tensor(a!) tokens, Tensor(b!) length, Tensor(c!) halt, Tensor budget, Tensor token, Tensor entropy, "
-    "Tensor threshold, Tensor eos_ids, Tensor max_length) -> ()",
+    "Tensor threshold, Tensor eos_ids, Tensor max_length, Tensor(d!)? outcome) -> ()",
     reference=reference.commit_,
     fake=lambda *_: None,
     compiled=True,

@@ -18,17 +18,19 @@ def commit_(
     threshold: Tensor,
     eos_ids: Tensor,
     max_length: Tensor,
+    outcome: Tensor | None,
 ) -> None:
     """End a decode step in place."""
     flat = (length, halt, budget, token, entropy, eos_ids)
     given = [tokens.stride(-1) == 1, token.dtype == torch.int64, entropy.dtype == torch.float32]
     given += [threshold.dtype == torch.float64, eos_ids.dtype == torch.int64, max_length.dtype == torch.int32]
+    given += [outcome is None or (outcome.stride(1) == 1 and outcome.dtype == torch.float32)]
     if not (all(given) and all(x.is_contiguous() for x in flat)):
         return NotImplemented
     rows, slots = tokens.shape
-    steps = [x.stride(0) if x.ndim else 0 for x in (threshold, max_length)]
+    steps = [x.stride(0) if x is not None and x.ndim else 0 for x in (threshold, max_length, outcome)]
     cuda.launch(
         "commit", tokens, tokens, tokens.stride(0), slots, length, halt, budget, token, entropy,
-        threshold, steps[0], eos_ids, len(eos_ids), max_length, steps[1], rows,
+        threshold, steps[0], eos_ids, len(eos_ids), max_length, steps[1], outcome, steps[2], rows,
     )  # fmt: skip
     return None

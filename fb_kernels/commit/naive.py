@@ -13,6 +13,7 @@ def commit_(
     threshold: Tensor,  # [] or [B]
     eos_ids: Tensor,  # [n]
     max_length: Tensor,  # [] or [B]
+    outcome: Tensor | None = None,  # [B, 3]: halt, token, entropy
 ) -> None:
     """Each running row appends its token, or halts for the first reason that holds; written in place."""
     tokens, length, halt, budget = state
@@ -31,3 +32,6 @@ def commit_(
         else:
             tokens[b, length[b]] = token[b]
             length[b] += 1
+    if outcome is not None:
+        for column, values in enumerate((halt, token, entropy)):
+            outcome[:, column] = values

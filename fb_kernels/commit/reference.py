@@ -40,10 +40,27 @@ def commit_(
     threshold: Tensor,
     eos_ids: Tensor,
     max_length: Tensor,
+    outcome: Tensor | None,
 ) -> None:
     """Append token to running rows or set their halt."""
-    if _host_reads(tokens):
-        return _on_host(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
+    end = _on_host if _host_reads(tokens) else _on_device
+    end(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
+    if outcome is not None:
+        for column, values in zip(outcome.unbind(1), (halt, token, entropy), strict=True):
+            column.copy_(values)
+
+
+def _on_device(
+    tokens: Tensor,
+    length: Tensor,
+    halt: Tensor,
+    budget: Tensor,
+    token: Tensor,
+    entropy: Tensor,
+    threshold: Tensor,
+    eos_ids: Tensor,
+    max_length: Tensor,
+) -> None:
     width = tokens.shape[1]
     running = halt == Halt.NONE
     full = (length >= max_length) | (length >= width) | (length < 0)
@@ -64,7 +81,6 @@ def commit_(
         )
     length.add_(append)
     halt.copy_(torch.where(running, new_halt, halt))
-    return None
 
 
 def _on_host(

@@ -36,8 +36,8 @@ def skinny_linear(
         eps: of the norm, above 0.
         residual: [N, M] like x, or None; not together with swiglu.
         swiglu: whether the result is gated; M is even then.
-        frozen: says that work still under way on the stream does not write the weight: then a kernel may begin to read
-            it before that work has ended.
+        frozen: says that work still under way on the stream writes neither weight nor norm_weight: then a kernel may
+            begin to read them before that work has ended.
 
     Returns:
         [N, M], with swiglu [N, M / 2], in x's dtype, contiguous. For inference: no argument may require grad.

@@ -193,6 +193,16 @@ def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
     assert step.outcome()[0] == Halt.NONE
 
 
+def test_a_step_ranks_logits_of_the_models_own_dtype():
+    slm, _ = pair("qwen3")
+    step = DecodeStep(StaticModel(slm.bfloat16(), 64), 50, RequestPolicy(math.inf), frozenset())
+    step.begin(prompts(5)[0], budget=8)
+    token = step.outcome()[1]
+    assert step.logits.dtype == torch.bfloat16
+    assert step.logits.any()
+    assert step.logits[0, token] == step.logits.max()
+
+
 def test_a_step_that_halted_changes_nothing_when_it_runs_again():
     step = running(threshold=-math.inf)
     step.run()
@@ -331,6 +341,31 @@ def test_a_reranker_of_scope_sequence_runs_its_own_way():
     )
     (ids,) = prompts(6)
     assert fast.generate(ids, 8).token_ids.tolist() == slow.generate(ids, 8).token_ids.tolist()
+
+
+def test_a_reranker_is_merged_where_it_has_changed(monkeypatch):
+    slm, llm = pair("qwen3")
+    reranker = random_reranker(slm)
+    fast, slow = (
+        kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
+        for kind in (LowLatencyDecoder, CollaborativeDecoder)
+    )
+    merges, merged = [], TokenReranker.merged
+    monkeypatch.setattr(TokenReranker, "merged", lambda self: merges.append(self) or merged(self))
+    (ids,) = prompts(6)
+    adapter = next(p for p in reranker.parameters() if p.requires_grad and p.ndim == 2)
+    scores = []
+    for change, count in ((None, 0), (adapter, 1), (None, 1), (slm.model.layers[0].self_attn.k_proj.weight, 2)):
+        if change is not None:
+            with torch.no_grad():
+                change.mul_(-3)
+        got, want = fast.generate(ids, 8), slow.generate(ids, 8)
+        assert len(merges) == count
+        assert got.token_ids.tolist() == want.token_ids.tolist()
+        assert got.events
+        scores.append(got.events[0].scores)
+        torch.testing.assert_close(scores[-1], want.events[0].scores, rtol=1e-4, atol=1e-4)
+    assert scores[0] != scores[1] == scores[2] != scores[3]
 
 
 def test_nan_logits_name_the_step_and_leave_the_decoder_usable():

@@ -69,9 +69,15 @@ def make(size: tuple[int, int, str], dtype: torch.dtype, device: str = DEVICE, *
     return Case(op, plain, (randn(rows, columns, dtype=dtype, device=device), weight.div_(columns**0.5), *values))
 
 
-@pytest.mark.parametrize("rows", [1, 8, 13, 26, 32])
+def taken(size: str, rows: int) -> bool:
+    """Many rows of many columns are left to the reference."""
+    return rows <= 16 or rows * SIZES[size][0] <= 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"), [(size, rows) for size in SIZES for rows in (1, 8, 13, 16, 26, 32) if taken(size, rows)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", SIZES)
 def test_matches_plain_float64(size: str, dtype: torch.dtype, rows: int) -> None:
     if DEVICE == "cuda":
         needs_memory(12)
@@ -93,10 +99,10 @@ def test_promises(size: str, promise: Callable[[Case], None]) -> None:
 
 @pytest.mark.parametrize("size", LAYER)
 def test_a_row_does_not_depend_on_the_others(size: str) -> None:
-    case = make(SIZES[size], torch.bfloat16, rows=32)
+    case = make(SIZES[size], torch.bfloat16, rows=32 if taken(size, 32) else 16)
     x, weight, *values = case.floats
     whole = case.op(x, weight, *values)
-    for index in (0, 8, 16, 31):
+    for index in (0, 8, len(x) - 1):
         own = [value[index : index + 1] if value.ndim == 2 else value for value in values]
         assert torch.equal(case.op(x[index : index + 1], weight, *own)[0], whole[index])
 

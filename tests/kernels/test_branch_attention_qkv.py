@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import emulation
 import pytest
 import torch
 from cases.base import Case, ids
@@ -13,7 +14,7 @@ from test_contract import check, same
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import branch_attention_qkv
+from fb_kernels import branch_attention_qkv, cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]
@@ -108,6 +109,23 @@ def test_compiled_rows_and_slots_may_lie_apart(rows: int) -> None:
         padded[name] = torch.nn.functional.pad(padded[name], (0, 0, 0, 1), value=torch.nan)[:, :-1]
     with running("cuda"):
         check(OP, case, case.with_(**padded).run(), [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
+def test_a_captured_launch_leaves_its_counters_as_it_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several blocks for a key head the last to arrive merges, at every replay."""
+    case = in_16_bits(rows=5, held=200, spare=5, kv_heads=1)
+
+    class Capturing:  # a host's stream that is not null stands for one that captures
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(emulation.library(), name)
+            return (lambda *given: found(*given[:-1], 1)) if name == "fb_branch_attention_qkv" else found
+
+    with running("cuda"):
+        want = case.fresh().run()[0]
+        monkeypatch.setattr(cuda, "library", Capturing)
+        for _ in range(3):
+            assert torch.equal(case.fresh().run()[0], want)
 
 
 def test_tables_of_nothing_are_not_read() -> None:

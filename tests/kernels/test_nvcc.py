@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import setup
-from benchmarks import nvcc
+from benchmarks import nvcc, sass
 
 
 def test_the_compiler_is_found_where_it_may_lie(tmp_path, monkeypatch):
@@ -52,3 +52,13 @@ def test_a_spill_is_a_fault(tmp_path):
     rows = list(nvcc.compiled(source, tmp_path))
     assert [row.kernel for row in rows] == ["spills", "spills"]
     assert all(row.fault for row in rows)
+
+
+def test_the_main_loop_is_the_longest_inner_one_that_multiplies():
+    texts = ["MOV R1, R2", "IADD R1, R1, R2", "HMMA.16816.F32 R4, R8, R2, R4", "NOP", "@P0 BRA 0x20", "@P1 BRA 0x10"]
+    texts += ["LDG R1, [R2]", "FADD R1, R1, R1", "FADD R2, R1, R1", "STG [R2], R1", "@P0 BRA 0x60", "EXIT", "BRA 0x10"]
+    lines = [(16 * place, text) for place, text in enumerate(texts)]
+    assert nvcc.main_loop(lines) == 2
+    assert nvcc.main_loop(lines[6:]) == 5
+    assert nvcc.main_loop(lines[11:]) == 0
+    assert sass.counted(lines) == len(lines) - 1

@@ -35,7 +35,9 @@ def test_a_residual_is_added_before_rounding(way: str) -> None:
 
 @of_compiled
 @of_every_variant
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(9, 37, 11), (16, 300, 40), (13, 1, 1), (7, 264, 20)])
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs"), [(9, 37, 11), (16, 300, 40), (13, 1, 1), (7, 264, 20), (16, 4616, 9), (15, 2049, 5)]
+)
 def test_a_row_alone_has_the_same_bits(way: str, rows: int, width: int, outputs: int, options: Sizes) -> None:
     arguments = given(way, rows, width, outputs, **options)
     with running(way):

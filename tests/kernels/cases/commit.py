@@ -25,9 +25,10 @@ def make(
     wide: bool = True,
     index: torch.dtype = torch.int64,
     limit: torch.dtype = torch.int32,
+    told: bool = True,
     seed: int = 0,
 ) -> Case:
-    """Limits of each row or one for all; wide is a threshold that stays in float64."""
+    """Limits of each row or one for all; wide is a threshold that stays in float64; told asks for the outcome."""
     source = generator(seed)
 
     def draw(low: int, high: int, dtype: torch.dtype = torch.int32, shape: Sequence[int] = (rows,)) -> Tensor:
@@ -48,13 +49,16 @@ def make(
         "eos_ids": draw(0, 6, index, (ends,)),
         "max_length": draw(0, slots + 3, limit, own),
     }
-    return Case("commit_", arguments, written=WRITTEN, least={"threshold": torch.float64} if wide else {})
+    if told:
+        arguments["outcome"] = torch.full((rows, 3), -1.0)
+    least = ({"threshold": torch.float64} if wide else {}) | ({"outcome": torch.float32} if told else {})
+    return Case("commit_", arguments, written=WRITTEN + (("outcome",) if told else ()), least=least)
 
 
 def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
     own = case.fresh()
     naive(**own.arguments)
-    return [own.tensors[name] for name in WRITTEN]
+    return [own.tensors[name] for name in case.written]
 
 
 def sizes(**fixed: Any) -> st.SearchStrategy:
@@ -66,6 +70,7 @@ def sizes(**fixed: Any) -> st.SearchStrategy:
         "wide": st.booleans(),
         "index": st.sampled_from([torch.int32, torch.int64]),
         "limit": st.sampled_from([torch.int32, torch.int64]),
+        "told": st.booleans(),
         "seed": seeds,
     }
     return st.fixed_dictionaries(options | {name: st.just(value) for name, value in fixed.items()})
@@ -94,12 +99,14 @@ OP = Op(
                 lambda: plain(limit=torch.int64),
                 lambda: plain().with_(**{"state.tokens": torch.ones(4, 3, dtype=torch.int64).T}),
                 lambda: plain().with_(entropy=torch.ones(6)[::2]),
+                lambda: plain().with_(outcome=torch.ones(3, 3).T),
             ],
         ),
     },
     typical={"rows": 7, "slots": 6, "ends": 2},
     rows={"entropy": 0},
-    result_rows=(0, 0, 0),
+    widened=(3,),
+    result_rows=(0, 0, 0, 0),
     wrong=[
         ("state", {"state": tuple(make(7, 6, 2).arguments["state"])}, TypeError),
         ("state.tokens", {"state.tokens": torch.ones(7, 6)}, TypeError),
@@ -121,6 +128,9 @@ OP = Op(
         ("eos_ids", {"eos_ids": torch.ones(1)}, TypeError),
         ("max_length", {"max_length": 6}, TypeError),
         ("max_length", {"max_length": ONE[:, None]}, ValueError),
+        ("outcome", {"outcome": torch.ones(7, 3).half()}, TypeError),
+        ("outcome", {"outcome": torch.ones(7, 2)}, ValueError),
+        ("outcome", {"outcome": [0.0]}, TypeError),
     ],
 )
 EXAMPLES = {

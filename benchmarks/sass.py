@@ -1,0 +1,98 @@
+"""Reads machine code as `cuobjdump --dump-sass` prints it: instructions, loops, and what those with products hold."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Code = Sequence[tuple[int, str]]
+"""(address, instruction) each."""
+
+_FUNCTION = re.compile(r"\s*Function : (?P<name>\w+)|\s*code for (?P<arch>sm_\w+)")
+_INSTRUCTION = re.compile(r"\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?)\s*;")
+_BRANCH = re.compile(r"\bBRA\b.*?0x(?P<target>[0-9a-f]+)")
+_NAME = re.compile(r"(?:@!?U?P\w+\s+)?(\S+)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop with HGMMA: how many instructions of each kind a warp meets a turn."""
+
+    instructions: int
+    hgmma: int
+    arrive: int  # begins of a batch of products
+    wait: int  # waits for batches
+    local: int  # loads and stores of spilled registers
+
+    @property
+    def serialised(self) -> bool:
+        """Whether every product is waited for by itself."""
+        return self.arrive >= self.hgmma > 4
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Of a kernel with HGMMA; one without has no loops here."""
+
+    loops: tuple[Loop, ...]
+    epilogue: int  # instructions after the last product
+    local: int
+
+    @property
+    def main(self) -> Loop | None:
+        """The loop that most work is done in: the one with the fewest instructions a product."""
+        return min(self.loops, key=lambda loop: loop.instructions / loop.hgmma, default=None)
+
+    @classmethod
+    def of(cls, code: Code) -> MachineCode:
+        products = [place for place, (_, text) in enumerate(code) if "HGMMA" in text]
+        after = len(code) - 1 - products[-1] if products else 0
+        return cls(tuple(_loop(part) for part in inner_loops(code, "HGMMA")), after, _loop(code).local)
+
+
+def functions(listing: str) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """The code of each (mangled name, architecture)."""
+    code: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    arch, lines = "", []
+    for line in listing.splitlines():
+        head, instruction = _FUNCTION.match(line), _INSTRUCTION.match(line)
+        if head and head["arch"]:
+            arch = head["arch"]
+        elif head:
+            lines = code.setdefault((head["name"], arch), [])
+        elif instruction:
+            lines.append((int(instruction["address"], 16), instruction["text"]))
+    return code
+
+
+def inner_loops(code: Code, holding: str = "") -> list[Code]:
+    """Of the loops that hold such an instruction those without another one of them inside."""
+    places = {address: place for place, (address, _) in enumerate(code)}
+    last = max((place for place, (_, text) in enumerate(code) if "EXIT" in text), default=len(code))
+    loops = []
+    for end, (address, text) in enumerate(code[:last]):  # behind it is what mends a divided warp and jumps back
+        branch = _BRANCH.search(text)
+        if branch and int(branch["target"], 16) < address:
+            loops.append((places[int(branch["target"], 16)], end))
+    loops = [(a, b) for a, b in loops if any(holding in text for _, text in code[a : b + 1])]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return [code[a : b + 1] for a, b in inner]
+
+
+def counted(code: Code) -> int:
+    """How many instructions they are without those that only fill."""
+    return sum(not text.startswith("NOP") for _, text in code)
+
+
+def _loop(code: Code) -> Loop:
+    names = [found[1].split(".") for _, text in code if (found := _NAME.match(text))]
+    counts = Counter(".".join(name[:2]) if name[0] == "WARPGROUP" else name[0] for name in names)
+    return Loop(
+        counted(code),
+        counts["HGMMA"],
+        counts["WARPGROUP.ARRIVE"],
+        counts["WARPGROUP.DEPBAR"],
+        counts["LDL"] + counts["STL"],
+    )
