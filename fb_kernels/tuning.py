@@ -27,10 +27,13 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
 
 
 def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
-    """Either "fused", for few rows that wait for the weight, or "chunked", at cuBLAS's rate (not measured yet)."""
-    default = {"fused": int(rows <= 128)}
-    fused = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)["fused"]
-    return "fused" if fused else "chunked"
+    """Either "fused", for few rows that wait for the weight, or "chunked", at cuBLAS's rate (not measured yet).
+
+    Or "gluon", where that was measured to be faster: no default has it.
+    """
+    default = {"fused": int(rows <= 128), "gluon": 0}
+    chosen = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)
+    return "gluon" if chosen["gluon"] else "fused" if chosen["fused"] else "chunked"
 
 
 def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> Launch:
@@ -47,6 +50,12 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> La
     else:
         default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
+
+
+def linear_logprob_gluon(dtype: torch.dtype, vocab: int, hidden: int) -> Launch:
+    """Hopper's kernel: TILES tiles a split, GROUP blocks of rows in the L2 cache; never by the rows, for its bits."""
+    default = {"TILES": 4, "GROUP": 32, "BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "STAGES": 4}
+    return _tuned("linear_logprob_gluon", dtype, _head_bucket(1, vocab, hidden)[1:], default)
 
 
 def linear_logprob_columns(dtype: torch.dtype, rows: int) -> int:
@@ -208,6 +217,17 @@ def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: 
     """The measured configuration of a bucket on the current device, else the default."""
     name = f"{op}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, bucket))}"
     return _measured(_device()).get(name, default)
+
+
+def hopper() -> bool:
+    """Whether kernels are compiled for one: also where there is no GPU."""
+    return _capability() == 90
+
+
+def processors() -> int:
+    """Multiprocessors of the current GPU; an H100's where there is none."""
+    index = _index()
+    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _capability() -> int:

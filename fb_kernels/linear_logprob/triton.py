@@ -1,7 +1,8 @@
 """Triton kernels of `linear_logprob`: statistics of vocabulary tiles, merged in a fixed order.
 
 Two forms of the forward pass write the same statistics: "fused" keeps each tile of logits in registers, "chunked" lets
-cuBLAS write one chunk of them that stays in the L2 cache and reads it once. `tuning.linear_logprob_form` chooses.
+cuBLAS write one chunk of them that stays in the L2 cache and reads it once. gluon.py has a third, for Hopper alone.
+`tuning.linear_logprob_form` chooses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton.functions import tanh
 
+HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as gluon.py knows it
 FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
 LARGEST_ID = torch.iinfo(torch.int64).max
 
@@ -377,6 +379,13 @@ def _vectors(*operands: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _for_gluon(*operands: Tensor) -> bool:
+    """Whether gluon.py takes them: 16-bit floats in rows that do not overlap, on a Hopper."""
+    half = (torch.bfloat16, torch.float16)
+    fit = all(x.dtype in half and x.numel() and x.stride(0) >= x.shape[1] for x in operands)
+    return fit and HAS_GLUON and tuning.hopper()
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Write a @ b to out, or add it there, accumulated and kept in float32."""
     if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA widens results
@@ -410,7 +419,13 @@ def _forward(
     softcap = options.softcap
     numbers = (options.logit_scale, 1.0 if softcap is None else softcap, options.temperature)
     picked = x.new_empty(rows, dtype=torch.float32)
-    if _vectors(x, weight) and tuning.linear_logprob_form(x.dtype, rows, valid, width) == "fused":
+    form = tuning.linear_logprob_form(x.dtype, rows, valid, width) if _vectors(x, weight) else "chunked"
+    if form == "gluon" and _for_gluon(x, weight[:valid]):
+        from fb_kernels.linear_logprob import gluon  # experimental: a Triton without it has no need of it
+
+        statistics = gluon.statistics(x, weight[:valid], bias, ids, picked, vocab_start, options)
+        tiles = statistics.shape[1]
+    elif form in ("fused", "gluon"):
         launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
         tile = launch["BLOCK_V"] // (2 if launch["BLOCK_M"] * launch["BLOCK_V"] > 1 << 14 else 1)
         blocks = triton.cdiv(valid, launch["BLOCK_V"])

@@ -19,6 +19,7 @@ from fb_kernels.linear_logprob import cpu, reference
 from fb_kernels.linear_logprob.naive import combine_logprob_partials as naive_combination
 from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
+from fb_kernels.linear_logprob.triton import HAS_GLUON
 from fb_kernels.testing import magnitude
 
 IGNORE = -100
@@ -26,12 +27,14 @@ ALL = {"return_lse": True, "return_entropy": True, "return_max": True}
 FLOATS = ("hidden", "weight", "bias")
 TILE = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the tensor cores' longer side
 FORMS = ("fused", "chunked")
+HALF = (torch.bfloat16, torch.float16)
 
 
 def small() -> AbstractContextManager[None]:
     """Tiles that a few rows and columns cross."""
     return launched(
         linear_logprob=TILE,
+        linear_logprob_gluon={"TILES": 2, "GROUP": 2, "BLOCK_M": 4, "BLOCK_V": 8, "BLOCK_K": 16, "STAGES": 3},
         linear_logprob_columns=64,
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
         linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 2},
@@ -201,6 +204,10 @@ EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRITON = {
     f"triton linear_logprob_form={form}": Way(kernels=2, small=small, also=[{"rows": (133,), **MANY}]) for form in FORMS
 }
+if HAS_GLUON:  # its own kernel is none of triton.py
+    TRITON["triton linear_logprob_form=gluon"] = replace(
+        TRITON["triton linear_logprob_form=fused"], dtypes=HALF, kernels=1
+    )
 REFERENCE = Way(EVERY, small=small_blocks)
 plain = partial(make, padding=0, bias=False)
 GOOD = single(make(**TYPICAL)).tensors
