@@ -122,8 +122,8 @@ def _consume(
             if SCALED:
                 logits = logits * product_scale
             if bias is not None:
-                inside = columns < valid - first_column
-                offset = gl.load(bias + gl.cast(first_column, gl.int64) + columns, mask=inside, other=0.0)
+                inside = gl.minimum(columns, valid - first_column - 1)
+                offset = gl.load(bias + gl.cast(first_column, gl.int64) + inside)
                 logits += (offset.to(gl.float32) * bias_scale)[None, :]
             if SOFTCAP:
                 logits = tanh(logits) * cap

@@ -56,7 +56,8 @@ def tolerated(fault: str) -> bool:
 def sources_of(op: str) -> set[Path]:
     """The files whose kernels the cases of an op launch."""
     folder, backward = ROOT / "fb_kernels" / op.removesuffix("_backward"), op.endswith("_backward")
-    return {folder / ("triton_backward.py" if backward else "triton.py"), *folder.glob("triton_layout.py")}
+    written = {folder / ("triton_backward.py" if backward else "triton.py"), *folder.glob("triton_layout.py")}
+    return written if backward else {*written, *folder.glob("gluon.py")}
 
 
 def kernels_in(source: Path) -> set[str]:
@@ -69,7 +70,8 @@ def kernels_in(source: Path) -> set[str]:
 
 
 def test_every_kernel_file_has_its_cases() -> None:
-    with_kernels = {path for path in (ROOT / "fb_kernels").glob("**/triton*.py") if kernels_in(path)}
+    written = [path for name in ("triton*.py", "gluon.py") for path in (ROOT / "fb_kernels").glob(f"*/{name}")]
+    with_kernels = {path for path in written if kernels_in(path)}
     assert with_kernels == {source for op in OPS for source in sources_of(op)}
 
 
@@ -106,3 +108,54 @@ assert len(chosen) < len(every)
 """
     done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_hoppers_head_overlaps_its_products(tmp_path: Path) -> None:
+    """Its machine code: four products a block of which one wait is not for the last, whole tiles copied, no spill."""
+    code = """
+import sys
+from unittest.mock import patch
+from benchmarks.aot import compiler, linear_logprob
+hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
+case = next(case for case in linear_logprob.cases() if case.shape.endswith("gluon"))
+launch = next(each for each in compiler.launches(case, hopper) if "gluon" in each.name)
+with patch.object(compiler, "_describe", lambda launch, variant, made: made):
+    made = compiler.compiled(launch, "aligned")
+file = compiler.Path(sys.argv[1])
+file.write_bytes(made.asm["cubin"])
+print(compiler._cuobjdump("--dump-sass", file))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "head.cubin")]
+    done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = instructions(done.stdout)
+    words = [words for _, words in lines]
+    assert sum("UTMALDG" in each for each in words) == 3
+    assert not any(name in each for each in words for name in ("LDL", "STL"))
+    main = [loop for loop in innermost(lines) if any("HGMMA" in each for each in loop)]
+    assert len(main) == 2  # one for each half of the rows
+    for loop in main:
+        assert sum("HGMMA" in each for each in loop) == 4
+        assert sum("WARPGROUP.ARRIVE" in each for each in loop) == 1
+        assert [each for each in loop if "WARPGROUP.DEPBAR" in each] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+        assert len(loop) <= 70
+
+
+def instructions(sass: str) -> list[tuple[int, str]]:
+    """(address, text) of each."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?) ?;", sass, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def innermost(lines: list[tuple[int, str]]) -> list[list[str]]:
+    """The instructions of each loop that holds no other."""
+    places = {address: place for place, (address, _) in enumerate(lines)}
+    jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for place, (_, text) in enumerate(lines)]
+    loops = [(places[int(to[1], 16)], place) for place, to in jumps if to and int(to[1], 16) <= lines[place][0]]
+    inner = [
+        (start, end)
+        for start, end in loops
+        if not any((start, end) != (first, last) and start <= first and last <= end for first, last in loops)
+    ]
+    return [[text for _, text in lines[start : end + 1]] for start, end in inner]
