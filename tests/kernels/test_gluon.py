@@ -5,6 +5,7 @@ What every op promises is held in test_contract.py, for these kernels too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -21,7 +22,10 @@ from torch import Tensor
 from fb_kernels import backend, tuning
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
-pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
+pytestmark = [
+    pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon"),
+    pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="for machines without a GPU"),
+]
 HEAD = "fb_kernels.linear_logprob.gluon"
 OPTIONS = {"logit_scale": 0.7, "softcap": 5.0, "temperature": 0.8}
 

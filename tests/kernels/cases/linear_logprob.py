@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,6 +27,7 @@ IGNORE = -100
 ALL = {"return_lse": True, "return_entropy": True, "return_max": True}
 FLOATS = ("hidden", "weight", "bias")
 TILE = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the tensor cores' longer side
+BLOCK_M = 4 if os.environ["TRITON_INTERPRET"] == "1" else 128  # of Hopper's kernel, which a GPU runs with no fewer
 FORMS = ("fused", "chunked")
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +36,7 @@ def small() -> AbstractContextManager[None]:
     """Tiles that a few rows and columns cross."""
     return launched(
         linear_logprob=TILE,
-        linear_logprob_gluon={"TILES": 2, "GROUP": 2, "BLOCK_M": 4, "BLOCK_V": 8, "BLOCK_K": 16, "STAGES": 3},
+        linear_logprob_gluon={"TILES": 2, "GROUP": 2, "BLOCK_M": BLOCK_M, "BLOCK_V": 8, "BLOCK_K": 16, "STAGES": 3},
         linear_logprob_columns=64,
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
         linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 2},
