@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -206,6 +207,12 @@ def test_hoppers_head_is_chosen_where_it_is_right_and_faster(
     chosen = [launch for key, launch in found.items() if key.startswith("linear_logprob_form/")]
     assert [launch["gluon"] for launch in chosen] == ([] if mistake else [1])
     assert any(key.startswith("linear_logprob_gluon/") for key in looked_up)
+
+
+def test_a_call_without_an_end_is_given_up() -> None:
+    assert tune.finishes(int)
+    assert not tune.finishes(partial(sys.exit, 1))
+    assert not tune.finishes(partial(time.sleep, 3600), 0.0)
 
 
 def test_candidates_are_beside_the_value() -> None:

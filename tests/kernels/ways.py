@@ -99,8 +99,8 @@ def running(way: str) -> Iterator[None]:
         if kind == "cuda" and not torch.cuda.is_available():
             patch.setattr(cuda, "library", emulation.library)
             patch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
-        on_host = which.endswith("=gluon") and os.environ["TRITON_INTERPRET"] == "1"
-        with gluon_emulation.emulated(f"fb_kernels.{which.partition('_form')[0]}.gluon") if on_host else nullcontext():
+        op, _, form = which.partition("_form=")
+        with gluon_emulation.emulated(f"fb_kernels.{op}.gluon") if form == "gluon" else nullcontext():
             yield
 
 
