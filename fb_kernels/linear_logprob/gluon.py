@@ -86,6 +86,7 @@ def _consume(
     )
     along: gl.constexpr = gl.SliceLayout(1, layout)
     columns = gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+    logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)  # each tile's first product begins anew
     step = 0
     if WHICH == 1:
         mbarrier.wait(lead, 0)
@@ -104,7 +105,6 @@ def _consume(
         total = gl.full((HALF,), 0.0, gl.float32, along)
         weighted = gl.full((HALF,), 0.0, gl.float32, along)
         for tile in range(first_tile, gl.minimum(first_tile + TILES, tiles)):
-            logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)
             for k in range(0, width, BLOCK_K):
                 stage = step % STAGES
                 mbarrier.wait(ready.index(stage), (step // STAGES) & 1)

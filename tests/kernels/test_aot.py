@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -130,16 +131,33 @@ print(compiler._cuobjdump("--dump-sass", file))
     done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = instructions(done.stdout)
-    words = [words for _, words in lines]
-    assert sum("UTMALDG" in each for each in words) == 3
-    assert not any(name in each for each in words for name in ("LDL", "STL"))
-    main = [loop for loop in innermost(lines) if any("HGMMA" in each for each in loop)]
-    assert len(main) == 2  # one for each half of the rows
-    for loop in main:
-        assert sum("HGMMA" in each for each in loop) == 4
-        assert sum("WARPGROUP.ARRIVE" in each for each in loop) == 1
-        assert [each for each in loop if "WARPGROUP.DEPBAR" in each] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
-        assert len(loop) <= 70
+    assert sum("UTMALDG" in text for _, text in lines) == 3
+    assert not any(name in text for _, text in lines for name in ("LDL", "STL"))
+    found = loops(lines)
+    blocks = [loop for loop in found if "HGMMA" in " ".join(texts(lines, loop)) and not any(map(loop.contains, found))]
+    assert len(blocks) == 2  # one for each half of the rows
+    for block in blocks:
+        inside = texts(lines, block)
+        assert sum("HGMMA" in each for each in inside) == 4
+        assert sum("WARPGROUP.ARRIVE" in each for each in inside) == 1
+        assert [each for each in inside if "WARPGROUP.DEPBAR" in each] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+        assert len(inside) <= 70
+        tile = min((loop for loop in found if loop.contains(block)), key=len)
+        assert len(tile) - len(block) <= 1700  # with both branches that most tiles jump over
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Places of its first instruction and of the jump back to it."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def contains(self, other: Loop) -> bool:
+        return self != other and self.first <= other.first and other.last <= self.last
 
 
 def instructions(sass: str) -> list[tuple[int, str]]:
@@ -148,14 +166,11 @@ def instructions(sass: str) -> list[tuple[int, str]]:
     return [(int(address, 16), text) for address, text in found]
 
 
-def innermost(lines: list[tuple[int, str]]) -> list[list[str]]:
-    """The instructions of each loop that holds no other."""
+def loops(lines: list[tuple[int, str]]) -> list[Loop]:
     places = {address: place for place, (address, _) in enumerate(lines)}
     jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for place, (_, text) in enumerate(lines)]
-    loops = [(places[int(to[1], 16)], place) for place, to in jumps if to and int(to[1], 16) <= lines[place][0]]
-    inner = [
-        (start, end)
-        for start, end in loops
-        if not any((start, end) != (first, last) and start <= first and last <= end for first, last in loops)
-    ]
-    return [[text for _, text in lines[start : end + 1]] for start, end in inner]
+    return [Loop(places[int(to[1], 16)], place) for place, to in jumps if to and int(to[1], 16) <= lines[place][0]]
+
+
+def texts(lines: list[tuple[int, str]], loop: Loop) -> list[str]:
+    return [text for _, text in lines[loop.first : loop.last + 1]]
