@@ -62,6 +62,27 @@ def test_no_order_of_events_shows(dtype: torch.dtype, options: dict[str, Any]) -
     assert all(torch.equal(x, y) for other in found for x, y in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"STAGES": 2},
+        {"STAGES": 5},
+        {"TILES": 1},
+        {"TILES": 32, "GROUP": 1},
+        {"BLOCK_K": 64},
+        {"BLOCK_M": 16, "BLOCK_V": 64},
+    ],
+    ids=str,
+)
+def test_every_launch_is_right(changes: dict[str, int]) -> None:
+    """Also of fewer blocks in all than the first half of the rows is ahead, and with no last tile that is cut."""
+    for case, seed in product((head(), head(vocabulary=40), head(rows=1, vocabulary=5)), range(3)):
+        with gluon(seed):
+            launch = tuning.linear_logprob_gluon(torch.bfloat16, 37, 40) | changes
+            with mock.patch.object(tuning, "linear_logprob_gluon", return_value=launch):
+                assert right(case.run(), case)
+
+
 def test_a_row_knows_neither_the_others_nor_the_multiprocessors() -> None:
     case = head(rows=23)
     with gluon():
@@ -167,3 +188,19 @@ def test_a_deadlock_says_who_waits_where() -> None:
     changes = {"_produce": ("2 * hidden", "3 * hidden")}
     with gluon(0, changes), pytest.raises(Deadlock, match=r"_consume\[0\] for phase 0 at line \d+.*_produce\[2\]"):
         head().run()
+
+
+def test_it_runs_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype, rows in product(HALF, (13, 1664, 8192)):
+        assert tuning.linear_logprob_form(dtype, rows, 151_936, 2048) != "gluon"
+    monkeypatch.setattr(tuning, "_tuned", lambda *given: given[-1] | {"gluon": 1})
+    assert tuning.linear_logprob_form(torch.bfloat16, 1664, 151_936, 2048) == "gluon"
+
+
+@pytest.mark.parametrize("unfit", ["float32", "another GPU"])
+def test_what_it_was_not_made_for_is_left_to_triton(unfit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = head(dtype=torch.float32 if unfit == "float32" else torch.bfloat16)
+    monkeypatch.setattr(tuning, "hopper", lambda: unfit != "another GPU")
+    with gluon(), mock.patch(f"{HEAD}.statistics") as launched:
+        assert right(case.run(), case)
+    launched.assert_not_called()
