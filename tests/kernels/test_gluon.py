@@ -158,6 +158,12 @@ DEADLOCKS = {
 }  # fmt: skip
 
 
+UNSURE = {
+    "a stage that one half alone gives back": ("_linear_logprob_gluon_kernel", "count=2", "count=1"),
+    "a stage given back twice": ("_consume", "% STAGES), pred=k > 0", "% STAGES)"),
+}
+
+
 def outcome(seed: int, function: str, old: str, new: str) -> str:
     """What becomes of a kernel with a mistake."""
     case = head()
@@ -177,6 +183,11 @@ def test_a_wrong_number_is_seen(mistake: str) -> None:
 @pytest.mark.parametrize("mistake", STALE)
 def test_a_stale_read_is_seen(mistake: str) -> None:
     assert {outcome(seed, *STALE[mistake]) for seed in range(4)} <= {"wrong", "Hazard"}
+
+
+@pytest.mark.parametrize("mistake", UNSURE)
+def test_what_may_end_in_any_way_does_not_end_well(mistake: str) -> None:
+    assert "right" not in {outcome(seed, *UNSURE[mistake]) for seed in range(4)}
 
 
 @pytest.mark.parametrize("mistake", DEADLOCKS)
