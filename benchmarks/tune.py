@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
 from benchmarks.harness import Output, Timing
 from fb_kernels import BranchLayout, backend, branch_attention, devices, linear_logprob, tuning
+from fb_kernels.linear_logprob import triton as kernels
 from fb_kernels.testing import poisoned_memory
 from fb_kernels.tuning import Launch
 
@@ -40,8 +41,11 @@ LIMITS = {
     "rows": (256, 1 << 16),
     "columns": (256, 1 << 18),
     "maxnreg": (64, 255),
+    "STAGES": (2, 6),  # of gluon.py
+    "TILES": (1, 32),  # likewise: a bit of 32 for each tile
 }
 CAP = 50.0
+CHOICES = ("fused", "gluon")  # 0 or 1
 SIZES = ("WIDTH", "HALF")  # the shape's own, not to be chosen
 BLOCKS = (1, 1 << 14)  # limits of everything else
 
@@ -73,8 +77,11 @@ class Call:
 
     def right(self) -> bool:
         """Whether one call is, from memory full of NaN: an element that is not written would keep an older result."""
-        with poisoned_memory():
-            return harness.max_error(self.run(), self.expected) <= self.tolerance
+        try:
+            with poisoned_memory():
+                return harness.max_error(self.run(), self.expected) <= self.tolerance
+        except Exception:  # it does not compile or does not fit
+            return False
 
     def seconds(self) -> float:
         """The median of some calls from a cold cache."""
@@ -96,16 +103,33 @@ def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
 
 def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
     """Each form by itself first, so that the choice between them, searched last, is one between their best."""
+    if shapes.ON_GPU and not finishes(one_gluon_call):
+        kernels.HAS_GLUON = False  # in this process, the op's own
     for rows in (13, 128, 1664, 8192) if shapes.ON_GPU else (4,):
         hidden, weight, target = bench_linear_logprob.inputs(rows)
 
         def function(hidden: Tensor, weight: Tensor, target: Tensor = target) -> Output:
             return linear_logprob(hidden, weight, target)
 
-        for form in ("fused", "chunked"):
+        for form in ("fused", "chunked", "gluon"):  # the last is "fused" again where it is not for this GPU
             choice = mock.patch.object(tuning, "linear_logprob_form", lambda *_, form=form: form)
             yield choice(function), (hidden, weight), 0
         yield function, (hidden, weight), 1
+
+
+def one_gluon_call() -> None:
+    hidden, weight, target = bench_linear_logprob.inputs(128)
+    with mock.patch.object(tuning, "linear_logprob_form", return_value="gluon"), torch.no_grad():
+        linear_logprob(hidden, weight, target).cpu()
+
+
+def finishes(function: Callable[[], object], seconds: float = 120.0) -> bool:
+    """Whether a function does in a process of its own: kernels whose parts wait for each other may do so for ever."""
+    process = get_context("spawn").Process(target=function, daemon=True)
+    process.start()
+    process.join(seconds)
+    process.kill()
+    return process.exitcode == 0
 
 
 def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
@@ -181,9 +205,9 @@ def candidates(name: str, value: int) -> list[int]:
     """Values beside the present one."""
     if name in SIZES:
         return []
-    if name == "fused":
+    if name in CHOICES:
         return [1 - value]
-    near = [value - 1, value + 1] if name == "num_stages" else [value // 2, value * 2]
+    near = [value - 1, value + 1] if name in ("num_stages", "STAGES") else [value // 2, value * 2]
     low, high = LIMITS.get(name, BLOCKS)
     return [other for other in near if low <= other <= high]
 
@@ -245,14 +269,11 @@ def improve(table: Table, key: str, used_by: list[Call], stop: float) -> str:
 
 def measure(used_by: list[Call], before: list[float]) -> float:
     """Geometric mean of the calls' times by those of the default; infinite for a candidate that does not work."""
-    try:
-        if not all(call.right() for call in used_by):
-            return math.inf
-        return math.exp(
-            sum(math.log(call.seconds() / base) for call, base in zip(used_by, before, strict=True)) / len(used_by)
-        )
-    except Exception:  # it does not compile or does not fit
+    if not all(call.right() for call in used_by):
         return math.inf
+    return math.exp(
+        sum(math.log(call.seconds() / base) for call, base in zip(used_by, before, strict=True)) / len(used_by)
+    )
 
 
 def ruined() -> bool:

@@ -28,10 +28,13 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
 
 
 def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
-    """Either "fused", or "chunked" at cuBLAS's rate, which many rows need in float32 (neither is measured yet)."""
-    default = {"fused": int(rows <= 128 or dtype != torch.float32)}
-    fused = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)["fused"]
-    return "fused" if fused else "chunked"
+    """Either "fused", or "chunked" at cuBLAS's rate, which many rows need in float32 (neither is measured yet).
+
+    Or "gluon", where that was measured to be faster: no default has it.
+    """
+    default = {"fused": int(rows <= 128 or dtype != torch.float32), "gluon": 0}
+    chosen = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)
+    return "gluon" if chosen["gluon"] else "fused" if chosen["fused"] else "chunked"
 
 
 def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> Launch:
@@ -48,6 +51,12 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> La
     else:
         default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
+
+
+def linear_logprob_gluon(dtype: torch.dtype, vocab: int, hidden: int) -> Launch:
+    """Hopper's kernel: TILES tiles a split, GROUP blocks of rows in the L2 cache; never by the rows, for its bits."""
+    default = {"TILES": 4, "GROUP": 32, "BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "STAGES": 4}
+    return _tuned("linear_logprob_gluon", dtype, _head_bucket(1, vocab, hidden)[1:], default)
 
 
 def linear_logprob_chunk_size(dtype: torch.dtype, rows: int) -> Launch:
@@ -213,6 +222,17 @@ def _tuned(op: str, dtype: torch.dtype, bucket: tuple[int | str, ...], default: 
     name = f"{op}/{str(dtype).removeprefix('torch.')}/{'x'.join(map(str, bucket))}"
     measured = devices.launches(_device()).get(name, default)
     return measured if measured.keys() == default.keys() else default  # of a kernel that took other parameters
+
+
+def hopper() -> bool:
+    """Whether kernels are compiled for one: also where there is no GPU."""
+    return _capability() == 90
+
+
+def processors() -> int:
+    """Multiprocessors of the current GPU; an H100's where there is none."""
+    index = _index()
+    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _capability() -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -185,12 +186,45 @@ def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPa
         )
 
 
+@pytest.mark.usefixtures("toy_device")
+@pytest.mark.parametrize("mistake", [None, "shift = _shift(higher)", "warpgroup_mma_wait(0"])
+def test_hoppers_head_is_chosen_where_it_is_right_and_faster(
+    mistake: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with a wrong number and not if it reads what has not landed, however fast it is."""
+    if os.environ["TRITON_INTERPRET"] != "1" or not tune.kernels.HAS_GLUON:
+        pytest.skip("for machines without a GPU and a Triton whose Gluon is known")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
+    emulation = importlib.import_module("gluon_emulation")
+    changed = {"shift = _shift(higher)": "shift = _shift(top)", "warpgroup_mma_wait(0": "warpgroup_mma_wait(1"}
+    changes = {"_consume": (mistake, changed[mistake])} if mistake else None
+    monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 600)
+    monkeypatch.setattr(tune.bench_linear_logprob, "HIDDEN", 16)
+    monkeypatch.setattr(shapes, "DTYPE", torch.bfloat16)
+    form = partial(tuning.linear_logprob_form, torch.bfloat16, 4, 600, 16)
+    monkeypatch.setattr(tune.Call, "seconds", lambda self: 0.5 if form() == "gluon" else 1.0)
+    with backend.override("triton"), emulation.emulated("fb_kernels.linear_logprob.gluon", changes=changes):
+        found, looked_up, _ = tune.search("linear_logprob", 20.0)
+    chosen = [launch for key, launch in found.items() if key.startswith("linear_logprob_form/")]
+    assert [launch["gluon"] for launch in chosen] == ([] if mistake else [1])
+    assert any(key.startswith("linear_logprob_gluon/") for key in looked_up)
+
+
+def test_a_call_without_an_end_is_given_up() -> None:
+    assert tune.finishes(int)
+    assert not tune.finishes(partial(sys.exit, 1))
+    assert not tune.finishes(partial(time.sleep, 3600), 0.0)
+
+
 def test_candidates_are_beside_the_value() -> None:
     assert tune.candidates("num_warps", 16) == [8]
     assert tune.candidates("num_stages", 3) == [2, 4]
     assert tune.candidates("BLOCK_M", 64) == [32, 128]
     assert tune.candidates("ROWS", 1) == [2]
     assert tune.candidates("fused", 1) == [0]
+    assert tune.candidates("gluon", 0) == [1]
+    assert tune.candidates("STAGES", 4) == [3, 5]
+    assert tune.candidates("TILES", 32) == [16]
     assert tune.candidates("columns", 33_792) == [16_896, 67_584]
 
 

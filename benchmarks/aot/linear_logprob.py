@@ -1,7 +1,8 @@
-"""Shapes of `linear_logprob`: the head of Qwen3-1.7B over one row a candidate and over packed branches, both forms."""
+"""Shapes of `linear_logprob`: the head of Qwen3-1.7B over one row a candidate and over packed branches, every form."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from unittest import mock
 
@@ -12,6 +13,8 @@ from benchmarks.aot.compiler import Case, Cost, Tile
 from fb_kernels import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
+GLUON = ("gluon",) if kernels.HAS_GLUON else ()  # where it is not for the architecture, "fused" stands in
+
 VOCABULARY, WIDTH = 151_936, 2048
 
 
@@ -21,8 +24,12 @@ def cases() -> Iterator[Case]:
         yield _case(rows, VOCABULARY, WIDTH, bf16, "fused")
     for rows in (13, 128, 1664, 8192):
         yield _case(rows, VOCABULARY, WIDTH, bf16, "chunked")
-    for form in ("fused", "chunked"):
-        yield _case(1664, VOCABULARY, WIDTH, fp32, form)
+    for form in GLUON:
+        yield _case(1664, VOCABULARY, WIDTH, bf16, form)
+        yield _case(8192, VOCABULARY, WIDTH, bf16, form, bias=True)
+    for form in ("fused", "chunked", *GLUON):
+        if form != "gluon":
+            yield _case(1664, VOCABULARY, WIDTH, fp32, form)
         yield _case(1664, VOCABULARY, WIDTH, fp16, form, softcap=30.0, bias=True)
     yield _case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width off the block
     yield _case(1664, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)
@@ -47,7 +54,7 @@ def _case(
     offset = meta(vocab) if bias else None
     chunk = tuning.linear_logprob_chunk_size(dtype, rows)
     columns = chunk["columns"]
-    valid = None if form == "fused" else columns  # one chunk: the others launch the same code
+    valid = columns if form == "chunked" else None  # one chunk: the others launch the same code
     options = (1.0, softcap, 1.0, -100, valid)
     statistic = meta(rows, dtype=torch.float32)
 
@@ -60,10 +67,17 @@ def _case(
                 )
 
     size = dtype.itemsize
-    tile = tuning.linear_logprob(dtype, rows, vocab, width) if form == "fused" else tuning.linear_logprob_chunk(dtype)
+    columns_of = {
+        "fused": lambda: tuning.linear_logprob(dtype, rows, vocab, width)["BLOCK_V"],
+        "chunked": lambda: tuning.linear_logprob_chunk(dtype)["BLOCK_V"],
+        "gluon": lambda: math.prod(
+            tuning.linear_logprob_gluon(dtype, vocab, width)[name] for name in ("TILES", "BLOCK_V")
+        ),
+    }
     at_once = min(rows, chunk["rows"])
-    statistics = 3 * 4 * rows * -(-(valid or vocab) // tile["BLOCK_V"])
-    fused = ("_linear_logprob_fwd_kernel",) if form == "fused" else ()
+    statistics = 3 * 4 * rows * -(-(valid or vocab) // columns_of[form]())
+    whole = Cost(size * (vocab + rows) * width + statistics, 2 * rows * vocab * width)
+    fused = {"fused": ("_linear_logprob_fwd_kernel",), "gluon": ("_linear_logprob_gluon_kernel",)}.get(form, ())
     name = str(dtype).removeprefix("torch.")
     extras = (" softcap" if softcap else "") + (" bias" if bias else "")
     return Case(
@@ -71,7 +85,8 @@ def _case(
         f"N={rows} V={vocab} D={width} {name} {form}{extras}",
         call,
         {
-            "_linear_logprob_fwd_kernel": Cost(size * (vocab + rows) * width + statistics, 2 * rows * vocab * width),
+            "_linear_logprob_fwd_kernel": whole,
+            "_linear_logprob_gluon_kernel": whole,
             "_chunk_statistics_kernel": Cost(4 * at_once * columns),
             "_merge_statistics_kernel": Cost(statistics),
             "_dlogits_kernel": Cost((4 + size) * at_once * columns),

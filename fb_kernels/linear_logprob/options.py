@@ -22,5 +22,11 @@ class Options(NamedTuple):
             return weight.shape[0]
         return max(0, min(self.valid_vocab - vocab_start, weight.shape[0]))
 
+    def multipliers(self) -> tuple[float, float, float]:
+        """Of products, of the bias and of a soft-cap's tanh: a logit is the sum of the first two, or tanh of it."""
+        if self.softcap is None:
+            return self.logit_scale / self.temperature, 1 / self.temperature, 1.0
+        return self.logit_scale / self.softcap, 1 / self.softcap, self.softcap / self.temperature
+
 
 SCHEMA = "float logit_scale, float? softcap, float temperature, SymInt ignore_index, SymInt? valid_vocab"

@@ -1,7 +1,8 @@
 """Triton kernels of `linear_logprob`: statistics of vocabulary tiles, merged in a fixed order.
 
 Two forms of the forward pass write the same statistics: "fused" keeps each tile of logits in registers, "chunked" lets
-cuBLAS write one chunk of them that stays in the L2 cache and reads it once. `tuning.linear_logprob_form` chooses.
+cuBLAS write one chunk of them that stays in the L2 cache and reads it once. gluon.py has a third, for Hopper alone.
+`tuning.linear_logprob_form` chooses.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton.functions import tanh
 
+HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as gluon.py knows it
 FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
 LOG2_E = tl.constexpr(math.log2(math.e))
 LARGEST_ID = torch.iinfo(torch.int64).max
@@ -68,9 +70,9 @@ def _store_statistics(
         valid: number of columns that count.
         vocab_start: id of the first column.
         tiles: their number.
-        on_products: as in `_multipliers`.
-        on_bias: as in `_multipliers`.
-        on_cap: as in `_multipliers`.
+        on_products: as in `Options.multipliers`.
+        on_bias: as in `Options.multipliers`.
+        on_cap: as in `Options.multipliers`.
         SOFTCAP: whether there is one.
         TILE: columns of a tile.
     """
@@ -380,11 +382,11 @@ def _vectors(*operands: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _multipliers(options: Options) -> tuple[float, float, float]:
-    """Of products, of the bias and of a soft-cap's tanh: the logit is their sum, or with a soft-cap the tanh of it."""
-    if options.softcap is None:
-        return options.logit_scale / options.temperature, 1 / options.temperature, 1.0
-    return options.logit_scale / options.softcap, 1 / options.softcap, options.softcap / options.temperature
+def _for_gluon(*operands: Tensor) -> bool:
+    """Whether gluon.py takes them: 16-bit floats in rows that do not overlap, on a Hopper."""
+    half = (torch.bfloat16, torch.float16)
+    fit = all(x.dtype in half and x.numel() and x.stride(0) >= x.shape[1] for x in operands)
+    return fit and HAS_GLUON and tuning.hopper()
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
@@ -424,9 +426,15 @@ def _forward(
     results = tuple(x.new_empty(target.shape, dtype=torch.float32) for _ in range(4 if whole else 3))
     if not rows:
         return results
-    numbers, capped = _multipliers(options), options.softcap is not None
+    numbers, capped = options.multipliers(), options.softcap is not None
     picked = x.new_empty(rows, dtype=torch.float32)
-    if _vectors(x, weight) and tuning.linear_logprob_form(x.dtype, rows, valid, width) == "fused":
+    form = tuning.linear_logprob_form(x.dtype, rows, valid, width) if _vectors(x, weight) else "chunked"
+    if form == "gluon" and _for_gluon(x, weight[:valid]):
+        from fb_kernels.linear_logprob import gluon  # experimental: a Triton without it has no need of it
+
+        statistics = gluon.statistics(x, weight[:valid], bias, ids, picked, vocab_start, options)
+        tiles = statistics.shape[1]
+    elif form in ("fused", "gluon"):
         launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
         tile = launch["BLOCK_V"] // (2 if launch["BLOCK_M"] * launch["BLOCK_V"] > 1 << 14 else 1)
         blocks = triton.cdiv(valid, launch["BLOCK_V"])
@@ -499,7 +507,7 @@ def _project_back(
         _dlogits_kernel[(triton.cdiv(count, launch["BLOCK_V"]) * triton.cdiv(size, launch["BLOCK_M"]),)](
             products, d_products, None if sums is None else sums[some.start // launch["BLOCK_M"] :], bias, ids[some],
             on_target[some], on_exponential[some], shift[some], size, valid, vocab_start, columns.start,
-            products.stride(0), *_multipliers(options), SOFTCAP=options.softcap is not None, **launch,
+            products.stride(0), *options.multipliers(), SOFTCAP=options.softcap is not None, **launch,
         )  # fmt: skip
         if need_hidden:
             _product(d_products, weight[columns], d_hidden[some], add=True)

@@ -10,11 +10,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+
+from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 ROOT = Path(__file__).resolve().parents[2]
 OPS = sorted(
@@ -58,7 +61,8 @@ def tolerated(fault: str) -> bool:
 def sources_of(op: str) -> set[Path]:
     """The files whose kernels the cases of an op launch."""
     folder, backward = ROOT / "fb_kernels" / op.removesuffix("_backward"), op.endswith("_backward")
-    return {folder / ("triton_backward.py" if backward else "triton.py"), *folder.glob("triton_layout.py")}
+    written = {folder / ("triton_backward.py" if backward else "triton.py"), *folder.glob("triton_layout.py")}
+    return written if backward or not HAS_GLUON else {*written, *folder.glob("gluon.py")}
 
 
 def kernels_in(source: Path) -> set[str]:
@@ -71,7 +75,9 @@ def kernels_in(source: Path) -> set[str]:
 
 
 def test_every_kernel_file_has_its_cases() -> None:
-    with_kernels = {path for path in (ROOT / "fb_kernels").glob("**/triton*.py") if kernels_in(path)}
+    names = ("triton*.py", "gluon.py") if HAS_GLUON else ("triton*.py",)
+    written = [path for name in names for path in (ROOT / "fb_kernels").glob(f"*/{name}")]
+    with_kernels = {path for path in written if kernels_in(path)}
     assert with_kernels == {source for op in OPS for source in sources_of(op)}
 
 
@@ -108,3 +114,69 @@ assert len(chosen) < len(every)
 """
     done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
+def test_hoppers_head_overlaps_its_products(tmp_path: Path) -> None:
+    """Its machine code: four products a block of which one wait is not for the last, whole tiles copied, no spill."""
+    code = """
+import sys
+from unittest.mock import patch
+from benchmarks.aot import compiler, linear_logprob
+hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
+case = next(case for case in linear_logprob.cases() if case.shape.endswith("gluon"))
+launch = next(each for each in compiler.launches(case, hopper) if "gluon" in each.name)
+with patch.object(compiler, "_describe", lambda launch, variant, made: made):
+    made = compiler.compiled(launch, "aligned")
+file = compiler.Path(sys.argv[1])
+file.write_bytes(made.asm["cubin"])
+print(compiler._cuobjdump("--dump-sass", file))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "head.cubin")]
+    done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = instructions(done.stdout)
+    assert sum("UTMALDG" in text for _, text in lines) == 3
+    assert not any(name in text for _, text in lines for name in ("LDL", "STL"))
+    found = loops(lines)
+    blocks = [loop for loop in found if "HGMMA" in " ".join(texts(lines, loop)) and not any(map(loop.contains, found))]
+    assert len(blocks) == 2  # one for each half of the rows
+    for block in blocks:
+        inside = texts(lines, block)
+        assert sum("HGMMA" in each for each in inside) == 4
+        assert sum("WARPGROUP.ARRIVE" in each for each in inside) == 1
+        assert [each for each in inside if "WARPGROUP.DEPBAR" in each] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+        assert len(inside) <= 70
+        tile = min((loop for loop in found if loop.contains(block)), key=len)
+        assert len(tile) - len(block) <= 1700  # with both branches that most tiles jump over
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Places of its first instruction and of the jump back to it."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def contains(self, other: Loop) -> bool:
+        return self != other and self.first <= other.first and other.last <= self.last
+
+
+def instructions(sass: str) -> list[tuple[int, str]]:
+    """(address, text) of each."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?) ?;", sass, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def loops(lines: list[tuple[int, str]]) -> list[Loop]:
+    places = {address: place for place, (address, _) in enumerate(lines)}
+    jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for place, (_, text) in enumerate(lines)]
+    return [Loop(places[int(to[1], 16)], place) for place, to in jumps if to and int(to[1], 16) <= lines[place][0]]
+
+
+def texts(lines: list[tuple[int, str]], loop: Loop) -> list[str]:
+    return [text for _, text in lines[loop.first : loop.last + 1]]

@@ -33,8 +33,10 @@ from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
 from fb_kernels.testing import assert_close_to_reference, largest_tensor
 
-every_way = pytest.mark.parametrize("way", names(OP))
-every_way_of_shards = pytest.mark.parametrize("way", names(PARTIALS))
+every_way = pytest.mark.parametrize("way", [name for name in names(OP) if torch.float32 in OP.way(name).dtypes])
+every_way_of_shards = pytest.mark.parametrize(
+    "way", [name for name in names(PARTIALS) if torch.float32 in PARTIALS.way(name).dtypes]
+)
 TRITON = [name for name in names(OP) if name.startswith("triton")]
 
 

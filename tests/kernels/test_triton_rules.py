@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "fb_kernels"
-SOURCES = sorted([*FOLDER.glob("triton/*.py"), *FOLDER.glob("*/triton*.py")])
+SOURCES = sorted([*FOLDER.glob("triton/*.py"), *FOLDER.glob("*/triton*.py"), *FOLDER.glob("*/gluon.py")])
 FORBIDDEN = {
     "tl.atomic_*": "order of floats is not fixed",
     "tl.make_tensor_descriptor": "cannot mask a slice's end and allocates",
@@ -26,7 +26,8 @@ def faults(source: str) -> list[str]:
     found = list(_anywhere(tree))
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            jitted = any(ast.unparse(each).startswith("triton.jit") for each in function.decorator_list)
+            decorators = map(ast.unparse, function.decorator_list)
+            jitted = any(each.startswith(("triton.jit", "gluon.jit")) for each in decorators)
             found += [f"{function.name}: {fault}" for fault in (_in_kernel if jitted else _in_launcher)(function)]
     return found
 
@@ -34,14 +35,14 @@ def faults(source: str) -> list[str]:
 def _anywhere(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            name = re.sub("atomic_[a-z]+", "atomic_*", ast.unparse(node))
+            name = re.sub("atomic_[a-z]+", "atomic_*", _as_triton(ast.unparse(node)))
             if name in FORBIDDEN:
                 yield f"{name}: {FORBIDDEN[name]}"
 
 
 def _in_kernel(function: ast.FunctionDef) -> Iterator[str]:
     for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-        name, keywords = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        name, keywords = _as_triton(ast.unparse(call.func)), {keyword.arg for keyword in call.keywords}
         if name == "tl.load" and ("mask" in keywords or len(call.args) > 1) and "other" not in keywords:
             yield f"line {call.lineno}: a masked load without other"
         if name == "tl.dot" and "input_precision" not in keywords:
@@ -53,8 +54,13 @@ def _in_kernel(function: ast.FunctionDef) -> Iterator[str]:
         # row * stride with a 32-bit program index overflows past 2^31 elements
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             parts = {ast.unparse(node.left), ast.unparse(node.right)}
-            if "tl.program_id(0)" in parts and any("stride" in name for name in names & parts):
+            if "tl.program_id(0)" in set(map(_as_triton, parts)) and any("stride" in name for name in names & parts):
                 yield f"line {node.lineno}: a 32-bit address"
+
+
+def _as_triton(name: str) -> str:
+    """The name of an operation in Triton, which has it in Gluon too."""
+    return re.sub(r"^gl\.", "tl.", name)
 
 
 def _in_launcher(function: ast.FunctionDef) -> Iterator[str]:
@@ -95,6 +101,9 @@ KERNEL = "@triton.jit\ndef _kernel(x, stride):\n    "
         KERNEL + "x + tl.program_id(0) * stride",
         KERNEL + "tl.atomic_add(x, 1.0)",
         KERNEL + "tl.atomic_max(x, 1.0)",
+        "@gluon.jit\ndef _kernel(x):\n    gl.load(x, mask=m)",
+        "@gluon.jit(noinline=True)\ndef _kernel(x, stride):\n    x + gl.program_id(0) * stride",
+        "@gluon.jit\ndef _kernel(x):\n    gl.atomic_add(x, 1.0)",
         "@triton.autotune([])\ndef f(): ...",
         "def launch(x):\n    _kernel[(1, 2)](x)",
         "def launch(x):\n    grid = (1, 2)",

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import emulation
+import gluon_emulation
 import pytest
 import torch
 from cases.base import Op
@@ -98,7 +99,9 @@ def running(way: str) -> Iterator[None]:
         if kind == "cuda" and not torch.cuda.is_available():
             patch.setattr(cuda, "library", emulation.library)
             patch.setattr(cuda, "why_not", lambda device: cuda._why_not(emulation.library(), device))
-        yield
+        op, _, form = which.partition("_form=")
+        with gluon_emulation.emulated(f"fb_kernels.{op}.gluon") if form == "gluon" else nullcontext():
+            yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fb_kernels.linear_logprob import cpu, reference
 from fb_kernels.linear_logprob.naive import combine_logprob_partials as naive_combination
 from fb_kernels.linear_logprob.naive import linear_logprob as naive
 from fb_kernels.linear_logprob.naive import linear_logprob_partials as naive_partials
+from fb_kernels.linear_logprob.triton import HAS_GLUON
 from fb_kernels.testing import magnitude
 
 IGNORE = -100
@@ -26,6 +28,7 @@ ALL = {"return_lse": True, "return_entropy": True, "return_max": True}
 FLOATS = ("hidden", "weight", "bias")
 TILE = {"BLOCK_M": 16, "BLOCK_V": 32, "BLOCK_K": 16}  # the vocabulary on the tensor cores' longer side
 FORMS = ("fused", "chunked")
+HALF = (torch.bfloat16, torch.float16)
 
 
 def small() -> AbstractContextManager[None]:
@@ -33,6 +36,7 @@ def small() -> AbstractContextManager[None]:
     return launched(
         linear_logprob=TILE,
         linear_logprob_chunk_size={"rows": 32, "columns": 64},
+        linear_logprob_gluon={"TILES": 2, "GROUP": 2, "BLOCK_M": 4, "BLOCK_V": 8, "BLOCK_K": 16, "STAGES": 3},
         linear_logprob_chunk={"BLOCK_M": 16, "BLOCK_V": 32},
         linear_logprob_merge={"BLOCK_M": 4, "BLOCK_T": 2},
         combine_logprob_partials={"BLOCK": 4},
@@ -201,6 +205,12 @@ EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRITON = {
     f"triton linear_logprob_form={form}": Way(kernels=2, small=small, also=[{"rows": (133,), **MANY}]) for form in FORMS
 }
+if HAS_GLUON and os.environ["TRITON_INTERPRET"] == "1":  # on a GPU it has a process of its own, in tests/gpu
+    TRITON["triton linear_logprob_form=gluon"] = replace(
+        TRITON["triton linear_logprob_form=fused"],
+        dtypes=HALF,
+        kernels=1,  # of triton.py
+    )
 REFERENCE = Way(EVERY, small=small_blocks)
 plain = partial(make, padding=0, bias=False)
 GOOD = single(make(**TYPICAL)).tensors
