@@ -11,6 +11,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 #endif
 
@@ -253,6 +256,7 @@ struct Chip {
   int multiprocessors, major;
   int block_shared, shared, reserved_shared;  // bytes of shared memory: the most of a block; of a multiprocessor, and
                                               // what it takes of that for a block besides
+  int device;
 };
 
 #ifdef FB_HOST_EMULATION
@@ -260,7 +264,7 @@ struct Chip {
 using Stream = void*;
 
 inline int current_chip(Chip* chip) {
-  *chip = {2, 9, 227 * 1024, 228 * 1024, 1024};
+  *chip = {2, 9, 227 * 1024, 228 * 1024, 1024, 0};
   return 0;
 }
 
@@ -293,6 +297,7 @@ inline int current_chip(Chip* chip) {
     if (cudaGetDeviceCount(&count) != cudaSuccess) return found;
     for (int i = 0; i < count; ++i) {
       Chip one{};
+      one.device = i;
       const auto ask = [i](int* value, cudaDeviceAttr what) { return cudaDeviceGetAttribute(value, what, i); };
       if (ask(&one.multiprocessors, cudaDevAttrMultiProcessorCount) != cudaSuccess ||
           ask(&one.major, cudaDevAttrComputeCapabilityMajor) != cudaSuccess ||
@@ -321,34 +326,42 @@ inline int is_capturing(Stream stream, bool* result) {
   return error;
 }
 
+// Before a kernel's first launch on a device: it may have all shared memory there is, and prefers the split of the first
+// cache that all others prefer, or they may not overlap. 0 or an error.
+inline int prepare(const void* kernel, const Chip& chip) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> prepared;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (prepared.count({kernel, chip.device})) return 0;
+  cudaFuncAttributes of{};
+  cudaError_t error = cudaFuncGetAttributes(&of, kernel);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 chip.block_shared - static_cast<int>(of.sharedSizeBytes));
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess) prepared.insert({kernel, chip.device});
+  return error;
+}
+
 // Kernels are launched on one-dimensional grids, as dependent launches where the device knows these. 0 or an error.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream stream, Arguments... arguments) {
   if (grid == 0) return 0;
   Chip chip;
   if (const int error = current_chip(&chip)) return error;
-  cudaError_t error = cudaSuccess;
-  if (shared_bytes > 0) {  // a kernel is allowed all there is at its first launch
-    cudaFuncAttributes of{};
-    error = cudaFuncGetAttributes(&of, kernel);
-    const int most = chip.block_shared - static_cast<int>(of.sharedSizeBytes);
-    if (error == cudaSuccess && of.maxDynamicSharedSizeBytes != most)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  }
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2]{};  // kernels that want different splits of the first cache may not overlap
-  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  if (const int error = prepare(reinterpret_cast<const void*>(kernel), chip)) return error;
+  cudaLaunchAttribute attributes[1]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t configuration{};
   configuration.gridDim = dim3(grid);
   configuration.blockDim = dim3(block);
   configuration.dynamicSmemBytes = shared_bytes;
   configuration.stream = stream;
   configuration.attrs = attributes;
-  configuration.numAttrs = chip.major >= 9 ? 2 : 1;
-  error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
+  configuration.numAttrs = chip.major >= 9 ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
   return error;
 }

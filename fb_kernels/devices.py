@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -90,8 +91,13 @@ def write(
 
 def _known(device: str) -> list[dict[str, Any]]:
     """The package's file and the user's, as far as there are any."""
-    files = [where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder())]
-    return [_parsed(file.read_text(encoding="utf-8"), file) for file in files if file.is_file()]
+    own, users = (where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder()))
+    known = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
+    try:
+        return [*known, _parsed(users.read_text(encoding="utf-8"), users)] if users.is_file() else known
+    except (OSError, ValueError) as problem:
+        warnings.warn(f"{problem}; until then nothing of it is used ({users})", RuntimeWarning)
+        return known
 
 
 def _parsed(text: str, file: object) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fb_kernels.self_check_calls import MAKERS, Call, Outputs, calls
 from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
 REFERENCE = "reference"
+ENDED = "it ended its process"
 LIMIT = 150.0  # seconds of an op's process: with cold caches most of it compiles
 CALLS = 15  # that are timed
 
@@ -89,7 +90,7 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
             if absent:
                 yield row
                 continue
-            yield replace(row, fault="it ended its process")
+            yield replace(row, fault=ENDED)
             with backend.override(f"auto,{op}={kernel}"):
                 fault, absent = _verdict(call, shown, kernel, device, wide, plain)
             yield replace(row, fault=fault, absent=absent)
@@ -171,6 +172,9 @@ def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]
         if not (these or whole):
             return [*found, Row(op, "", REFERENCE, absent="its process did not start")]
         found += these
+        if not whole and not these[-1].fault:  # no kernel was at work
+            found.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
+            break
         without += [row.kernel for row in these[-1:]]
     return found_last(found)
 
@@ -190,7 +194,7 @@ def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[s
             if row is None:
                 return found, True
             found.append(row)
-        if found:
+        if found and found[-1].fault == ENDED:
             found[-1] = replace(found[-1], fault=f"no answer in {limit:.0f} s")
     except EOFError:
         pass

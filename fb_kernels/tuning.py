@@ -104,7 +104,7 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
         default = {"BLOCK_M": block, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
     else:  # so do the masks of a head that is padded
         wide = _capability() == 90 and head_dim == width
-        block = (64 if form.startswith("capped") else 128) if wide else 32
+        block = (128 if form == "plain" else 64) if wide else 32  # caps and a window's edges take registers
         default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 2 if wide else 3}
     return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
@@ -112,7 +112,7 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
 def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
-    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4}
+    tile = {"BLOCK_M": 64, "BLOCK_N": 32 if form.endswith("window") else 64, "num_warps": 4}
     if width > 128 or form == "unaligned":
         tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16, "num_warps": 8}
     default = tile | {"CHUNK": 128, "num_stages": 2 if form == "unaligned" else 3}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from fb_core import hf
@@ -64,19 +65,20 @@ class MergedReranker:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge base weights and adapter as they are now, unless no parameter has moved or been written since.
+        """Merge base weights and adapter as they are now, unless nothing of them has moved or been written since.
 
         Writes through a parameter's `data` bring it no new version: `load` merges in any case.
         """
         adapted = self.reranker.adapted
         parameters = [*adapted.parameters(), *self.model.model.parameters()]
         tracked = not any(parameter.is_inference() for parameter in parameters)
-        versions = [adapted.active_adapter, *((x.data_ptr(), x._version) for x in parameters)] if tracked else None
-        if versions is not None and versions == self._versions:
+        adapters = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+        switches = [(dict(each.scaling), each.merged, each.disable_adapters, each.active_adapters) for each in adapters]
+        versions: list[object] = [switches, *((x.data_ptr(), x._version) for x in parameters)]
+        if tracked and versions == self._versions:
             return
-        self._versions = versions
-        merged = self.reranker.merged()
-        self.layers = []
+        self._versions = None  # until all is merged
+        merged, layers = self.reranker.merged(), []
         for index, (layer, qkv, o) in enumerate(zip(self.model.layers, self._qkv, self._o, strict=True)):
             qkv.copy_(layer.qkv.weight)
             o.copy_(layer.o.weight)
@@ -86,7 +88,8 @@ class MergedReranker:
                 weight = merged.get(f"layers.{index}.self_attn.{name}")
                 if weight is not None:
                     part.copy_(weight)
-            self.layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
+            layers.append(replace(layer, qkv=Linear(qkv, layer.qkv.bias), o=Linear(o, layer.o.bias)))
+        self.layers, self._versions = layers, versions if tracked else None
 
     @torch.no_grad()
     def scores_many(

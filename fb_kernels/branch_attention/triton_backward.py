@@ -608,9 +608,10 @@ def branch_attention_backward(
             max(16, tuning.next_power_of_2(width)),
             tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
         )
-        _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, 32),)](
+        some = 32 if aligned else 8  # addresses of their own take registers
+        _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, some),)](
             grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
-            ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=32, num_warps=4,
+            ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=some, num_warps=4,
         )  # fmt: skip
         _branch_attention_bwd_prefix_kernel[(triton.cdiv(capacity, wanted["KEYS"]) * kv_heads,)](
             grad, query, given[4], given[5], state, dprefix_k, dprefix_v,

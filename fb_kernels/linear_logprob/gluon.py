@@ -218,6 +218,11 @@ def statistics(
     """
     (rows, width), valid = hidden.shape, len(weight)
     launch = tuning.linear_logprob_gluon(hidden.dtype, valid, width)
+    if launch["STAGES"] < 2 or launch["TILES"] > 32:  # the ring would stop; a bit of 32 is for each tile
+        raise ValueError(
+            f"linear_logprob: expected 2 stages or more and at most 32 tiles, got {launch['STAGES']} and "
+            f"{launch['TILES']}; delete the device's file and tune anew"
+        )
     tiles, row_blocks = triton.cdiv(valid, launch["BLOCK_V"]), triton.cdiv(rows, launch["BLOCK_M"])
     splits = triton.cdiv(tiles, launch["TILES"])
     items, (on_products, on_bias, on_cap) = splits * row_blocks, options.multipliers()

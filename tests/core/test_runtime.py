@@ -1,10 +1,12 @@
 import math
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts
 from tiny import EOS, tiny
@@ -366,6 +368,42 @@ def test_a_reranker_is_merged_where_it_has_changed(monkeypatch):
         scores.append(got.events[0].scores)
         torch.testing.assert_close(scores[-1], want.events[0].scores, rtol=1e-4, atol=1e-4)
     assert scores[0] != scores[1] == scores[2] != scores[3]
+
+
+def test_a_merge_that_failed_is_made_again(monkeypatch):
+    slm, llm = pair("qwen3")
+    reranker = random_reranker(slm)
+    fast, slow = (
+        kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
+        for kind in (LowLatencyDecoder, CollaborativeDecoder)
+    )
+    (ids,) = prompts(6)
+    fast.generate(ids, 8)
+    with torch.no_grad():
+        next(p for p in reranker.parameters() if p.requires_grad and p.ndim == 2).mul_(-3)
+    with monkeypatch.context() as failing:
+        failing.setattr(TokenReranker, "merged", mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with pytest.raises(torch.OutOfMemoryError):
+            fast.generate(ids, 8)
+    got, want = fast.generate(ids, 8), slow.generate(ids, 8)
+    torch.testing.assert_close(got.events[0].scores, want.events[0].scores, rtol=1e-4, atol=1e-4)
+
+
+def test_another_scale_of_the_adapter_is_merged():
+    slm, llm = pair("qwen3")
+    reranker = random_reranker(slm)
+    fast, slow = (
+        kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
+        for kind in (LowLatencyDecoder, CollaborativeDecoder)
+    )
+    (ids,) = prompts(6)
+    before = fast.generate(ids, 8).events[0].scores
+    for module in reranker.adapted.modules():
+        if isinstance(module, LoraLayer):
+            module.set_scale("default", 5.0)
+    got, want = fast.generate(ids, 8), slow.generate(ids, 8)
+    assert got.events[0].scores != before
+    torch.testing.assert_close(got.events[0].scores, want.events[0].scores, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_logits_name_the_step_and_leave_the_decoder_usable():

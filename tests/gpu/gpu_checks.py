@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,7 +199,9 @@ def needs_memory(gib: int) -> None:
 @contextmanager
 def large(gib: int) -> Iterator[None]:
     """A test of tensors past 2^31 elements, one at a time on a machine; their memory is given back."""
-    with (Path(tempfile.gettempdir()) / f"fb_large_{os.getuid()}").open("w") as lock:
+    place = Path(__file__).resolve().parents[2] / "build"
+    place.mkdir(exist_ok=True)
+    with (place / "large_tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         needs_memory(gib)
         try:

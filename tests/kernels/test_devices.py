@@ -85,15 +85,26 @@ def test_a_part_that_is_not_given_stays(folders: tuple[Path, Path]) -> None:
         ('{"off": {"swiglu/triton": 1}}', "expected op/kernel and a reason as what is off, got "),
     ],
 )
-def test_a_file_that_says_something_else_is_refused(folders: tuple[Path, Path], text: str, sentence: str) -> None:
+def test_a_file_that_says_something_else_is_not_used(folders: tuple[Path, Path], text: str, sentence: str) -> None:
+    """Nor written over: ops run without it and say so."""
     _, user = folders
     user.mkdir()
     (user / "h200.json").write_text(text)
     for ask in (lambda: devices.launches("h200"), lambda: devices.off("h200", "triton")):
-        with pytest.raises(ValueError, match=r"h200\.json: expected ") as refused:
-            ask()
-        assert sentence in str(refused.value)
-        assert str(refused.value).endswith("; delete the file and write it anew")
+        with pytest.warns(RuntimeWarning, match=r"h200\.json: expected ") as warned:
+            assert ask() == {}
+        assert sentence in str(warned[0].message)
+        assert "; delete the file and write it anew; until then nothing of it is used" in str(warned[0].message)
+    with pytest.raises(ValueError, match=r"h200\.json: expected "):
+        devices.write(user, "h200", {}, off={})
+
+
+def test_a_file_that_is_no_text_is_not_used(folders: tuple[Path, Path]) -> None:
+    _, user = folders
+    user.mkdir()
+    (user / "h200.json").write_bytes(b"\xff\xfe")
+    with pytest.warns(RuntimeWarning, match=r"h200\.json"):
+        assert devices.launches("h200") == {}
 
 
 def test_without_the_variable_it_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

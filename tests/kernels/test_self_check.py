@@ -247,6 +247,21 @@ def test_what_ends_its_process_or_hangs_is_at_fault_alone(
     assert found == {("large", "cuda"): fault, ("small", "triton"): "", ("large", "triton"): ""}
 
 
+def hangs_between(op: str, device: str, without: Sequence[str]) -> Iterator[self_check.Row]:
+    yield from RIGHT
+    time.sleep(1000)
+
+
+def test_no_kernel_is_at_fault_for_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(self_check, "get_context", lambda _: forked)
+    monkeypatch.setattr(self_check, "rows", hangs_between)
+    *right, last = self_check.apart("swiglu", "cpu", 1, limit=3.0)
+    assert right == RIGHT
+    assert (last.kernel, last.fault) == ("reference", "")
+    assert "between two kernels" in last.absent
+
+
 def test_a_process_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = multiprocessing.get_context("fork")
     monkeypatch.setattr(self_check, "get_context", lambda _: forked)
