@@ -49,7 +49,8 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> La
         block = 64 if rows <= 64 else 128
         default = {"BLOCK_M": block, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
     else:
-        default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+        default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8}
+        default["num_stages"] = 4 if _capability() == 90 else 3  # of 48 KB each
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
 
 
@@ -112,7 +113,9 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
 def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
-    tile = {"BLOCK_M": 64, "BLOCK_N": 32 if form.endswith("window") else 64, "num_warps": 4}
+    tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8}
+    if _capability() == 90 and dtype != torch.float32:  # one warpgroup: two would compute the same scores
+        tile |= {"BLOCK_N": 32 if form.endswith("window") else 64, "num_warps": 4}
     if width > 128 or form == "unaligned":
         tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16, "num_warps": 8}
     default = tile | {"CHUNK": 128, "num_stages": 2 if form == "unaligned" else 3}
