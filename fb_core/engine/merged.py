@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from fb_core import hf
@@ -60,7 +59,7 @@ class MergedReranker:
                 "reranker: expected one made on this decoder's SLM, got one made on other weights; load it on this SLM"
             )
         self.reranker = reranker
-        self._versions: list[object] | None = None
+        self._versions: Sequence[object] | None = None
         self.refresh()
 
     @torch.no_grad()
@@ -72,9 +71,7 @@ class MergedReranker:
         adapted = self.reranker.adapted
         parameters = [*adapted.parameters(), *self.model.model.parameters()]
         tracked = not any(parameter.is_inference() for parameter in parameters)
-        adapters = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
-        switches = [(dict(each.scaling), each.merged, each.disable_adapters, each.active_adapters) for each in adapters]
-        versions: list[object] = [switches, *((x.data_ptr(), x._version) for x in parameters)]
+        versions = [hf.adapter_scales(adapted), *((x.data_ptr(), x._version) for x in parameters)]
         if tracked and versions == self._versions:
             return
         self._versions = None  # until all is merged

@@ -123,6 +123,12 @@ def merged_projections(adapted: PeftModel) -> dict[str, Tensor]:
     return merged
 
 
+def adapter_scales(adapted: PeftModel) -> list[object]:
+    """What folding an adapter in depends on besides parameters: which one is active, and its scale in each layer."""
+    scales = [dict(layer.scaling) for layer in adapted.modules() if hasattr(layer, "get_delta_weight")]
+    return [adapted.active_adapter, *scales]
+
+
 def adapter_dropouts(adapted: PeftModel) -> list[nn.Module]:
     """The adapter's dropout layers."""
     return [layer for name, layer in adapted.named_modules() if ".lora_dropout." in name]
