@@ -67,18 +67,28 @@ def functions(listing: str) -> dict[tuple[str, str], list[tuple[int, str]]]:
     return code
 
 
-def inner_loops(code: Code, holding: str = "") -> list[Code]:
-    """Of the loops that hold such an instruction those without another one of them inside."""
+def loops(code: Code) -> list[range]:
+    """The places of every loop, from its first instruction to the jump back."""
     places = {address: place for place, (address, _) in enumerate(code)}
     last = max((place for place, (_, text) in enumerate(code) if "EXIT" in text), default=len(code))
-    loops = []
+    found = []
     for end, (address, text) in enumerate(code[:last]):  # behind it is what mends a divided warp and jumps back
         branch = _BRANCH.search(text)
         if branch and int(branch["target"], 16) < address:
-            loops.append((places[int(branch["target"], 16)], end))
-    loops = [(a, b) for a, b in loops if any(holding in text for _, text in code[a : b + 1])]
-    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    return [code[a : b + 1] for a, b in inner]
+            found.append(range(places[int(branch["target"], 16)], end + 1))
+    return found
+
+
+def inner_loops(code: Code, holding: str = "") -> list[Code]:
+    """Of the loops that hold such an instruction those without another one of them inside."""
+    found = [loop for loop in loops(code) if any(holding in code[place][1] for place in loop)]
+    inner = [loop for loop in found if not any(contains(loop, other) for other in found)]
+    return [code[loop.start : loop.stop] for loop in inner]
+
+
+def contains(loop: range, other: range) -> bool:
+    """Whether another loop lies inside a loop."""
+    return loop != other and loop.start <= other.start and other.stop <= loop.stop
 
 
 def counted(code: Code) -> int:

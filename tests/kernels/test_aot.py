@@ -10,19 +10,17 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
+from benchmarks import sass
 from fb_kernels.linear_logprob.triton import HAS_GLUON
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = sorted(
-    path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem not in ("compiler", "sass")
-)
+OPS = sorted(path.stem for path in (ROOT / "benchmarks" / "aot").glob("[a-z]*.py") if path.stem != "compiler")
 SLOW = ("branch_attention", "branch_attention_backward")
 TOGETHER = {op: [op] for op in SLOW} | {"others": [op for op in OPS if op not in SLOW]}  # one process each
 FOREIGN = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
@@ -136,47 +134,17 @@ print(compiler._cuobjdump("--dump-sass", file))
     command = [sys.executable, "-c", code, str(tmp_path / "head.cubin")]
     done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = instructions(done.stdout)
+    (lines,) = sass.functions(done.stdout).values()
     assert sum("UTMALDG" in text for _, text in lines) == 3
     assert not any(name in text for _, text in lines for name in ("LDL", "STL"))
-    found = loops(lines)
-    blocks = [loop for loop in found if "HGMMA" in " ".join(texts(lines, loop)) and not any(map(loop.contains, found))]
+    blocks = sass.inner_loops(lines, "HGMMA")
     assert len(blocks) == 2  # one for each half of the rows
     for block in blocks:
-        inside = texts(lines, block)
+        inside = [text for _, text in block]
         assert sum("HGMMA" in each for each in inside) == 4
         assert sum("WARPGROUP.ARRIVE" in each for each in inside) == 1
         assert [each for each in inside if "WARPGROUP.DEPBAR" in each] == ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
         assert len(inside) <= 70
-        tile = min((loop for loop in found if loop.contains(block)), key=len)
-        assert len(tile) - len(block) <= 1700  # with both branches that most tiles jump over
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Places of its first instruction and of the jump back to it."""
-
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-    def contains(self, other: Loop) -> bool:
-        return self != other and self.first <= other.first and other.last <= self.last
-
-
-def instructions(sass: str) -> list[tuple[int, str]]:
-    """(address, text) of each."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?) ?;", sass, re.MULTILINE)
-    return [(int(address, 16), text) for address, text in found]
-
-
-def loops(lines: list[tuple[int, str]]) -> list[Loop]:
-    places = {address: place for place, (address, _) in enumerate(lines)}
-    jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for place, (_, text) in enumerate(lines)]
-    return [Loop(places[int(to[1], 16)], place) for place, to in jumps if to and int(to[1], 16) <= lines[place][0]]
-
-
-def texts(lines: list[tuple[int, str]], loop: Loop) -> list[str]:
-    return [text for _, text in lines[loop.first : loop.last + 1]]
+        first = lines.index(block[0])
+        around = (loop for loop in sass.loops(lines) if sass.contains(loop, range(first, first + len(block))))
+        assert min(map(len, around)) - len(block) <= 1700  # with both branches that most tiles jump over
