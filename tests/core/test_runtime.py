@@ -345,13 +345,18 @@ def test_a_reranker_of_scope_sequence_runs_its_own_way():
     assert fast.generate(ids, 8).token_ids.tolist() == slow.generate(ids, 8).token_ids.tolist()
 
 
-def test_a_reranker_is_merged_where_it_has_changed(monkeypatch):
-    slm, llm = pair("qwen3")
-    reranker = random_reranker(slm)
-    fast, slow = (
+def both(slm, llm, reranker):
+    """Decoders that ask often, over buffers and not."""
+    return (
         kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
         for kind in (LowLatencyDecoder, CollaborativeDecoder)
     )
+
+
+def test_a_reranker_is_merged_where_it_has_changed(monkeypatch):
+    slm, llm = pair("qwen3")
+    reranker = random_reranker(slm)
+    fast, slow = both(slm, llm, reranker)
     merges, merged = [], TokenReranker.merged
     monkeypatch.setattr(TokenReranker, "merged", lambda self: merges.append(self) or merged(self))
     (ids,) = prompts(6)
@@ -373,10 +378,7 @@ def test_a_reranker_is_merged_where_it_has_changed(monkeypatch):
 def test_a_merge_that_failed_is_made_again(monkeypatch):
     slm, llm = pair("qwen3")
     reranker = random_reranker(slm)
-    fast, slow = (
-        kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
-        for kind in (LowLatencyDecoder, CollaborativeDecoder)
-    )
+    fast, slow = both(slm, llm, reranker)
     (ids,) = prompts(6)
     fast.generate(ids, 8)
     with torch.no_grad():
@@ -392,10 +394,7 @@ def test_a_merge_that_failed_is_made_again(monkeypatch):
 def test_another_scale_of_the_adapter_is_merged():
     slm, llm = pair("qwen3")
     reranker = random_reranker(slm)
-    fast, slow = (
-        kind(slm, llm, FutureBridgeSelector(reranker), RequestPolicy(1.2), slm_k=3, llm_k=3)
-        for kind in (LowLatencyDecoder, CollaborativeDecoder)
-    )
+    fast, slow = both(slm, llm, reranker)
     (ids,) = prompts(6)
     before = fast.generate(ids, 8).events[0].scores
     for module in reranker.adapted.modules():
