@@ -134,7 +134,8 @@ def _why_no_compiler() -> str:
     given = os.environ.get("CC")
     if any(map(shutil.which, [given] if given else ["gcc", "clang"])):
         return ""
-    return f"triton needs a C compiler, got {f'CC={given}, which is none' if given else 'none'}: install gcc or set CC"
+    got = f"CC={given}, which is not found" if given else "none"
+    return f"triton needs a C compiler, got {got}: install gcc or set CC"
 
 
 @contextmanager

@@ -74,7 +74,8 @@ def _why_not(found: ctypes.CDLL | str, device: str) -> str:
         if driver // 100 < runtime // 100:  # of one major version all launch
             return (
                 f"built with CUDA {runtime // 100}.{runtime % 100}, and the driver supports {driver // 100}."
-                f"{driver % 100} at most: update the driver, or install it anew with an nvcc of CUDA {driver // 100}"
+                f"{driver % 100} at most: update the driver, or reinstall futurebridge with an nvcc of CUDA "
+                f"{driver // 100}"
             )
     return ""
 

@@ -299,7 +299,7 @@ def switch(found: Sequence[Row], device: str) -> None:
         devices.write(place.parent, name, {"device": full, "torch": torch.__version__}, off=off)
     for key, why in wrong.items():
         op, _, kernel = key.partition("/")
-        said = f"{place} switches it off there" if key in off else "there is nothing to run instead"
+        said = f"{place} switches it off there" if key in off else "no other implementation can take its place"
         warnings.warn(
             f"{op}: expected its {kernel} kernel to be right on {full}, got wrong results ({why}); {said}, please "
             "report this with the table of `python -m fb_kernels.env --check`",

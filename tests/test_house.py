@@ -21,7 +21,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 PUBLIC_MODULES = {"testing", "env"}
 TRITON = re.compile(r"fb_kernels/(env|triton/\w+|\w+/(triton(_\w+)?|gluon))\.py")  # who may import it
 DEFINITION = re.compile(r"fb_kernels/\w+/naive\.py")
-CHECKED_BY = "fb_kernels/self_check_calls.py"  # holds the kernels to it at a user's
+CHECKED_BY = "fb_kernels/self_check_calls.py"  # holds the kernels to it on the user's device
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}-])/(?:home|root|work|tmp|usr|opt|mnt|data|etc|var|srv|Users)/|[A-Z]:\\\\")
 

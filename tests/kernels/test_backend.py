@@ -239,7 +239,7 @@ def test_a_kernel_that_ran_is_seen() -> None:
         (None, ("gcc",), ""),
         (None, ("clang",), ""),
         (None, (), "triton needs a C compiler, got none: install gcc or set CC"),
-        ("icx", ("gcc",), "triton needs a C compiler, got CC=icx, which is none: install gcc or set CC"),
+        ("icx", ("gcc",), "triton needs a C compiler, got CC=icx, which is not found: install gcc or set CC"),
         ("icx", ("icx",), ""),
     ],
 )
@@ -268,7 +268,7 @@ def test_triton_needs_a_c_compiler(
         (
             12040,
             13000,
-            "built with CUDA 13.0, and the driver supports 12.4 at most: update the driver, or install it anew with an "
+            "built with CUDA 13.0, and the driver supports 12.4 at most: update the driver, or reinstall futurebridge with an "
             "nvcc of CUDA 12",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The check of every kernel at a user's: right ones pass, a wrong one is named, switched off and no longer runs."""
+"""The check of every kernel on the user's device: right ones pass, a wrong one is named and switched off."""
 
 from __future__ import annotations
 
