@@ -23,13 +23,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
 from fb_kernels.triton import functions
+from fb_kernels.triton.functions import FAR_BELOW, LOG2_E
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-FAR_BELOW = gl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
-LOG2_E = gl.constexpr(1.4426950408889634)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)  # of a thread
 
-tanh = gluon.jit(functions.tanh.fn)
+tanh, shift_of = gluon.jit(functions.tanh.fn), gluon.jit(functions.shift_of.fn)
 
 
 @gluon.jit
@@ -39,12 +38,6 @@ def _place(item, row_blocks, splits, GROUP: gl.constexpr):
     blocks = gl.minimum(row_blocks - group * GROUP, GROUP)
     inside = item % (GROUP * splits)
     return group * GROUP + inside % blocks, inside // blocks
-
-
-@gluon.jit
-def _shift(top):
-    """What is taken off the logits before exp: their maximum where it is finite, so that only a NaN makes a NaN."""
-    return gl.where(gl.abs(top) == float("inf"), 0.0, top)
 
 
 @gluon.jit
@@ -134,10 +127,10 @@ def _consume(
             if first_column + BLOCK_V > valid:
                 logits = gl.where((columns < valid - first_column)[None, :], logits, -float("inf"))
             higher = gl.maximum(top, gl.max(logits, 1))
-            shift = _shift(higher)
+            shift = shift_of(higher)
             fallen = logits - shift[:, None]
             exponentials = gl.exp2(fallen * LOG2_E)
-            fall = gl.where(top == -float("inf"), 0.0, gl.maximum(_shift(top) - shift, FAR_BELOW))
+            fall = gl.where(top == -float("inf"), 0.0, gl.maximum(shift_of(top) - shift, FAR_BELOW))
             kept = gl.exp2(fall * LOG2_E)
             weighted = (weighted + total * fall) * kept + gl.sum(gl.maximum(fallen, FAR_BELOW) * exponentials, 1)
             total = total * kept + gl.sum(exponentials, 1)

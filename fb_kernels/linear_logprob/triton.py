@@ -7,7 +7,6 @@ cuBLAS write one chunk of them that stays in the L2 cache and reads it once. glu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
-from fb_kernels.triton.functions import tanh
+from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh
 
 HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as gluon.py knows it
-FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
-LOG2_E = tl.constexpr(math.log2(math.e))
 LARGEST_ID = torch.iinfo(torch.int64).max
 
 
@@ -42,12 +39,6 @@ def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.co
 def _left(end, first, most: tl.constexpr):
     """How many places from `first` to `end`, in 32 bits."""
     return tl.minimum(end - first, most).to(tl.int32)
-
-
-@triton.jit
-def _shift(top):
-    """What is taken off the logits before exp: their maximum where it is finite, so that only a NaN makes a NaN."""
-    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
 
 
 @triton.jit
@@ -88,7 +79,7 @@ def _store_statistics(
     if first + TILE > valid:  # the last tile alone
         x = tl.where((tl.arange(0, TILE) < _left(valid, first, TILE))[None, :], x, -float("inf"))
     top = tl.max(x, 1)
-    fallen = tl.maximum(x - _shift(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
+    fallen = tl.maximum(x - shift_of(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
     exponentials = tl.exp2(fallen * LOG2_E)
     total = tl.sum(exponentials, 1)
     weighted = tl.sum(fallen * exponentials, 1)
@@ -200,8 +191,8 @@ def _merge_statistics_kernel(
         totals = tl.load(place + plane, mask=mask, other=0.0)
         weights = tl.load(place + 2 * plane, mask=mask, other=0.0)
         higher = tl.maximum(top, tl.max(tops, 0))
-        fall = tl.where(tops == -float("inf"), 0.0, tl.maximum(_shift(tops) - _shift(higher)[None, :], FAR_BELOW))
-        fallen = tl.where(top == -float("inf"), 0.0, tl.maximum(_shift(top) - _shift(higher), FAR_BELOW))
+        fall = tl.where(tops == -float("inf"), 0.0, tl.maximum(shift_of(tops) - shift_of(higher)[None, :], FAR_BELOW))
+        fallen = tl.where(top == -float("inf"), 0.0, tl.maximum(shift_of(top) - shift_of(higher), FAR_BELOW))
         share, kept = tl.exp(fall), tl.exp(fallen)
         weighted = (weighted + total * fallen) * kept + tl.sum((weights + totals * fall) * share, 0)
         total = total * kept + tl.sum(totals * share, 0)

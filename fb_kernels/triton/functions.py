@@ -1,9 +1,14 @@
-"""Functions that several kernels compute elementwise."""
+"""Functions that several kernels compute elementwise, and their constants."""
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -14,3 +19,9 @@ def tanh(x):
     fallen = tl.exp2(tl.abs(x) * -2.8853900817779268)
     far = (1 - fallen) / (1 + fallen)
     return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def shift_of(top):
+    """What is taken off the logits before exp: their maximum where it is finite, so that only a NaN makes a NaN."""
+    return tl.where(tl.abs(top) == float("inf"), 0.0, top)

@@ -268,8 +268,8 @@ def test_triton_needs_a_c_compiler(
         (
             12040,
             13000,
-            "built with CUDA 13.0, and the driver supports 12.4 at most: update the driver, or reinstall futurebridge with an "
-            "nvcc of CUDA 12",
+            "built with CUDA 13.0, and the driver supports 12.4 at most: update the driver, or reinstall "
+            "futurebridge with an nvcc of CUDA 12",
         ),
     ],
 )
