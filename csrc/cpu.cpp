@@ -11,6 +11,13 @@
 #include <functional>
 #include <utility>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -54,6 +61,14 @@ void share(int64_t count, int64_t unit, int threads, const Work& work) {
   for (int piece = 0; piece < threads; ++piece)
     work(units * piece / threads * unit, std::min(count, units * (piece + 1) / threads * unit));
 }
+
+#ifdef _OPENMP
+INLINE int64_t part() { return omp_get_thread_num(); }  // of the threads that are at work
+INLINE int64_t parts() { return omp_get_num_threads(); }
+#else
+INLINE int64_t part() { return 0; }
+INLINE int64_t parts() { return 1; }
+#endif
 
 INLINE int64_t entry(const void* from, int wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(from)[index] : static_cast<const int32_t*>(from)[index];
@@ -100,6 +115,28 @@ struct Layout {
       if (branch[b + 1] - branch[b] != 1) return false;
     return length[g] <= longest;
   }
+};
+
+// One sequence's rotary tables, keys and values, and where rows stand in them.
+template <typename T>
+struct Sequence {
+  const float *cos, *sin;  // [S, width]
+  const void* positions;
+  int wide_positions;
+  T* k;
+  int64_t k_slot, k_head;
+  T* v;
+  int64_t v_slot, v_head, first, held;  // keys from `first` to `held` are seen
+  const void* slots;
+  int wide_slots;
+  int64_t heads, kv_heads, width;
+  float eps, scale;
+};
+
+template <typename T>
+struct LayerWeights {  // contiguous; biases and the norms of heads may be null
+  const T *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
+      *down_bias;
 };
 
 constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
@@ -149,6 +186,16 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #undef VARIANT
 #undef LANES
 #pragma GCC pop_options
+
+#define DOT_BF16
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx512bf16,avx2,fma")
+#define VARIANT avx512_bf16
+#define LANES 16
+#include "cpu_kernels.h"
+#undef VARIANT
+#undef LANES
+#pragma GCC pop_options
 #endif
 
 // Those of a decode step, for elements of one type.
@@ -156,6 +203,7 @@ template <typename T>
 struct Step {
   decltype(&plain::skinny_linear<T>) skinny_linear;
   decltype(&plain::branch_attention_qkv<T>) branch_attention_qkv;
+  decltype(&plain::decoder_layer<T>) decoder_layer;
   decltype(&plain::topk_entropy<T>) topk_entropy;
   decltype(&plain::rms_norm<T>) rms_norm;
 };
@@ -173,7 +221,8 @@ struct Kernels {
 };
 
 #define STEP(variant, T) \
-  {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::topk_entropy<T>, variant::rms_norm<T>}
+  {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
+   variant::rms_norm<T>}
 
 #define KERNELS(variant)                                                                             \
   {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention,                         \
@@ -187,6 +236,8 @@ Kernels fitting() {
 #if WIDEST >= 512
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
+  const bool dots = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16");
+  if (fused && wide && dots) return KERNELS(avx512_bf16);
   if (fused && wide) return KERNELS(avx512);
 #endif
 #if WIDEST >= 256
@@ -213,7 +264,7 @@ T* as(void* to, T) { return static_cast<T*>(to); }
 
 extern "C" {
 
-int fbcpu_abi_version() { return 9; }
+int fbcpu_abi_version() { return 10; }
 
 // `narrow`: elements are bfloat16, else float32.
 int fbcpu_skinny_linear(
@@ -233,10 +284,29 @@ int fbcpu_branch_attention_qkv(
     int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, void* out,
     int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale, int narrow) {
   return typed(narrow, [=](const auto& step, auto one) {
-    return step.branch_attention_qkv(as(qkv, one), qkv_stride, as(q_weight, one), as(k_weight, one), cos, sin, positions,
-                                     wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head,
-                                     first, held, slots, wide_slots, as(out, one), rows, heads, kv_heads, width, eps,
-                                     scale);
+    return step.branch_attention_qkv(
+        as(qkv, one), qkv_stride, as(q_weight, one), as(k_weight, one),
+        {cos, sin, positions, wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head, first,
+         held, slots, wide_slots, heads, kv_heads, width, eps, scale},
+        as(out, one), rows);
+  });
+}
+
+// `weights`: the addresses of the twelve of LayerWeights, in its order.
+int fbcpu_decoder_layer(
+    const void* hidden, int64_t hidden_stride, const void* weights, const float* cos, const float* sin,
+    const void* positions, int wide_positions, void* k_cache, int64_t k_slot, int64_t k_head, void* v_cache,
+    int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, void* out,
+    int64_t rows, int64_t model, int64_t inner, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale,
+    int threads, int narrow) {
+  return typed(narrow, [=](const auto& step, auto one) {
+    auto w = [=](int place) { return as(static_cast<const void* const*>(weights)[place], one); };
+    return step.decoder_layer(
+        as(hidden, one), hidden_stride,
+        {w(0), w(1), w(2), w(3), w(4), w(5), w(6), w(7), w(8), w(9), w(10), w(11)},
+        {cos, sin, positions, wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head, first,
+         held, slots, wide_slots, heads, kv_heads, width, eps, scale},
+        as(out, one), rows, model, inner, threads);
   });
 }
 

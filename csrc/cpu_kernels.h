@@ -71,8 +71,43 @@ INLINE void copied(const From* from, int64_t width, To* to) {
   if (i < width) store(to + i, load(from + i, width - i), width - i);
 }
 
-INLINE void pad(float* row, int64_t width) {  // with zeros to whole lanes
-  for (int64_t i = width; i < padded(width); ++i) row[i] = 0;
+// How products take x and a weight's elements: STEP columns as a vector each, whose products add to lanes of sums.
+template <typename Element>
+struct Widened {
+  typedef Element W;
+  typedef float X;
+  typedef Lanes Vector;
+  static constexpr int64_t STEP = LANES;
+  INLINE Vector of(const float* x) { return load(x); }
+  INLINE Vector of(const W* w, int64_t n) { return some(w, n); }
+  INLINE void add(Vector a, Vector b, Lanes& sum) { sum += a * b; }
+};
+
+template <typename Element>
+struct Factors : Widened<Element> {};
+
+#ifdef DOT_BF16
+template <>
+struct Factors<BFloat16> {
+  typedef BFloat16 W, X;
+  typedef __m512bh Vector;
+  static constexpr int64_t STEP = 2 * LANES;
+  INLINE Vector of(const BFloat16* x) { return (Vector)_mm512_loadu_si512(x); }
+  INLINE Vector of(const BFloat16* w, int64_t n) {
+    return n == STEP ? of(w) : (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1, w);
+  }
+  INLINE void add(Vector a, Vector b, Lanes& sum) { sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, a, b); }
+};
+#endif
+
+template <typename F>
+INLINE int64_t stride_of(int64_t width) {  // of rows of x
+  return (width + F::STEP - 1) / F::STEP * F::STEP;
+}
+
+template <typename F>
+INLINE void pad(typename F::X* row, int64_t width) {  // with zeros to whole vectors
+  std::memset(row + width, 0, (stride_of<F>(width) - width) * sizeof *row);
 }
 
 INLINE Quad quarter(Lanes v) {  // lanes folded to four
@@ -146,60 +181,66 @@ INLINE void write_sums(const Lanes each[R * T], float* out, int64_t out_stride) 
 }
 
 // To acc[r][t] the products of n columns of x[r] and w[t].
-template <int R, int T, typename W>
-INLINE void add_products(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
-  Lanes a[R];
-  for (int r = 0; r < R; ++r) a[r] = load(x + r * x_stride);
+template <typename F, int R, int T>
+INLINE void add_products(
+    const typename F::X* x, int64_t x_stride, const typename F::W* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
+  typename F::Vector a[R];
+  for (int r = 0; r < R; ++r) a[r] = F::of(x + r * x_stride);
 #pragma GCC unroll 4  // or the sums leave their registers
   for (int t = 0; t < T; ++t) {
-    Lanes b = some(w + t * w_stride, n);
-    for (int r = 0; r < R; ++r) acc[r * T + t] += a[r] * b;
+    auto b = F::of(w + t * w_stride, n);
+    for (int r = 0; r < R; ++r) F::add(a[r], b, acc[r * T + t]);
   }
 }
 
-// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole lanes, those of w are not. The even vectors of a row
-// add up, then the odd ones with what is left: one after the other, since registers do not hold both.
-template <int R, int T, typename W>
+// out[r][t] = x[r] . w[t]; rows of x are padded with zeros to whole vectors, those of w are not. The even vectors of a
+// row add up, then the odd ones with what is left: one after the other, since registers do not hold both.
+template <typename F, int R, int T>
 INLINE void products(
-    const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t width, float* out, int64_t out_stride) {
+    const typename F::X* x, int64_t x_stride, const typename F::W* w, int64_t w_stride, int64_t width, float* out,
+    int64_t out_stride) {
+  constexpr int64_t STEP = F::STEP;
   Lanes even[R * T] = {}, odd[R * T] = {};
-  const int64_t rest = width % LANES, whole = width - rest;
-  for (int64_t k = 0; k < whole; k += 2 * LANES) add_products<R, T>(x + k, x_stride, w + k, w_stride, LANES, even);
-  for (int64_t k = LANES; k < whole; k += 2 * LANES) add_products<R, T>(x + k, x_stride, w + k, w_stride, LANES, odd);
-  if (rest) add_products<R, T>(x + whole, x_stride, w + whole, w_stride, rest, odd);
+  const int64_t rest = width % STEP, whole = width - rest;
+  for (int64_t k = 0; k < whole; k += 2 * STEP) add_products<F, R, T>(x + k, x_stride, w + k, w_stride, STEP, even);
+  for (int64_t k = STEP; k < whole; k += 2 * STEP) add_products<F, R, T>(x + k, x_stride, w + k, w_stride, STEP, odd);
+  if (rest) add_products<F, R, T>(x + whole, x_stride, w + whole, w_stride, rest, odd);
   for (int i = 0; i < R * T; ++i) even[i] += odd[i];
   write_sums<R, T>(even, out, out_stride);
 }
 
 // The same of one row, which takes those of w as they lie, or all at once.
-template <int T, bool AT_ONCE = false, typename W>
-INLINE void row_products(const float* x, const W* w, int64_t w_stride, int64_t width, float* out) {
+template <typename F, int T, bool AT_ONCE = false>
+INLINE void row_products(const typename F::X* x, const typename F::W* w, int64_t w_stride, int64_t width, float* out) {
+  constexpr int64_t STEP = F::STEP;
+  auto add = [=](int t, int64_t k, int64_t n, Lanes& sum) {
+    F::add(F::of(x + k), F::of(w + t * w_stride + k, n), sum);
+  };
   Lanes acc[T][2];
-  const int64_t pairs = width / (2 * LANES) * (2 * LANES);
+  const int64_t pairs = width / (2 * STEP) * (2 * STEP);
   if (!AT_ONCE && width <= 2048) {  // on an AMD EPYC half the time of T rows at once
     for (int t = 0; t < T; ++t) {
       Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
-      for (int64_t k = 0; k < pairs; k += 2 * LANES) {
-        even += load(x + k) * load(w + t * w_stride + k);
-        odd += load(x + k + LANES) * load(w + t * w_stride + k + LANES);
+      for (int64_t k = 0; k < pairs; k += 2 * STEP) {
+        add(t, k, STEP, even);
+        add(t, k + STEP, STEP, odd);
       }
       acc[t][0] = even;
       acc[t][1] = odd;
     }
   } else {
     for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = Lanes{};
-    for (int64_t k = 0; k < pairs; k += 2 * LANES)
+    for (int64_t k = 0; k < pairs; k += 2 * STEP)
       for (int part = 0; part < 2; ++part)
-        for (int t = 0; t < T; ++t)
-          acc[t][part] += load(x + k + part * LANES) * load(w + t * w_stride + k + part * LANES);
+        for (int t = 0; t < T; ++t) add(t, k + part * STEP, STEP, acc[t][part]);
   }
   int64_t k = pairs;
-  if (k + LANES <= width) {
-    for (int t = 0; t < T; ++t) acc[t][0] += load(x + k) * load(w + t * w_stride + k);
-    k += LANES;
+  if (k + STEP <= width) {
+    for (int t = 0; t < T; ++t) add(t, k, STEP, acc[t][0]);
+    k += STEP;
   }
   if (k < width)
-    for (int t = 0; t < T; ++t) acc[t][1] += load(x + k) * load(w + t * w_stride + k, width - k);
+    for (int t = 0; t < T; ++t) add(t, k, width - k, acc[t][1]);
   Lanes each[T];
   for (int t = 0; t < T; ++t) each[t] = acc[t][0] + acc[t][1];
   write_sums<1, T>(each, out, T);
@@ -247,8 +288,8 @@ INLINE float inverse_rms(const T* x, float eps, int64_t width) {
 }
 
 // to[i] = from[i] / rms(from) * weight[i]; without a weight a copy.
-template <typename T, typename To>
-INLINE void normed(const T* from, const T* weight, float eps, int64_t width, To* to) {
+template <typename X, typename T, typename To>
+INLINE void normed(const X* from, const T* weight, float eps, int64_t width, To* to) {
   if (!weight) return copied(from, width, to);
   const float inverse = inverse_rms(from, eps, width);
   int64_t i = 0;
@@ -256,13 +297,14 @@ INLINE void normed(const T* from, const T* weight, float eps, int64_t width, To*
   if (i < width) store(to + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
 }
 
-// Rows of x, normed where there is a weight, each followed by zeros to whole lanes.
-template <typename T>
+// Rows of x, normed where there is a weight, as products take them.
+template <typename F, typename X>
 INLINE void padded_rows(
-    const T* x, int64_t x_stride, const T* norm_weight, float eps, int64_t rows, int64_t width, float* to) {
-  for (int64_t row = 0; row < rows; ++row, to += padded(width)) {
+    const X* x, int64_t x_stride, const typename F::W* norm_weight, float eps, int64_t rows, int64_t width,
+    typename F::X* to) {
+  for (int64_t row = 0; row < rows; ++row, to += stride_of<F>(width)) {
     normed(x + row * x_stride, norm_weight, eps, width, to);
-    pad(to, width);
+    pad<F>(to, width);
   }
 }
 
@@ -278,45 +320,67 @@ INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
 }
 
 // out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
-template <typename W>
+template <typename F>
 INLINE void tiled(
-    const float* x, int64_t rows, const W* weight, int64_t weight_stride, int64_t width, int64_t output,
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t output,
     int64_t stop, float* out, int64_t out_stride) {
-  const int64_t stride = padded(width);
+  const int64_t stride = stride_of<F>(width);
   for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
-    const W* w = weight + output * weight_stride;
+    const typename F::W* w = weight + output * weight_stride;
     float* to = out + output;
     int64_t row = 0;
     for (; row + MANY <= rows; row += MANY)
-      products<MANY, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
+      products<F, MANY, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
     if (MANY > ROWS && row + ROWS <= rows) {
-      products<ROWS, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
+      products<F, ROWS, TILE>(x + row * stride, stride, w, weight_stride, width, to + row * out_stride, out_stride);
       row += ROWS;
     }
-    for (; row < rows; ++row) row_products<TILE>(x + row * stride, w, weight_stride, width, to + row * out_stride);
+    for (; row < rows; ++row) row_products<F, TILE>(x + row * stride, w, weight_stride, width, to + row * out_stride);
   }
   for (; output < stop; ++output)
     for (int64_t row = 0; row < rows; ++row)
-      row_products<1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
+      row_products<F, 1>(x + row * stride, weight + output * weight_stride, 0, width, out + row * out_stride + output);
+}
+
+// The same of some of a weight's outputs; one row of a large weight reads TILE places far apart: processors fetch ahead
+// by page.
+template <typename F>
+INLINE void products_of(
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t outputs, int64_t output,
+    int64_t stop, float* out, int64_t out_stride) {
+  if (rows == 1 && outputs * width >= STREAMED) {
+    const int64_t apart = (stop - output) / TILE;
+    for (int64_t last = output + apart; output < last; ++output) {
+      float sum[TILE];
+      row_products<F, TILE, true>(x, weight + output * weight_stride, apart * weight_stride, width, sum);
+      for (int t = 0; t < TILE; ++t) out[output + t * apart] = sum[t];
+    }
+    output += (TILE - 1) * apart;
+  }
+  tiled<F>(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
 }
 
 // The same of all outputs, on so many threads at most.
-template <typename W>
+template <typename F>
 INLINE void projected(
-    const float* x, int64_t rows, const W* weight, int64_t weight_stride, int64_t width, int64_t outputs, float* out,
-    int64_t out_stride, int threads) {
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t outputs,
+    float* out, int64_t out_stride, int threads) {
   share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
-    if (rows == 1 && outputs * width >= STREAMED) {  // far apart: processors fetch ahead by page
-      const int64_t apart = (stop - output) / TILE;
-      for (int64_t last = output + apart; output < last; ++output) {
-        float sum[TILE];
-        row_products<TILE, true>(x, weight + output * weight_stride, apart * weight_stride, width, sum);
-        for (int t = 0; t < TILE; ++t) out[output + t * apart] = sum[t];
-      }
-      output += (TILE - 1) * apart;
-    }
-    tiled(x, rows, weight, weight_stride, width, output, stop, out, out_stride);
+    products_of<F>(x, rows, weight, weight_stride, width, outputs, output, stop, out, out_stride);
   });
+}
+
+// To x[width] what is given of a bias and a residual.
+template <typename B, typename R>
+INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
+  for (int64_t i = 0; i < width && (bias || residual); i += LANES) {
+    const int64_t n = width - i < LANES ? width - i : LANES;
+    Lanes y = some(x + i, n);
+    if (bias) y += some(bias + i, n);
+    if (residual) y += some(residual + i, n);
+    if (n == LANES) store(x + i, y);
+    else store(x + i, y, n);
+  }
 }
 
 template <typename T>
@@ -324,26 +388,18 @@ static int skinny_linear(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight, float eps,
     const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width, int64_t outputs,
     int swiglu, int threads) {
+  typedef Factors<T> F;
   constexpr bool NARROW = sizeof(T) < sizeof(float);
   const bool apart = swiglu || NARROW;  // products lie in memory of their own
-  int64_t stride = padded(width), products_stride = apart ? outputs : out_stride;
-  float* input = scratch(rows * stride + (apart ? rows * outputs : 0));
-  if (!input) return OUT_OF_MEMORY;
-  float* result = input + rows * stride;
+  const int64_t products_stride = apart ? outputs : out_stride;
+  float* result = scratch(rows * stride_of<F>(width) + (apart ? rows * outputs : 0));
+  if (!result) return OUT_OF_MEMORY;
+  auto input = (typename F::X*)(result + (apart ? rows * outputs : 0));
   if constexpr (!NARROW) result = apart ? result : out;
-  padded_rows(x, x_stride, norm_weight, eps, rows, width, input);
-  projected(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
-  for (int64_t row = 0; row < rows && (bias || residual); ++row) {
-    float* to = result + row * products_stride;
-    for (int64_t i = 0; i < outputs; i += LANES) {
-      const int64_t n = outputs - i < LANES ? outputs - i : LANES;
-      Lanes y = some(to + i, n);
-      if (bias) y += some(bias + i, n);
-      if (residual) y += some(residual + row * residual_stride + i, n);
-      if (n == LANES) store(to + i, y);
-      else store(to + i, y, n);
-    }
-  }
+  padded_rows<F>(x, x_stride, norm_weight, eps, rows, width, input);
+  projected<F>(input, rows, weight, weight_stride, width, outputs, result, products_stride, threads);
+  for (int64_t row = 0; row < rows; ++row)
+    add(bias, residual ? residual + row * residual_stride : nullptr, outputs, result + row * products_stride);
   for (int64_t row = 0; row < rows && apart; ++row) {
     const float* from = result + row * outputs;
     T* to = out + row * out_stride;
@@ -354,9 +410,9 @@ static int skinny_linear(
 }
 
 // A head x[width], normed and rotated, to to[width].
-template <typename T>
+template <typename X, typename T>
 INLINE void turned(
-    const T* x, const T* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
+    const X* x, const T* weight, float eps, const float* cos, const float* sin, int64_t width, float scale,
     float* buffer, float* to) {
   normed(x, weight, eps, width, buffer);
   int64_t half = width / 2;
@@ -418,9 +474,9 @@ struct Seen {
 template <typename T>
 INLINE void all_products(
     const float* x, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width, float* out, int64_t out_stride) {
-  tiled(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
+  tiled<Widened<T>>(x, rows, seen.shared, seen.stride, width, 0, count, out, out_stride);
   for (int64_t row = 0; row < rows; ++row)
-    row_products<1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
+    row_products<Widened<float>, 1>(x + row * padded(width), seen.own[row], 0, width, out + row * out_stride + count);
 }
 
 template <int R, typename T>
@@ -490,40 +546,117 @@ INLINE void all_added(
 }
 
 template <typename T>
+INLINE int64_t scratch_of(const Sequence<T>& in) {  // floats
+  const int64_t group = in.heads / in.kv_heads;
+  return (3 + 2 * group) * padded(in.width) + group * padded(in.held - in.first + 1);
+}
+
+// Attention of a row's heads that share key head g, from its qkv to those heads of its output; in buffer[scratch_of(in)].
+template <typename X, typename T, typename Out>
+INLINE void attended(
+    const X* qkv, const T* q_weight, const T* k_weight, const Sequence<T>& in, int64_t row, int64_t g, float* buffer,
+    Out* out) {
+  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, count = in.held - in.first;
+  const int64_t score_stride = padded(count + 1), place = entry(in.positions, in.wide_positions, row) * width;
+  float *own_key = buffer + stride, *own_value = own_key + stride, *query = own_value + stride;
+  float *sum = query + group * stride, *score = sum + group * stride;
+  for (int64_t h = 0; h < group; ++h) {
+    turned(qkv + (g * group + h) * width, q_weight, in.eps, in.cos + place, in.sin + place, width, in.scale, buffer,
+           query + h * stride);
+    pad<Widened<T>>(query + h * stride, width);
+  }
+  turned(qkv + (in.heads + g) * width, k_weight, in.eps, in.cos + place, in.sin + place, width, 1.0f, buffer, own_key);
+  pad<Widened<T>>(own_key, width);
+  copied(qkv + (in.heads + in.kv_heads + g) * width, width, own_value);
+  const int64_t slot = in.slots ? entry(in.slots, in.wide_slots, row) : -1;
+  if (slot >= 0) {
+    copied(own_key, width, in.k + slot * in.k_slot + g * in.k_head);
+    copied(own_value, width, in.v + slot * in.v_slot + g * in.v_head);
+  }
+  const Seen<T> keys = {in.k + in.first * in.k_slot + g * in.k_head, in.k_slot, {own_key, 0, 0, group}};
+  const Seen<T> values = {in.v + in.first * in.v_slot + g * in.v_head, in.v_slot, {own_value, 0, 0, group}};
+  all_products(query, group, keys, count, width, score, score_stride);
+  for (int64_t h = 0; h < group; ++h) softmax(score + h * score_stride, count + 1);
+  all_weighted(score, score_stride, group, values, count, width, {sum, 0, stride, group});
+  for (int64_t h = 0; h < group; ++h) copied(sum + h * stride, width, out + (g * group + h) * width);
+}
+
+template <typename T>
 static int branch_attention_qkv(
-    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const float* cos, const float* sin,
-    const void* positions, int wide_positions, T* k_cache, int64_t k_slot, int64_t k_head, T* v_cache, int64_t v_slot,
-    int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, T* out, int64_t rows, int64_t heads,
-    int64_t kv_heads, int64_t width, float eps, float scale) {
-  int64_t stride = padded(width), count = held - first, score_stride = padded(count + 1), group = heads / kv_heads;
-  float* buffer = scratch((heads + kv_heads + 2 + group) * stride + group * score_stride);
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequence<T>& in, T* out, int64_t rows) {
+  float* buffer = scratch(scratch_of(in));
   if (!buffer) return OUT_OF_MEMORY;
-  float *query = buffer + stride, *key = query + heads * stride, *own_value = key + kv_heads * stride;
-  float *sum = own_value + stride, *score = sum + group * stride;
-  for (int64_t row = 0; row < rows; ++row) {
-    const T *x = qkv + row * qkv_stride, *value = x + (heads + kv_heads) * width;
-    int64_t place = entry(positions, wide_positions, row) * width;
-    int64_t slot = slots ? entry(slots, wide_slots, row) : -1;
-    for (int64_t h = 0; h < heads; ++h) {
-      turned(x + h * width, q_weight, eps, cos + place, sin + place, width, scale, buffer, query + h * stride);
-      pad(query + h * stride, width);
-    }
-    for (int64_t g = 0; g < kv_heads; ++g) {
-      float* own = key + g * stride;
-      turned(x + (heads + g) * width, k_weight, eps, cos + place, sin + place, width, 1.0f, buffer, own);
-      pad(own, width);
-      copied(value + g * width, width, own_value);
-      if (slot >= 0) {
-        copied(own, width, k_cache + slot * k_slot + g * k_head);
-        copied(own_value, width, v_cache + slot * v_slot + g * v_head);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t g = 0; g < in.kv_heads; ++g)
+      attended(qkv + row * qkv_stride, q_weight, k_weight, in, row, g, buffer, out + row * in.heads * in.width);
+  return 0;
+}
+
+// A layer in one parallel region: every thread norms for itself, makes its share of each product, and waits for the
+// others where the next step takes all of it. Sums take the order that they take in the ops that it is made of.
+template <typename T>
+static int decoder_layer(
+    const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequence<T>& in, T* out, int64_t rows,
+    int64_t model, int64_t inner, int threads) {
+  typedef Factors<T> F;
+  typedef typename F::X X;
+  const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
+  const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
+  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in)));
+  float* qkv = scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
+  if (!qkv) return OUT_OF_MEMORY;
+  float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
+  float* of_threads = gates + rows * 2 * inner;
+  X *heads = (X*)(of_threads + threads * owned), *active = heads + rows * heads_stride;
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t me = part(), of = parts();
+    float* own = of_threads + me * owned;
+    auto shared = [=](int64_t count, int64_t unit, auto work) {  // work(first, last) of this thread's share
+      const int64_t units = (count + unit - 1) / unit;
+      work(units * me / of * unit, std::min(count, units * (me + 1) / of * unit));
+    };
+    auto project = [=](const X* x, const T* weight, const T* bias, auto residual, int64_t residual_stride,
+                       int64_t width, int64_t outputs, int64_t first, int64_t last, float* to) {
+      products_of<F>(x, rows, weight, width, width, outputs, first, last, to, outputs);
+      for (int64_t row = 0; row < rows; ++row)
+        add(bias ? bias + first : bias, residual ? residual + row * residual_stride + first : residual, last - first,
+            to + row * outputs + first);
+    };
+    const float* none = nullptr;
+    padded_rows<F>(hidden, hidden_stride, w.input_norm, in.eps, rows, model, (X*)own);
+    shared(all, TILE, [=](int64_t first, int64_t last) {
+      project((X*)own, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
+    });
+#pragma omp barrier
+    shared(rows * in.kv_heads, 1, [=](int64_t first, int64_t last) {
+      for (; first < last; ++first) {
+        const int64_t row = first / in.kv_heads, g = first % in.kv_heads;
+        attended(qkv + row * all, w.q_norm, w.k_norm, in, row, g, own, heads + row * heads_stride);
+        if (g == 0) pad<F>(heads + row * heads_stride, attention);
       }
-      Seen<T> keys = {k_cache + first * k_slot + g * k_head, k_slot, {own, 0, 0, group}};
-      Seen<T> values = {v_cache + first * v_slot + g * v_head, v_slot, {own_value, 0, 0, group}};
-      all_products(query + g * group * stride, group, keys, count, width, score, score_stride);
-      for (int64_t h = 0; h < group; ++h) softmax(score + h * score_stride, count + 1);
-      all_weighted(score, score_stride, group, values, count, width, {sum, 0, stride, group});
-      for (int64_t h = 0; h < group; ++h) copied(sum + h * stride, width, out + (row * heads + g * group + h) * width);
-    }
+    });
+#pragma omp barrier
+    shared(model, TILE, [=](int64_t first, int64_t last) {
+      project(heads, w.o, w.o_bias, hidden, hidden_stride, attention, model, first, last, stream);
+    });
+#pragma omp barrier
+    padded_rows<F>(stream, model, w.post_norm, in.eps, rows, model, (X*)own);
+    shared(inner, TILE, [=](int64_t first, int64_t last) {
+      for (int64_t up : {int64_t(0), inner})
+        project((X*)own, w.gate_up, w.gate_up_bias, none, 0, model, 2 * inner, up + first, up + last, gates);
+      for (int64_t row = 0; row < rows; ++row) {
+        const float* gate = gates + row * 2 * inner + first;
+        gated(gate, gate + inner, last - first, active + row * inner_stride + first);
+        if (last == inner) pad<F>(active + row * inner_stride, inner);
+      }
+    });
+#pragma omp barrier
+    shared(model, TILE, [=](int64_t first, int64_t last) {
+      project(active, w.down, w.down_bias, stream, model, inner, model, first, last, sum);
+      for (int64_t row = 0; row < rows; ++row)
+        copied(sum + row * model + first, last - first, out + row * model + first);
+    });
   }
   return 0;
 }
@@ -795,8 +928,8 @@ static int linear_logprob(
   if (!input) return OUT_OF_MEMORY;
   float* logit = weight ? input + rows * stride : input;
   if (weight) {
-    padded_rows<float>(x, x_stride, nullptr, 0, rows, width, input);
-    projected(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
+    padded_rows<Widened<float>>(x, x_stride, nullptr, 0, rows, width, input);
+    projected<Widened<float>>(input, rows, weight, weight_stride, width, vocabulary, logit, columns, threads);
     x = logit;
     x_stride = columns;
   }

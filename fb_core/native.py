@@ -16,13 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fb_kernels import branch_attention_qkv, qk_norm_rope, rms_norm, skinny_linear, swiglu
+from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and how their classes begin
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -53,12 +53,12 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer."""
+    """One decoder layer; its norms have one eps."""
 
     input_norm: Norm
     qkv: Linear  # [(Hq + 2 Hkv) E, D]
     q_norm: Norm | None  # [E]
-    k_norm: Norm | None  # with q_norm's eps
+    k_norm: Norm | None
     o: Linear  # [D, Hq E]
     mlp_norm: Norm
     gate_up: Linear  # [2F, D]
@@ -67,6 +67,20 @@ class Layer:
     kv_heads: int
     window: int | None
     scale: float
+
+    @cached_property
+    def weights(self) -> LayerWeights:
+        """All of them."""
+        return LayerWeights(
+            self.input_norm.weight,
+            *self.qkv,
+            self.q_norm and self.q_norm.weight,
+            self.k_norm and self.k_norm.weight,
+            *self.o,
+            self.mlp_norm.weight,
+            *self.gate_up,
+            *self.down,
+        )
 
     def before_attention(
         self,
@@ -91,57 +105,10 @@ class Layer:
             positions,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
-            eps=self.q_norm.eps if self.q_norm else 1e-6,
+            eps=self.input_norm.eps,
             kv_out=kv_out,
         )
         return q, k, v, residual
-
-    def step(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        held: Tensor,
-        slots: Tensor | None,
-    ) -> Tensor:
-        """The layer's output [N, D] for a few rows behind one sequence, in five operations.
-
-        Args:
-            hidden: [N, D], its input.
-            positions: [N], rows of cos and sin.
-            cos: [S, E].
-            sin: [S, E].
-            keys: [S, Hkv, E], the sequence's; written where slots says so.
-            values: likewise.
-            held: [1], how many of them count.
-            slots: [N], where k and v are written, or None.
-        """
-        project = partial(skinny_linear, frozen=True)  # no work under way writes the weights
-        before, after = self.input_norm, self.mlp_norm
-        qkv = project(hidden, *self.qkv, norm_weight=before.weight, eps=before.eps)
-        attended = branch_attention_qkv(
-            qkv,
-            self.q_norm and self.q_norm.weight,
-            self.k_norm and self.k_norm.weight,
-            cos,
-            sin,
-            positions,
-            keys,
-            values,
-            held,
-            slots,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            eps=self.q_norm.eps if self.q_norm else 1e-6,
-            window=self.window,
-            scale=self.scale,
-        )
-        hidden = project(attended.flatten(1), *self.o, residual=hidden)
-        gated = project(hidden, *self.gate_up, norm_weight=after.weight, eps=after.eps, swiglu=True)
-        return project(gated, *self.down, residual=hidden)
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(what the MLP adds, residual), both [T, D]: the layer's output is their sum, which the next norm takes."""
@@ -273,14 +240,15 @@ class _Reader:
         q_norm, k_norm = None, None
         if self.family == "qwen3":
             q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
-            _expect(q_norm.eps == k_norm.eps)
+        input_norm, mlp_norm = self._norm(layer.input_layernorm), self._norm(layer.post_attention_layernorm)
+        _expect(len({norm.eps for norm in (input_norm, mlp_norm, q_norm, k_norm) if norm}) == 1)
         return Layer(
-            input_norm=self._norm(layer.input_layernorm),
+            input_norm=input_norm,
             qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
             q_norm=q_norm,
             k_norm=k_norm,
             o=self._linear(attention.o_proj),
-            mlp_norm=self._norm(layer.post_attention_layernorm),
+            mlp_norm=mlp_norm,
             gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
             down=self._linear(mlp.down_proj),
             heads=len(attention.q_proj.weight) // width,

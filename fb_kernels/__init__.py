@@ -8,6 +8,7 @@ from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.candidate_head import candidate_head
 from fb_kernels.commit import DecodeState, Halt, commit_
 from fb_kernels.compatibility_targets import compatibility_targets
+from fb_kernels.decoder_layer import LayerWeights, decoder_layer
 from fb_kernels.group_cross_entropy import group_cross_entropy
 from fb_kernels.joint_pool import joint_pool
 from fb_kernels.layout import BranchLayout
@@ -23,12 +24,14 @@ __all__ = [
     "BranchLayout",
     "DecodeState",
     "Halt",
+    "LayerWeights",
     "branch_attention",
     "branch_attention_qkv",
     "candidate_head",
     "combine_logprob_partials",
     "commit_",
     "compatibility_targets",
+    "decoder_layer",
     "group_cross_entropy",
     "joint_pool",
     "linear_logprob",

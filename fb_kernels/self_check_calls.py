@@ -16,6 +16,7 @@ from fb_kernels.branch_attention_qkv import naive as branch_attention_qkv
 from fb_kernels.candidate_head import naive as candidate_head
 from fb_kernels.commit import naive as commit
 from fb_kernels.compatibility_targets import naive as compatibility_targets
+from fb_kernels.decoder_layer import naive as decoder_layer
 from fb_kernels.group_cross_entropy import naive as group_cross_entropy
 from fb_kernels.joint_pool import naive as joint_pool
 from fb_kernels.linear_logprob import naive as linear_logprob
@@ -324,6 +325,49 @@ def _branch_attention_qkv(size: int) -> Iterator[Call]:
         )
 
 
+def _decoder_layer(size: int) -> Iterator[Call]:
+    model, inner, held, heads, kv_heads, width = (
+        (40, 56, 20, 4, 2, 8),
+        (256, 700, 100, 8, 4, 32),
+        (2048, 6144, 2048, 16, 8, 128),
+    )[size]
+    outputs, attention = (heads + 2 * kv_heads) * width, heads * width
+
+    def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
+        def run(hidden: Tensor, *rest: Tensor) -> Outputs:
+            input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down, k_cache, v_cache, cos, sin = rest[:12]
+            weights = ops.LayerWeights(
+                *(input_norm, qkv, None, q_norm, k_norm, o, None, post_norm, gate_up, None, down, None)
+            )
+            tables = (x.to(hidden.dtype) for x in (cos, sin)) if definition else (cos, sin)
+            positions, length, slots = rest[12:]
+            out = function(hidden, weights, *tables, positions, k_cache, v_cache, length, slots, eps=EPS)
+            return out, k_cache, v_cache
+
+        return run
+
+    for rows in (1, 13):
+        one = torch.full((rows,), held, dtype=torch.int32)
+        matrices = [(outputs, model), (model, attention), (2 * inner, model), (model, inner)]
+        qkv, o, gate_up, down = (_randn(*shape) / shape[1] ** 0.5 for shape in matrices)
+        norms = [1 + _randn(n, seed=seed) / 8 for seed, n in enumerate((model, width, width, model))]
+        yield Call(
+            "decoder_layer",
+            f"N={rows} D={model} F={inner} P={held}",
+            ordered(ops.decoder_layer, False),
+            ordered(decoder_layer.decoder_layer, True),
+            (
+                *(_randn(rows, model), norms[0], qkv, norms[1], norms[2], o, norms[3], gate_up, down),
+                *(_randn(held + rows, kv_heads, width, seed=seed, heavy=rows + 5) for seed in (1, 2)),
+                *_angles(held + 1, width),
+            ),
+            (one, one[:1], held + torch.arange(rows, dtype=torch.int32)),
+            wide=2,
+            flops=2.0 * rows * sum(a * b for a, b in matrices),
+            bytes=2.0 * sum(a * b for a, b in matrices) + 4.0 * held * kv_heads * width,
+        )
+
+
 def _skinny_linear(size: int) -> Iterator[Call]:
     width, outputs = ((40, 24), (1000, 520), (2048, 6144))[size]
 
@@ -415,6 +459,7 @@ MAKERS: dict[str, Callable[[int], Iterator[Call]]] = {
     "candidate_head": _candidate_head,
     "commit": _commit,
     "compatibility_targets": _compatibility_targets,
+    "decoder_layer": _decoder_layer,
     "group_cross_entropy": _group_cross_entropy,
     "joint_pool": _joint_pool,
     "linear_logprob": _linear_logprob,

@@ -18,7 +18,17 @@ from fb_core import hf
 from fb_core.engine.graphs import Graphs
 from fb_core.native import Layer, NativeDecoder
 from fb_core.policy import RequestPolicy
-from fb_kernels import BranchLayout, DecodeState, Halt, branch_attention, commit_, rms_norm, skinny_linear, topk_entropy
+from fb_kernels import (
+    BranchLayout,
+    DecodeState,
+    Halt,
+    branch_attention,
+    commit_,
+    decoder_layer,
+    rms_norm,
+    skinny_linear,
+    topk_entropy,
+)
 
 BUCKETS = (32, 64, 128, 256)
 RING = 4
@@ -141,7 +151,20 @@ class StaticModel:
         layers = self.layers if layers is None else layers
         if bucket is None:
             for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
-                hidden = layer.step(hidden, positions, self.cos, self.sin, keys, values, held, slots)
+                hidden = decoder_layer(
+                    hidden,
+                    layer.weights,
+                    self.cos,
+                    self.sin,
+                    positions,
+                    keys,
+                    values,
+                    held,
+                    slots,
+                    eps=layer.input_norm.eps,
+                    window=layer.window,
+                    scale=layer.scale,
+                )
             return hidden
         residual: Tensor | None = None
         layout = BranchLayout(bucket.cu_branch, bucket.cu_group, self.first, held, max_branch_len=len(ids))

@@ -63,34 +63,17 @@ def branch_attention_qkv(
     """
     if (
         eager((qkv, cos, sin, positions, k_cache, v_cache, held), (q_weight, k_weight, slots))
-        and checks.alike(qkv, q_weight, k_weight, k_cache, v_cache)
-        and checks.alike(cos, sin)
-        and checks.beside(qkv, positions, held, slots)
-        and cos.device == qkv.device
+        and checks.alike(qkv, q_weight, k_weight)
         and type(num_heads) is type(num_kv_heads) is int
         and num_heads > 0 < num_kv_heads
         and num_heads % num_kv_heads == 0
-        and cos.ndim == qkv.ndim == 2
-        and cos.shape == sin.shape
-        and (head_dim := cos.shape[1]) % 2 == 0
-        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
+        and qkv.ndim == 2
+        and is_sequence(qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+        and k_cache.shape[1] == num_kv_heads
+        and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * (head_dim := cos.shape[1])
         and (q_weight is None or q_weight.shape == (head_dim,))
         and (k_weight is None or k_weight.shape == (head_dim,))
-        and positions.shape == qkv.shape[:1]
-        and k_cache.ndim == 3
-        and k_cache.shape == v_cache.shape
-        and k_cache.shape[1:] == (num_kv_heads, head_dim)
-        and held.shape == (1,)
-        and (
-            slots is None
-            or (
-                slots.shape == qkv.shape[:1]
-                and checks.disjoint((k_cache, v_cache), qkv, q_weight, k_weight, cos, sin, positions, held, slots)
-            )
-        )
-        and checks.above_zero(eps)
-        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
-        and (scale is None or checks.above_zero(scale))
+        and (slots is None or checks.disjoint((k_cache, v_cache), q_weight, k_weight))
     ):
         return _branch_attention_qkv.direct(
             qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, held, slots,
@@ -98,48 +81,23 @@ def branch_attention_qkv(
         )  # fmt: skip
     op = "branch_attention_qkv"
     checks.floating(op, "qkv", qkv)
-    checks.floating(op, "cos", cos)
-    checks.same_device(op, "cos", cos, qkv)
-    checks.floating(op, "sin", sin, like=cos)
     checks.integer(op, "num_kv_heads", num_kv_heads, "pass the model's number of heads", least=1)
     checks.integer(op, "num_heads", num_heads, "pass the model's number of heads", least=1)
     if num_heads % num_kv_heads:
         raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
-    checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
-    length, head_dim = cos.shape
-    if head_dim % 2:
-        raise checks.error(op, "cos", "an even head dimension E", cos, "give both halves of the rotary table")
-    checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
+    checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
+    scale = check_sequence(op, qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    head_dim = cos.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim
     checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
-    rows = qkv.shape[0]
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+    checks.shape(op, "k_cache", k_cache, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
+    weights = (("q_weight", q_weight), ("k_weight", k_weight))
+    for name, weight in weights:
         if weight is not None:
             checks.floating(op, name, weight, like=qkv)
             checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
-    checks.index(op, "positions", positions, like=qkv)
-    checks.shape(op, "positions", positions, (rows,), "[N]", "give one position to each row of qkv")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.floating(op, name, cache, like=qkv)
-        checks.shape(op, name, cache, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
-    checks.shape(op, "v_cache", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
-    checks.index(op, "held", held, like=qkv)
-    checks.shape(op, "held", held, (1,), "[1]", "give the sequence's length as a tensor")
     if slots is not None:
-        checks.index(op, "slots", slots, like=qkv)
-        checks.shape(op, "slots", slots, (rows,), "[N]", "give one slot to each row of qkv")
-        caches = (("k_cache", k_cache), ("v_cache", v_cache))
-        for name, cache in caches:
-            checks.writable(op, name, cache)
-        indices = (("positions", positions), ("held", held), ("slots", slots))
-        floats = (("qkv", qkv), ("q_weight", q_weight), ("k_weight", k_weight), ("cos", cos), ("sin", sin))
-        checks.apart(op, caches, (*floats, *indices))
-    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
-    if window is not None:
-        checks.integer(op, "window", window, "leave it out for full attention", least=1)
-    if scale is None:
-        scale = head_dim**-0.5
-    checks.number(op, "scale", scale, "leave it out for E ** -0.5")
+        checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), weights)
     checks.no_grad(op, qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache)
     return _branch_attention_qkv(
         qkv,
@@ -158,6 +116,95 @@ def branch_attention_qkv(
         window,
         scale,
     )
+
+
+def is_sequence(
+    rows: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    eps: object,
+    window: object,
+    scale: object,
+) -> bool:
+    """Whether plain tensors are tables and caches of one sequence, behind which rows [N, ..] stand."""
+    return (
+        checks.alike(rows, k_cache, v_cache)
+        and checks.alike(cos, sin)
+        and checks.beside(rows, positions, held, slots)
+        and cos.device == rows.device
+        and cos.ndim == 2
+        and cos.shape == sin.shape
+        and cos.shape[1] % 2 == 0 < cos.shape[1]
+        and positions.shape == rows.shape[:1]
+        and k_cache.ndim == 3
+        and k_cache.shape == v_cache.shape
+        and k_cache.shape[2] == cos.shape[1]
+        and held.shape == (1,)
+        and (
+            slots is None
+            or (
+                slots.shape == rows.shape[:1]
+                and checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, held, slots)
+            )
+        )
+        and checks.above_zero(eps)
+        and (window is None or (type(window) is int and 0 < window <= checks.LARGEST))
+        and (scale is None or checks.above_zero(scale))
+    )
+
+
+def check_sequence(
+    op: str,
+    rows: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    eps: float,
+    window: int | None,
+    scale: float | None,
+) -> float:
+    """The scale of the scores; raises in words where these are not tables and caches of one sequence."""
+    checks.floating(op, "cos", cos)
+    checks.same_device(op, "cos", cos, rows)
+    checks.floating(op, "sin", sin, like=cos)
+    checks.shape(op, "cos", cos, (None, None), "[S, E]", "drop the batch dimension")
+    length, head_dim = cos.shape
+    if head_dim % 2 or not head_dim:
+        raise checks.error(op, "cos", "an even head dimension E above 0", cos, "give both halves of the rotary table")
+    checks.shape(op, "sin", sin, (length, head_dim), "[S, E]", "give it cos's shape")
+    count = rows.shape[0]
+    checks.index(op, "positions", positions, like=rows)
+    checks.shape(op, "positions", positions, (count,), "[N]", "give one position to each row")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.floating(op, name, cache, like=rows)
+        checks.shape(op, name, cache, (None, None, head_dim), "[slots, Hkv, E]", "view the cache so")
+    checks.shape(op, "v_cache", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
+    checks.index(op, "held", held, like=rows)
+    checks.shape(op, "held", held, (1,), "[1]", "give the sequence's length as a tensor")
+    if slots is not None:
+        checks.index(op, "slots", slots, like=rows)
+        checks.shape(op, "slots", slots, (count,), "[N]", "give one slot to each row")
+        caches = (("k_cache", k_cache), ("v_cache", v_cache))
+        for name, cache in caches:
+            checks.writable(op, name, cache)
+        others = (("rows", rows), ("cos", cos), ("sin", sin))
+        checks.apart(op, caches, (*others, ("positions", positions), ("held", held), ("slots", slots)))
+    checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
+    if window is not None:
+        checks.integer(op, "window", window, "leave it out for full attention", least=1)
+    if scale is None:
+        return head_dim**-0.5
+    checks.number(op, "scale", scale, "leave it out for E ** -0.5")
+    return scale
 
 
 def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest: object) -> Tensor:

@@ -69,16 +69,16 @@ def layout(qkv: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows, groups, torch.zeros_like(held), held
 
 
-def check_held(k_cache: Tensor, held: Tensor, slots: Tensor | None) -> tuple[int, list[int]]:
+def check_held(k_cache: Tensor, held: Tensor, slots: Tensor | None, op: str = OP) -> tuple[int, list[int]]:
     """(held, slots) as the host's numbers, held within the cache and no slot below it (CPU only)."""
     length, size = int(held), k_cache.shape[0]
     if not 0 <= length <= size:
-        raise checks.error(OP, "held", f"0 to {size}, the caches' rows", length, "count the sequence's tokens")
+        raise checks.error(op, "held", f"0 to {size}, the caches' rows", length, "count the sequence's tokens")
     kept: list[int] = [] if slots is None else slots.tolist()
     for slot in kept:
         if 0 <= slot < length:
             least = min(filter(lambda s: s >= 0, kept))
-            raise checks.error(OP, "slots", f"slots from {length} on", least, "keep what is held")
+            raise checks.error(op, "slots", f"slots from {length} on", least, "keep what is held")
     return length, kept
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from test_contract import evaluate
 from torch import Tensor
-from ways import BITS, running
+from ways import VECTORS, running
 
 from fb_kernels import backend, cpu, segments
 from fb_kernels import layout as layouts
@@ -47,7 +47,7 @@ given_here = settings(
 )
 
 
-@pytest.fixture(autouse=True, params=[f"cpu {bits}" for bits in BITS])
+@pytest.fixture(autouse=True, params=[f"cpu {vectors}" for vectors in VECTORS])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every op runs its compiled CPU kernel, and refuses arguments that it was not made for."""
     with running(request.param):

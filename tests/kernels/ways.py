@@ -25,13 +25,14 @@ from fb_kernels import backend, cpu, cuda, tuning
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror")
-BITS = (128, 256, 512)  # of the CPU's vectors
+VECTORS = {"128": 128, "256": 256, "512": 512, "dots": 513}  # of the CPU, bits; the last with dot products of bfloat16
 READING = ("branch_attention", "branch_attention_qkv", "commit", "qk_norm_rope")  # ops whose reference does on the CPU
 NARROWED = """
 #include <cstdlib>
 #include <cstring>
 static bool allowed(const char* name) {
-  return std::atoi(std::getenv("WIDEST_HERE")) >= (std::strstr(name, "avx512") ? 512 : 256);
+  const int needed = std::strstr(name, "avx512bf16") ? 513 : std::strstr(name, "avx512") ? 512 : 256;
+  return std::atoi(std::getenv("WIDEST_HERE")) >= needed;
 }
 #define __builtin_cpu_supports(name) (__builtin_cpu_supports(name) && allowed(name))
 #include "cpu.cpp"
@@ -39,8 +40,8 @@ static bool allowed(const char* name) {
 
 
 @cache
-def narrowed(widest: int) -> ctypes.CDLL:
-    """The library of the sources as they are with vectors of so many bits, compiled once for all and all processes."""
+def narrowed(widest: str) -> ctypes.CDLL:
+    """The library of the sources as they are with some of VECTORS, compiled once for all and all processes."""
     digest = hashlib.sha256(b"".join((SOURCES / name).read_bytes() for name in ("cpu.cpp", "cpu_kernels.h")))
     digest.update(NARROWED.encode())
     target = Path(tempfile.gettempdir()) / f"libfb_cpu_{os.getuid()}_{digest.hexdigest()[:16]}.so"
@@ -55,15 +56,16 @@ def narrowed(widest: int) -> ctypes.CDLL:
             subprocess.run(command, input=NARROWED, check=True, capture_output=True, text=True)
             os.replace(unfinished, target)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WIDEST_HERE", str(widest))
+        patch.setenv("WIDEST_HERE", str(VECTORS[widest]))
         found = cpu.opened(Path(shutil.copy(target, folder)))  # a file of its own is loaded anew
     assert isinstance(found, ctypes.CDLL), found
     return found
 
 
 def names(op: Op) -> list[str]:
-    """The implementations of an op, the CPU's once for each width of vectors."""
-    widths = [f"cpu {bits}" for bits in BITS] if "cpu" in op.ways else []
+    """The implementations of an op, the CPU's once for each kind of vectors."""
+    narrow = "cpu" in op.ways and torch.bfloat16 in op.ways["cpu"].dtypes
+    widths = [f"cpu {each}" for each in VECTORS if narrow or each != "dots"] if "cpu" in op.ways else []
     return [name for name in op.ways if name != "cpu"] + widths
 
 
@@ -83,7 +85,7 @@ def device_of(way: str) -> torch.device:
 def running(way: str) -> Iterator[None]:
     """Ops run one implementation, and refuse arguments that it was not made for.
 
-    After a space it says which: the CPU's by the bits of its vectors, Triton's by what a function of tuning.py chooses.
+    After a space it says which: the CPU's by its vectors, Triton's by what a function of tuning.py chooses.
     """
     kind, _, which = way.partition(" ")
     with pytest.MonkeyPatch.context() as patch, backend.override("reference" if kind == "device" else kind):
@@ -91,7 +93,7 @@ def running(way: str) -> Iterator[None]:
             for name in READING:
                 patch.setattr(import_module(f"fb_kernels.{name}.reference"), "_host_reads", lambda _: False)
         if kind == "cpu":
-            library = narrowed(int(which))
+            library = narrowed(which)
             patch.setattr(cpu, "library", lambda: library)
         if kind == "triton" and which:
             name, _, choice = which.partition("=")

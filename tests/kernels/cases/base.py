@@ -14,7 +14,7 @@ from layouts import WHOLE
 from torch import Tensor
 
 import fb_kernels
-from fb_kernels import BranchLayout, DecodeState, tuning
+from fb_kernels import BranchLayout, DecodeState, LayerWeights, tuning
 
 Sizes = dict[str, Any]
 INDICES = ("cu_branch", "cu_group", "prefix_start", "prefix_len", "block_table")
@@ -43,8 +43,8 @@ class Case:
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, value in self.arguments.items():
-            if isinstance(value, DecodeState):
-                found |= {f"{name}.{each}": x for each, x in value._asdict().items()}
+            if isinstance(value, DecodeState | LayerWeights):
+                found |= {f"{name}.{each}": x for each, x in value._asdict().items() if x is not None}
             elif isinstance(value, BranchLayout):
                 fields = {each: getattr(value, each) for each in INDICES}
                 found |= {f"{name}.{each}": x for each, x in fields.items() if x is not None}
@@ -62,7 +62,7 @@ class Case:
             (inside.setdefault(outer, {}) if inner else built)[inner or outer] = value
         for outer, values in inside.items():
             whole = built[outer]
-            if isinstance(whole, DecodeState):
+            if isinstance(whole, DecodeState | LayerWeights):
                 built[outer] = whole._replace(**values)
             elif isinstance(whole, BranchLayout):
                 built[outer] = replace(whole, **values)

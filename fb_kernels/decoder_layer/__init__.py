@@ -1,0 +1,159 @@
+"""A whole layer of a Llama-like decoder for a few rows behind one sequence: a decode step's, or candidates'."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fb_kernels import checks
+from fb_kernels._op import Op, eager
+from fb_kernels.branch_attention_qkv import check_sequence, is_sequence
+from fb_kernels.decoder_layer import reference
+
+
+class LayerWeights(NamedTuple):
+    """The weights of a layer, all of one dtype and on one device; F is the width of the MLP."""
+
+    input_norm: Tensor
+    """[D]."""
+    qkv: Tensor
+    """[(Hq + 2 Hkv) E, D]: the heads of q, then of k, then of v."""
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    """[E], or None for no norm."""
+    k_norm: Tensor | None
+    o: Tensor
+    """[D, Hq E]."""
+    o_bias: Tensor | None
+    post_norm: Tensor
+    """[D], ahead of the MLP."""
+    gate_up: Tensor
+    """[2F, D]: the gate's rows, then up's."""
+    gate_up_bias: Tensor | None
+    down: Tensor
+    """[D, F]."""
+    down_bias: Tensor | None
+
+
+NEEDED = tuple("None" not in str(kind) for kind in LayerWeights.__annotations__.values())
+
+
+def decoder_layer(
+    hidden: Tensor,
+    weights: LayerWeights,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """One layer for rows that are each one more token behind one sequence: the next token, or candidates for it.
+
+    `skinny_linear` with its norm, `branch_attention_qkv`, and three times `skinny_linear` for o and the MLP, in one
+    call; what lies between them may keep more digits. The weights are taken for frozen, as `skinny_linear` has it.
+    torch.autocast casts nothing here, as in torch's operations in place.
+
+    Args:
+        hidden: [N, D] float, the residual stream.
+        weights: like hidden. Hkv and E are those of the cache, Hq is what o takes.
+        cos: [S, E] float of any dtype: the rotary table.
+        sin: [S, E], cos's dtype.
+        positions: [N] int32 or int64, rows of cos and sin.
+        k_cache: [slots, Hkv, E] like hidden; what lies from held on is never seen.
+        v_cache: likewise.
+        held: [1] int32 or int64: how many of the cache's first rows count.
+        slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
+            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
+        eps: of all norms, above 0.
+        window: keys that a row sees, itself included; None for all.
+        scale: of the scores; None for E ** -0.5.
+
+    Returns:
+        [N, D] in hidden's dtype, contiguous. For inference: no argument may require grad. What is out of range is as in
+        `branch_attention_qkv`: a ValueError on the CPU, NaN in the rows that it concerns on a device.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: a wrong shape, device or value, or an argument that requires grad.
+    """
+    if (
+        type(weights) is LayerWeights
+        and eager((hidden, cos, sin, positions, k_cache, v_cache, held), (slots, *weights))
+        and checks.alike(hidden, *weights)
+        and hidden.ndim == 2
+        and is_sequence(hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+        and _sizes_fit(hidden.shape[1], weights, k_cache.shape[1], cos.shape[1])
+    ):
+        return _decoder_layer.direct(
+            hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, eps, window,
+            cos.shape[1] ** -0.5 if scale is None else scale,
+        )  # fmt: skip
+    op = "decoder_layer"
+    checks.floating(op, "hidden", hidden)
+    checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
+    scale = check_sequence(op, hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    if not isinstance(weights, LayerWeights):
+        kind = type(weights).__name__
+        raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
+    (_, kv_heads, width), model = k_cache.shape, hidden.shape[1]
+    for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
+        if weight is not None or needed:
+            checks.floating(op, f"weights.{name}", weight, like=hidden)
+    if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width or 1):
+        expected = f"shape [D, Hq E] = [{model}, a multiple of {kv_heads * width}]"
+        raise checks.error(op, "weights.o", expected, weights.o, "pass the projection behind the attention")
+    checks.shape(op, "weights.down", weights.down, (model, None), "[D, F]", "pass the MLP's last projection")
+    for (name, weight), sizes in zip(weights._asdict().items(), _sizes(model, weights, kv_heads, width), strict=True):
+        if weight is not None:
+            checks.shape(op, f"weights.{name}", weight, sizes, name, "pass the weights of one layer of the model")
+    given = {f"weights.{name}": weight for name, weight in weights._asdict().items()}
+    if slots is not None:
+        checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), (("hidden", hidden), *given.items()))
+    checks.no_grad(op, hidden=hidden, k_cache=k_cache, v_cache=v_cache, **given)
+    return _decoder_layer(hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+
+
+def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the weights, by those of o and down."""
+    attention, inner = weights.o.shape[1], weights.down.shape[1]
+    outputs = attention + 2 * kv_heads * width
+    return (
+        (model,), (outputs, model), (outputs,), (width,), (width,), (model, attention), (model,), (model,),
+        (2 * inner, model), (2 * inner,), (model, inner), (model,),
+    )  # fmt: skip
+
+
+def _sizes_fit(model: int, weights: LayerWeights, kv_heads: int, width: int) -> bool:
+    """Whether the weights are those of one layer."""
+    if weights.o is None or weights.down is None:
+        return False
+    o, down = weights.o.shape, weights.down.shape
+    if not (len(o) == len(down) == 2 and kv_heads and o[1] % (kv_heads * width) == 0):
+        return False
+    for weight, sizes, needed in zip(weights, _sizes(model, weights, kv_heads, width), NEEDED, strict=True):
+        if needed if weight is None else weight.shape != sizes:
+            return False
+    return True
+
+
+def _fake(hidden: Tensor, *_: object) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+_decoder_layer = Op(
+    "decoder_layer",
+    "(Tensor hidden, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, "
+    "Tensor? o_bias, Tensor post_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+    "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor held, Tensor? slots, "
+    "float eps, SymInt? window, float scale) -> Tensor",
+    reference=reference.decoder_layer,
+    fake=_fake,
+    cpu=True,
+)
