@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, StaticCache
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config, StaticCache
 
-from benchmarks import harness, peers, shapes, summary
+from benchmarks import harness, llama_cpp, peers, shapes, summary
 from benchmarks.harness import OURS, Goal, Implementation, Timing
 from benchmarks.shapes import CANDIDATES
 from fb_core import (
@@ -34,25 +36,16 @@ from fb_core.pool import Pool
 from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
+READ = "the weights, read by a sum"
 STEPS = 32 if shapes.ON_GPU else 8  # of one timed call
 NEW = 64  # of a call of generate
 PROMPT = 64
 CHECKED = 64 if shapes.ON_GPU else 1200  # tokens of a whole problem, at most
 
 
-def random_model(settings: dict, seed: int) -> PreTrainedModel:
-    """A Qwen3 of random weights that never ends by itself."""
-    with torch.random.fork_rng(), torch.device(harness.DEVICE):
-        torch.manual_seed(seed)
-        config = Qwen3Config(**settings, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None)
-        model = AutoModelForCausalLM.from_config(config, dtype=shapes.DTYPE).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
-
-
 @pytest.fixture(scope="module")
 def endless() -> PreTrainedModel:
-    return random_model(shapes.SLM, 0)
+    return shapes.random_model(Qwen3Config(**shapes.SLM), 0)
 
 
 def tokens(model: PreTrainedModel, count: int, seed: int = 0) -> Tensor:
@@ -161,7 +154,7 @@ def test_decode_step(compare: Callable, endless: PreTrainedModel, context: int) 
 @pytest.mark.parametrize("size", ["small", "slm"])
 def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> None:
     """Tokens a second against `model.generate`, prompt included."""
-    model = random_model(shapes.SMALL, 1) if size == "small" else endless
+    model = shapes.random_model(Qwen3Config(**shapes.SMALL), 1) if size == "small" else endless
     ids = tokens(model, PROMPT)
     fast = decoder(model)
     mask = torch.ones_like(ids[None])
@@ -187,6 +180,51 @@ def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> Non
         per=NEW,
         notes=[f"tokens compared, up to the first near tie: {len(expected)} of {NEW}"],
     )
+
+
+@pytest.mark.skipif(shapes.ON_GPU, reason="llama.cpp is a peer on CPUs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generate_beside_llama_cpp(compare: Callable, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Greedy tokens of a Llama, prompt included; the floor is reading the weights as fast as a sum does."""
+    single, new = shapes.random_model(LlamaConfig(**shapes.LLAMA), 0), 128
+    model = copy.deepcopy(single).to(dtype)
+    ids = tokens(model, PROMPT)
+    greedy = {"attention_mask": torch.ones_like(ids[None]), "max_new_tokens": new, "do_sample": False}
+    wide = copy.deepcopy(model).to(shapes.WIDE)
+    expected = wide.generate(ids[None], **greedy)[0, PROMPT:]
+    expected = expected[: settled(model, wide, ids, expected)]
+    del wide
+    ours, in_single = (LowLatencyDecoder(each, None, None, NEVER, max_events=0) for each in (model, single))
+    weights = torch.ones(sum(weight.nbytes for weight in model.parameters()) // 4)
+    runs = {
+        OURS: Implementation(lambda: ours.generate(ids, new).token_ids, expected),
+        "HF generate": Implementation(lambda: model.generate(ids[None], **greedy)[0, PROMPT:], expected),
+        READ: Implementation(lambda: torch.stack([weights.sum() for _ in range(new)]), weights.sum().expand(new)),
+    }
+    goals, skipped = [Goal(READ, 0.8), Goal("llama.cpp", 1.1)], {}
+    if dtype != torch.float32:
+        runs["fb, float32"] = Implementation(lambda: in_single.generate(ids, new).token_ids, expected[:0])
+        goals.append(Goal("fb, float32", 1.7))
+    with ExitStack() as stack:
+        try:
+            file = tmp_path / "model.gguf"
+            llama_cpp.write_gguf(model, file)
+            theirs = stack.enter_context(llama_cpp.serving(file, ids.tolist(), new, torch.get_num_threads()))
+            runs["llama.cpp"] = Implementation(theirs, expected)
+        except ImportError as reason:
+            skipped["llama.cpp"] = str(reason)
+        compare(
+            "generate",
+            f"SmolLM2-135M's shapes, {PROMPT} + {new} tokens, time of one",
+            runs,
+            rounds=5,
+            tolerance=0.0,
+            dtype=dtype,
+            skipped=skipped,
+            goals=goals,
+            per=new,
+            notes=[f"tokens compared, up to the first near tie: {len(expected)} of {new}"],
+        )
 
 
 def some_candidates(model: PreTrainedModel) -> Tensor:
@@ -311,7 +349,7 @@ def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
 @pytest.mark.parametrize("new", shapes.PROBLEMS)
 def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> None:
     """Calls, pools and latency of a problem by method; SLM and LLM on one device."""
-    llm = random_model(shapes.LLM, 2)
+    llm = shapes.random_model(Qwen3Config(**shapes.LLM), 2)
     reranker, ids = peers.as_trained(endless), tokens(endless, PROMPT)
     policy = calibrated(endless, ids, new)
     methods: dict[str, tuple[Selector, RequestPolicy, str]] = {

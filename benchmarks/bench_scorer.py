@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import harness, peers, shapes
 from benchmarks.harness import OURS, Cost, Goal, Implementation
@@ -106,6 +106,37 @@ def test_group(compare: Callable, models: Models, p: int, h: int) -> None:
         dtype=models.model.dtype,
         cost=scoring_cost(models.model, [p], [p], h),
         goals=[] if ON_GPU else [Goal("K full forwards, all logits", 5.0), Goal(LOOP, 3.5), Goal(REPEATED, 1.0)],
+    )
+
+
+@pytest.mark.skipif(ON_GPU, reason="a model for CPUs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_of_a_llama(compare: Callable, dtype: torch.dtype) -> None:
+    """A group by a model that people run on CPUs, in both dtypes of its weights."""
+    p, h = 256, 32
+    single = shapes.random_model(LlamaConfig(**shapes.LLAMA), 0)
+    model = copy.deepcopy(single).to(dtype)
+    group = random_group(model, p, h)
+    expected = peers.repeated_cache(copy.deepcopy(model).to(shapes.WIDE), *group)
+    runs = {
+        OURS: partial(CompatibilityScorer(model).score, *group),
+        LOOP: partial(peers.full_forwards, model, *group),
+        REPEATED: partial(peers.repeated_cache, model, *group),
+    }
+    implementations = {name: Implementation(run, expected) for name, run in runs.items()}
+    goals = [Goal(LOOP, 4.6), Goal(REPEATED, 1.6)]
+    if dtype != torch.float32:
+        in_single = partial(CompatibilityScorer(single).score, *group)
+        implementations["fb, float32"] = Implementation(in_single, expected, tolerance=math.inf)
+        goals.append(Goal("fb, float32", 1.6))
+    compare(
+        "score_group",
+        f"SmolLM2-135M's shapes, K={CANDIDATES} H={h} P={p}",
+        implementations,
+        rounds=5,
+        tolerance=allowed_error((runs[REPEATED](), runs[LOOP]()), (expected, expected)),
+        dtype=dtype,
+        goals=goals,
     )
 
 

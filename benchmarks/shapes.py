@@ -1,4 +1,4 @@
-"""The sizes that benchmarks run at: Qwen3-1.7B on a GPU, small ones on a CPU; and inputs of these sizes."""
+"""The sizes that benchmarks run at: Qwen3-1.7B on a GPU, small ones on a CPU; inputs and models of these sizes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.harness import DEVICE, Cost
 from fb_kernels import BranchLayout
@@ -51,6 +52,14 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "
     "max_position_embeddings": 4096,
 }
 
+# SmolLM2-135M, which people run on CPUs; its checkpoints are bfloat16.
+LLAMA = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49_152} | {
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100_000.0,
+}
+
 RUNS = 12 if ON_GPU else 4  # of a training sweep
 TRAINED_TRAJECTORIES = (2, 4, 2048) if ON_GPU else (2, 4, 256)  # how many, states of each, tokens
 
@@ -60,6 +69,16 @@ ONE_TOKEN_BRANCHES = [(1, 1, p) for p in (1024, 4096)] if ON_GPU else [(1, 1, 51
 TRAINED_BRANCHES = [(g, 1, p) for p in (1024, 4096) for g in (1, 16)] if ON_GPU else [(2, 1, 512), (64, 1, 96)]
 LONG_TRAINED_BRANCHES = [(4, 128, 2048)] if ON_GPU else [(2, 16, 512)]
 CANDIDATE_COUNTS = (4, 8, 32) if ON_GPU else (4,)  # at the last of BRANCHES
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Of random weights, tied, in DTYPE; it never ends by itself."""
+    config.tie_word_embeddings, config.eos_token_id, config.bos_token_id = True, None, None
+    with torch.random.fork_rng(), torch.device(DEVICE):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
 
 
 @dataclass(frozen=True)
