@@ -21,6 +21,7 @@ from fb_kernels.precision import accumulation_dtype
 SCORES = 1 << 22
 """Scores in memory at once."""
 ROW_BLOCK = 256
+OWN_BLOCK = 64  # rows against their own branches: most keys of a larger block are other branches'
 
 
 class _Piece(NamedTuple):
@@ -123,24 +124,30 @@ def branch_attention_backward(
         torch.zeros(0 if x is None else x.shape, dtype=dtype, device=q.device)
         for x in (k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
     ]
+    finite = sound is None and all(map(_finite, (q, grad_out, lse)))
     for piece in pieces:
-        rows, heads = piece.rows, piece.k.shape[1]
+        rows, heads, keys = piece.rows, piece.k.shape[1], piece.k
         dk, dv = grads[:2] if piece.own else grads[2:]
         q_rows, grad = (_fold(x[rows].to(dtype), heads) for x in (q, grad_out))  # [Hkv, rep R, E]
         lse_rows, delta_rows = (x[:, rows].unflatten(0, (heads, -1)).flatten(1, 2)[..., None] for x in (lse, delta))
-        scores, slope = _scores(q_rows, piece.k, scale, softcap)
-        p = scores.sub_(lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)).exp_()
-        p.add_(torch.where(grad.isfinite().all(-1, keepdim=True), 0.0, torch.nan))  # what masking keeps is spoilt
-        ds = (grad @ piece.v.permute(1, 2, 0)).sub_(delta_rows).mul_(p)
+        lse_rows, slope = lse_rows.masked_fill(lse_rows == -torch.inf, 0.0), None
+        if softcap is None:
+            p = torch.baddbmm(-lse_rows, q_rows, keys.permute(1, 2, 0), alpha=scale).exp_()
+        else:
+            scores, slope = _scores(q_rows, keys, scale, softcap)
+            p = scores.sub_(lse_rows).exp_()
+        ds = torch.baddbmm(-delta_rows, grad, piece.v.permute(1, 2, 0))
+        if not (finite and _finite(keys) and _finite(piece.v)):  # what masking keeps is spoilt by a row's gradient
+            p.add_(torch.where(grad.isfinite().all(-1, keepdim=True), 0.0, torch.nan))
+            q_rows, grad, keys = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q_rows, grad, keys))
+        ds.mul_(p)
         if slope is not None:
             ds.mul_(slope)
         _mask(p, piece.visible, 0.0)
         _mask(ds, piece.visible, 0.0)
-        ds.mul_(scale)
-        q_rows, grad, keys = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q_rows, grad, piece.k))
-        dq[rows] += _unfold(ds @ keys.transpose(0, 1), rows.stop - rows.start)
+        dq[rows] += _unfold((ds @ keys.transpose(0, 1)).mul_(scale), rows.stop - rows.start)
         if dk.numel():
-            dk[piece.keys] += (ds.mT @ q_rows).transpose(0, 1)
+            dk[piece.keys] += (ds.mT @ q_rows).mul_(scale).transpose(0, 1)
             dv[piece.keys] += (p.mT @ grad).transpose(0, 1)
     if sound is not None:
         dq.masked_fill_(~sound[:, None, None], torch.nan)
@@ -252,13 +259,16 @@ def _pieces(
                     visible = group.length + row - start - torch.arange(seen, group.length) < window
                 shared = slice(group.start + seen, group.start + group.length)
                 yield _Piece(rows, False, shared, keys[seen:], values[seen:], visible)
-            if k is not None and v is not None:
-                low = int(start[0])
+            if k is None or v is None:
+                continue
+            for place in range(0, len(row), OWN_BLOCK):
+                mine, began = row[place : place + OWN_BLOCK], start[place : place + OWN_BLOCK]
+                low, stop = int(began[0]), int(mine[-1]) + 1
                 if window is not None:
-                    low = max(low, first + 1 - window)
-                own = slice(low, rows.stop)
-                visible = _own_visible(row, own, start, window)
-                yield _Piece(rows, True, own, k[own].to(dtype), v[own].to(dtype), visible)
+                    low = max(low, int(mine[0]) + 1 - window)
+                own = slice(low, stop)
+                visible = _own_visible(mine, own, began, window)
+                yield _Piece(slice(int(mine[0]), stop), True, own, k[own].to(dtype), v[own].to(dtype), visible)
 
 
 def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> Tensor:
