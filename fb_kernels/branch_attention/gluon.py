@@ -119,9 +119,10 @@ def _check(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Zero the values that some row does not see where 0 times them would not be 0.
+    """Zero values that some row does not see where 0 times them would not be 0.
 
-    Those are the rows behind a stretch, and in blocks of a branch what is not finite, which `strange` tells.
+    Those are the rows behind a stretch, and what is not finite in the blocks of a branch that not all rows see. Whether
+    a tile had any of these is in `strange` behind its last block; that also very large ones are told costs time alone.
     """
     PANEL: gl.constexpr = min(HEAD_DIM, 64)  # columns that lie together
     ROWS: gl.constexpr = min(BLOCK_N, 16)
@@ -133,23 +134,29 @@ def _check(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         tile = _tile(tiles, prefix_start, prefix_len, item, kv_heads, capacity, OWN, REPEAT, BLOCK_M, OFFSETS, COLUMNS)
         _, _, _, _, _, _, _, prefix, low, high = tile
-        found = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, layout))
+        found = 0
         for stretch in range(low, high + 1):
             _, size, whole = _stretch(branches, stretch, tile, BLOCK_N)
             for n in range(0, size, BLOCK_N):
                 if n >= whole:
                     stage = step % STAGES
                     mbarrier.wait(v_ready.index(STAGES + checked % STAGES), (checked // STAGES) & 1)
+                    sizes = gl.full([ROWS, PANEL], 0.0, gl.float32, layout)
                     for i in range(PARTS):
-                        part = parts.index(stage * PARTS + i)
-                        x = part.load(layout)
-                        inside = (n + i * ROWS % BLOCK_N + place < size)[:, None]
-                        odd = (stretch != prefix) & inside & ((gl.abs(x.to(gl.float32)) < float("inf")) == 0)
-                        found = gl.maximum(found, gl.max(odd.to(gl.int32), 1))
-                        part.store(gl.where(inside & (odd == 0), x, gl.zeros_like(x)))
-                    strange.index(stage).store(
-                        gl.full([1], gl.max(found, 0), gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-                    )
+                        part, row = parts.index(stage * PARTS + i), n + i * ROWS % BLOCK_N
+                        if stretch != prefix:
+                            sizes += gl.abs(part.load(layout).to(gl.float32))
+                        if row + ROWS > size:
+                            x = part.load(layout)
+                            part.store(gl.where((row + place < size)[:, None], x, gl.zeros_like(x)))
+                    if (gl.sum(gl.sum(sizes, 1), 0) < float("inf")) == 0:
+                        found = 1
+                        for i in range(PARTS):
+                            part = parts.index(stage * PARTS + i)
+                            x = part.load(layout)
+                            part.store(gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, gl.zeros_like(x)))
+                    single: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+                    strange.index(stage).store(gl.full([1], found, gl.int32, single))
                     fence_async_shared()
                     mbarrier.arrive(v_ready.index(stage))
                     checked += 1

@@ -247,13 +247,12 @@ WRONG = {
     "a sum that is not rescaled": ("_softmax", "total * decay", "total"),
     "values that are not rescaled": ("_sweep", "acc = acc * ", "acc = acc + 0 * "),
     "rows of the other half": ("_attend", "WHICH * HALF", "(1 - WHICH) * HALF"),
-    "values behind a slice": ("_check", "gl.where(inside & (odd == 0), x, gl.zeros_like(x))", "x"),
+    "values behind a slice": ("_check", "if row + ROWS > size:", "if False:"),
     "keys of another head": ("_load", "prefix_k, [begin + n, head, 0]", "prefix_k, [begin + n, 0, 0]"),
 }  # fmt: skip
 STALE = {
     "no wait for keys": ("_sweep", "mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)", "pass"),
     "no wait for values": ("_sweep", "mbarrier.wait(v_ready.index(stage), (step // STAGES) & 1)", "pass"),
-    "no wait for queries": ("_attend", "mbarrier.wait(q_ready, tile_turn & 1)", "pass"),
     "no wait for scores": ("_sweep", "warpgroup_mma_wait(1", "warpgroup_mma_wait(2"),
     "no wait for the products of values": ("_sweep", "warpgroup_mma_wait(0", "warpgroup_mma_wait(1"),
     "values that are overwritten": (
@@ -278,6 +277,7 @@ DEADLOCKS = {
     ),
 }  # fmt: skip
 UNSURE = {
+    "no wait for queries": ("_attend", "mbarrier.wait(q_ready, tile_turn & 1)", "pass"),
     "keys that one half alone gives back": (
         "_branch_attention_gluon_kernel", "k_empty.index(stage), count=2", "k_empty.index(stage), count=1",
     ),
@@ -323,16 +323,16 @@ def test_a_deadlock_is_seen(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", UNSURE)
-def test_what_may_end_in_any_way_does_not_end_well(mistake: str) -> None:
-    assert "right" not in {outcome(seed, *UNSURE[mistake]) for seed in range(4)}
+def test_what_may_end_in_any_way_does_not_always_end_well(mistake: str) -> None:
+    assert {outcome(seed, *UNSURE[mistake]) for seed in range(6)} != {"right"}
 
 
-def test_values_that_reach_rows_which_do_not_see_them_are_seen() -> None:
+@pytest.mark.parametrize(
+    "change", [("_check", '< float("inf")) == 0', "< 0) & False"), ("_attend", "if found != 0:", "if False:")]
+)
+def test_values_that_reach_rows_which_do_not_see_them_are_seen(change: tuple[str, str, str]) -> None:
     case = attention([([14], 0, 6)])
     case.tensors["v"][9, 0, 3] = math.nan
-    unmended = ("_attend", "if found != 0:", "if False:")
-    for old, new in (("(stretch != prefix) & inside", "inside & (x != x) & (x == x)"), unmended[1:]):
-        function = "_attend" if (old, new) == unmended[1:] else "_check"
-        results = launched(case, changes={function: (old, new)})
-        with pytest.raises(AssertionError):
-            check(OP, case, results, [])
+    results = launched(case, changes={change[0]: change[1:]})
+    with pytest.raises(AssertionError):
+        check(OP, case, results, [])
