@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases.base import Case
+from cases.base import Case, ids
 from cases.branch_attention import OP, TILE, Groups, make, small
 from gluon_emulation import Changes, Deadlock, Hazard, emulated
 from test_contract import check, same
@@ -183,6 +183,23 @@ def test_layouts_that_do_not_fit(name: str, place: int, value: int, wrong: range
     assert out[bad].isnan().all()
     assert lse[:, bad].isnan().all()
     assert same([out[~bad], lse[:, ~bad]], [clean[0][~bad], clean[1][:, ~bad]])
+
+
+def test_rows_of_no_group_are_nan() -> None:
+    case, none = attention([([5], 0, 3)]), ids()
+    nobody = {"layout.cu_group": ids(0), "layout.prefix_start": none, "layout.prefix_len": none}
+    for changes in (nobody, {"layout.cu_group": ids(0, 0), "layout.cu_branch": ids(0)}):
+        assert all(x.isnan().all() for x in launched(case.with_(**changes)))
+
+
+def test_the_halves_take_turns() -> None:
+    """At the tensor cores, in each block but a tile's first."""
+    order: list[int] = []
+    passed = "mbarrier.arrive(turns.index(1 - WHICH))"
+    with mock.patch(f"{ATTENTION}.order", order, create=True):
+        launched(attention(), processors=1, changes={"_sweep": (passed, f"order.append(WHICH); {passed}")})
+    assert order == [0, 1] * (len(order) // 2)
+    assert len(order) > 40
 
 
 def test_views_of_packed_rows_are_read_in_place() -> None:
