@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks import bench_linear_logprob, bench_neighbours, harness, shapes
 from benchmarks.harness import Output, Timing
 from fb_kernels import BranchLayout, backend, branch_attention, devices, linear_logprob, tuning
+from fb_kernels.branch_attention import triton as attention_kernels
 from fb_kernels.linear_logprob import triton as kernels
 from fb_kernels.testing import poisoned_memory
 from fb_kernels.tuning import Launch
@@ -133,7 +134,19 @@ def finishes(function: Callable[[], object], seconds: float = 120.0) -> bool:
 
 
 def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """The benchmarked sizes, and of some the forms with a window, capped, and with keys that do not lie at 16 bytes."""
+    """The benchmarked sizes, and of some the forms with a window, capped, and with keys that do not lie at 16 bytes.
+
+    Long branches come first by each kernel of theirs, as in `head`.
+    """
+    if shapes.ON_GPU and not finishes(one_gluon_attention):
+        attention_kernels.HAS_GLUON = False  # in this process, the op's own
+    for size in shapes.BRANCHES:
+        case = shapes.Branches.random(*size)
+        floats = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
+        function = partial(attended, layout=case.layout, window=None, softcap=None)
+        for form in ("tile", "gluon"):
+            choice = mock.patch.object(tuning, "branch_attention_form", lambda *_, form=form: form)
+            yield choice(function), floats, 0
     trained = shapes.TRAINED_BRANCHES + shapes.LONG_TRAINED_BRANCHES
     plain = list(dict.fromkeys(shapes.BRANCHES + shapes.ONE_TOKEN_BRANCHES + trained))
     last = [shapes.BRANCHES[-1], shapes.ONE_TOKEN_BRANCHES[-1]]
@@ -149,6 +162,12 @@ def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
         function = partial(attended, layout=layout, window=window, softcap=softcap)
         learns = size in trained and window is None and softcap is None
         yield function, tuple(map(shifted, floats)) if unaligned else floats, 5 if learns else 0
+
+
+def one_gluon_attention() -> None:
+    case = shapes.Branches.random(1, 128, 1000)
+    with mock.patch.object(tuning, "branch_attention_form", return_value="gluon"), torch.no_grad():
+        branch_attention(case.q, case.k, case.v, case.prefix_k, case.prefix_v, case.layout).cpu()
 
 
 def attended(*floats: Tensor, layout: BranchLayout, window: int | None, softcap: float | None) -> Output:

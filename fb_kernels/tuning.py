@@ -110,6 +110,19 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
     return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
 
+def branch_attention_form(dtype: torch.dtype, head_dim: int, repeat: int) -> str:
+    """Either "tile", or "gluon" where that was measured to be faster: no default has it; never by the batch."""
+    width = max(16, next_power_of_2(head_dim))
+    return "gluon" if _tuned("branch_attention_form", dtype, (width, repeat), {"gluon": 0})["gluon"] else "tile"
+
+
+def branch_attention_gluon(dtype: torch.dtype, head_dim: int, repeat: int) -> Launch:
+    """Hopper's kernel: tiles of BLOCK_M rows, STAGES blocks of BLOCK_N keys in shared memory."""
+    width = max(16, next_power_of_2(head_dim))
+    default = {"BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 3}
+    return _tuned("branch_attention_gluon", dtype, (width, repeat), default)
+
+
 def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))

@@ -149,6 +149,7 @@ LOOKED_UP = {
     },
     "branch_attention": {
         *(f"{name} {form}" for name in ("branch_attention", "branch_attention_split") for form in FORMS),
+        "branch_attention_form",
         *("branch_attention_backward aligned", "branch_attention_backward unaligned"),
         *("branch_attention_backward_prefix aligned", "branch_attention_backward_prefix unaligned"),
     },
@@ -187,7 +188,7 @@ def test_every_launch_of_an_op_is_searched(op: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("toy_device")
-@pytest.mark.parametrize("mistake", [None, "shift = _shift(higher)", "warpgroup_mma_wait(0"])
+@pytest.mark.parametrize("mistake", [None, "shift = shift_of(higher)", "warpgroup_mma_wait(0"])
 def test_hoppers_head_is_chosen_where_it_is_right_and_faster(
     mistake: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +197,7 @@ def test_hoppers_head_is_chosen_where_it_is_right_and_faster(
         pytest.skip("for machines without a GPU and a Triton whose Gluon is known")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
     emulation = importlib.import_module("gluon_emulation")
-    changed = {"shift = _shift(higher)": "shift = _shift(top)", "warpgroup_mma_wait(0": "warpgroup_mma_wait(1"}
+    changed = {"shift = shift_of(higher)": "shift = shift_of(top)", "warpgroup_mma_wait(0": "warpgroup_mma_wait(1"}
     changes = {"_consume": (mistake, changed[mistake])} if mistake else None
     monkeypatch.setattr(tune.bench_linear_logprob, "VOCABULARY", 600)
     monkeypatch.setattr(tune.bench_linear_logprob, "HIDDEN", 16)
@@ -208,6 +209,41 @@ def test_hoppers_head_is_chosen_where_it_is_right_and_faster(
     chosen = [launch for key, launch in found.items() if key.startswith("linear_logprob_form/")]
     assert [launch["gluon"] for launch in chosen] == ([] if mistake else [1])
     assert any(key.startswith("linear_logprob_gluon/") for key in looked_up)
+
+
+@pytest.mark.usefixtures("toy_device")
+@pytest.mark.parametrize(
+    "mistake",
+    [None, ("_softmax", "total * decay", "total"), ("_sweep", "warpgroup_mma_wait(0", "warpgroup_mma_wait(1")],
+)
+def test_hoppers_attention_is_chosen_where_it_is_right_and_faster(
+    mistake: tuple[str, str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise."""
+    if os.environ["TRITON_INTERPRET"] != "1" or not tune.attention_kernels.HAS_GLUON:
+        pytest.skip("for machines without a GPU and a Triton whose Gluon is known")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
+    emulation = importlib.import_module("gluon_emulation")
+    changes = {mistake[0]: mistake[1:]} if mistake else None
+    monkeypatch.setattr(shapes, "BRANCHES", [(2, 3, 300)])
+    for others in ("ONE_TOKEN_BRANCHES", "TRAINED_BRANCHES", "LONG_TRAINED_BRANCHES"):
+        monkeypatch.setattr(shapes, others, [(1, 1, 8)])
+    small = partial(shapes.Branches.random, candidates=2, heads=(2, 1), head_dim=16, dtype=torch.bfloat16)
+    monkeypatch.setattr(shapes.Branches, "random", small)
+    form = partial(tuning.branch_attention_form, torch.bfloat16, 16, 2)
+    monkeypatch.setattr(tune.Call, "seconds", lambda self: 0.5 if form() == "gluon" else 1.0)
+    monkeypatch.setattr(tune, "candidates", lambda name, value: [1 - value] if name == "gluon" else [])
+    with backend.override("triton"), emulation.emulated("fb_kernels.branch_attention.gluon", changes=changes):
+        found, looked_up, lines = tune.search("branch_attention", 60.0)
+    chosen = [launch for key, launch in found.items() if key.startswith("branch_attention_form/")]
+    assert [launch["gluon"] for launch in chosen] == ([] if mistake else [1])
+    names = [key.partition("/")[0] for key in looked_up]
+    order = [line.partition("/")[0] for line in lines]
+    if not mistake:  # else its call is left out
+        assert "branch_attention_gluon" in names
+        assert order.index("branch_attention_form") > max(
+            map(order.index, ("branch_attention", "branch_attention_gluon"))
+        )
 
 
 def test_a_call_without_an_end_is_given_up() -> None:

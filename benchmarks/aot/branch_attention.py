@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.aot.compiler import Case, Cost, Tile
+from fb_kernels import tuning
 from fb_kernels.branch_attention import triton as branch_attention
+from fb_kernels.triton import HAS_GLUON
 
-TILE, SPLIT, COMBINE = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine"))
+TILE, SPLIT, COMBINE, GLUON = (f"_branch_attention_{name}_kernel" for name in ("tile", "split", "combine", "gluon"))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -24,6 +27,7 @@ def case(
     pad: int = 0,
     window: int | None = None,
     softcap: float | None = None,
+    form: str = "tile",
 ) -> Case:
     """Groups as (branch lengths, prefix length); the layout's values do not matter, only the costs know them."""
     lengths = [length for branches, _ in groups for length in branches]
@@ -48,13 +52,14 @@ def case(
     partial_bytes = pieces * heads[0] * width * 4
     costs = {
         TILE: Cost(rows_bytes + prefix_bytes, flops * (on_prefix + on_own)),
+        GLUON: Cost(rows_bytes + prefix_bytes, flops * (on_prefix + on_own)),
         SPLIT: Cost(q.numel() * size + prefix_bytes + partial_bytes, flops * on_prefix),
         COMBINE: Cost(rows_bytes + partial_bytes, flops * on_own),
     }
-    shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}"
+    shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}" + " gluon" * (form == "gluon")
     wide = width > 128  # then 32 rows at once, which is no HGMMA: in the split, and in windowed tiles
     products = () if wide and window else (TILE,) if wide else (TILE, SPLIT)
-    products = () if dtype == torch.float32 or pad else products
+    products = (GLUON,) if form == "gluon" else () if dtype == torch.float32 or pad else products
     exact = (TILE, SPLIT) if dtype == torch.float32 else ()
 
     def tile(launch: Mapping[str, Any]) -> Tile:
@@ -62,17 +67,29 @@ def case(
         plain = longest == 128 and width == 128 and window is softcap is page is None and not pad
         return Tile(1, flops, launch["BLOCK_N"], overlaps=False, target=0.52 if plain and prefix >= 2048 else None)
 
-    return Case(
-        *("branch_attention", shape, lambda: branch_attention.branch_attention(*arguments), costs, products, exact),
-        {TILE: tile, SPLIT: tile},
-    )
+    def pipelined(launch: Mapping[str, Any]) -> Tile:
+        keys, flops = max(prefix, longest // 2), 4 * launch["BLOCK_M"] * launch["BLOCK_N"] * launch["HEAD_DIM"]
+        return Tile(keys / launch["BLOCK_N"], flops, keys, overlaps=True, target=0.7 if prefix >= 2048 else None)
+
+    def call() -> None:
+        with mock.patch.object(tuning, "branch_attention_form", return_value=form):
+            branch_attention.branch_attention(*arguments)
+
+    return Case(*("branch_attention", shape, call, costs, products, exact), {TILE: tile, SPLIT: tile, GLUON: pipelined})
 
 
 def cases() -> Iterator[Case]:
     for count in (1, 4):
         for prefix in (1024, 2048, 4096):
             yield case([([128] * 13, prefix)] * count, f"{count} x K=13 L=128 P={prefix}")
-    yield case([([2048], 0), *(([128] * 13, p) for p in (512, 1024, 1536, 2048))], "trajectory 2048 + 4 x K=13 L=128")
+    trajectory = [([2048], 0), *(([128] * 13, p) for p in (512, 1024, 1536, 2048))]
+    yield case(trajectory, "trajectory 2048 + 4 x K=13 L=128")
+    if HAS_GLUON:  # where it is not for the architecture, "tile" stands in
+        for prefix in (1024, 2048):
+            yield case([([128] * 13, prefix)] * 4, f"4 x K=13 L=128 P={prefix}", form="gluon")
+        yield case(trajectory, "trajectory 2048 + 4 x K=13 L=128", form="gluon")
+        for heads, width in (((8, 8), 128), ((16, 8), 64), ((16, 2), 64)):
+            yield case([([128] * 13, 1024)], "K=13 L=128 P=1024", heads, width, torch.float16, form="gluon")
     for prefix in (1024, 4096):
         yield case([([1] * 13, prefix)], f"K=13 L=1 P={prefix}")
     for length, branches in ((128, "L=128"), (1, "L=1")):

@@ -4,7 +4,7 @@ Rows are packed: the query heads of one key head are so many more rows. A tile h
 blocks that begin at the slice's first key and at the first row of the row's own branch, never at a place that depends
 on other rows, and a masked score leaves a row's state as it was. So a row's bits depend on what it sees, on the kernel
 (the split where no branch is longer than a row), on `max_prefix_len` where it is too small, and on alignment; on no
-other row.
+other row. gluon.py has a kernel of the tiles for Hopper alone; `tuning.branch_attention_form` chooses.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fb_kernels import tuning
 from fb_kernels.branch_attention import triton_layout as branch_layout
 from fb_kernels.branch_attention.triton_backward import branch_attention_backward as branch_attention_backward
 from fb_kernels.branch_attention.triton_layout import prefix_slice, read_tile
+from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import tanh
 
 SPLITS = 64
@@ -432,6 +433,14 @@ def _branch_attention_combine_kernel(
     tl.store(lse + head * rows + row, score)
 
 
+def _for_gluon(repeat: int, q: Tensor, *others: Tensor | None) -> bool:
+    """Whether gluon.py takes them: heads of 16-bit floats that do not overlap, which fill a tile, on a Hopper."""
+    width, half = q.shape[2], (torch.bfloat16, torch.float16)
+    apart = all(x is None or min(x.stride()[:2]) >= width for x in (q, *others))
+    fit = apart and q.dtype in half and 16 <= width <= 128 and width & (width - 1) == 0
+    return fit and 64 % repeat == 0 and HAS_GLUON and tuning.hopper()
+
+
 def branch_attention(
     q: Tensor,
     k: Tensor | None,
@@ -512,6 +521,14 @@ def branch_attention(
             BLOCK_S=8, num_warps=4, maxnreg=128,
         )  # fmt: skip
         return out, lse
+    flat = form == "plain" and block_table is None and (capacity or k is not None)
+    if flat and tuning.branch_attention_form(q.dtype, width, repeat) == "gluon":
+        given = (q, *((None, None) if k is None else (own_k, own_v)), prefix_k[0], prefix_v[0])
+        if _for_gluon(repeat, *given):
+            from fb_kernels.branch_attention import gluon  # experimental: a Triton without it has no need of it
+
+            gluon.attend(*given, out, lse, indices, numbers[1])
+            return out, lse
     launch = tuning.branch_attention(q.dtype, width, repeat, form)
     tiles, starts, _ = branch_layout.tables(indices, rows, repeat, launch["BLOCK_M"])
     _branch_attention_tile_kernel[(len(tiles) * kv_heads,)](

@@ -151,7 +151,7 @@ def read_tile(table, tile, COLUMNS: tl.constexpr):
 
     The group is -1 behind all tiles, -2 in a layout that does not fit.
     """
-    table += tile.to(tl.int64) * COLUMNS
+    table += tl.cast(tile, tl.int64) * COLUMNS
     return (
         tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3), tl.load(table + 4),
         tl.load(table + 5),

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fb_kernels import tuning
 from fb_kernels.linear_logprob.options import Options
+from fb_kernels.triton import HAS_GLUON
 from fb_kernels.triton.functions import FAR_BELOW, LOG2_E, shift_of, tanh
 
-HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as gluon.py knows it
 LARGEST_ID = torch.iinfo(torch.int64).max
 
 

@@ -2,7 +2,9 @@
 
 import os
 
-import triton  # noqa: F401  (where it is absent, the package is)
+import triton  # where it is absent, the package is
+
+HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as the files gluon.py know it
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from fb_kernels.triton import interpreter

@@ -4,7 +4,8 @@ Tiles are tensors. The partitions of a program are threads, of which one runs at
 see, the next one is drawn from a seed. What a GPU leaves open is made as bad as it may be:
 - an mbarrier has phases and blocks; where nobody can go on, `Deadlock` says who waits where;
 - a copy lands at a drawn moment, zero past the tensor's ends; until then its destination is NaN;
-- a product is NaN until it is waited for, and until then reads its operands: what overwrites them is a `Hazard`.
+- a product is NaN until it is waited for, and until then reads its operands: what overwrites them is a `Hazard`;
+- what a thread stores in shared memory reaches a product behind a fence; one that reads it before is a `Hazard`.
 """
 
 from __future__ import annotations
@@ -60,23 +61,76 @@ class Barrier:
 
 
 @dataclass(eq=False)
+class State:
+    """Of a buffer's element: how often it was written, and who stores in it without a fence so far."""
+
+    version: int = 0
+    storing: set[Partition] = field(default_factory=set)
+
+
+@dataclass(eq=False)
 class Memory:
     """A buffer, or an element of one, in shared memory."""
 
     values: Tensor
-    version: list[int] = field(default_factory=lambda: [0])
+    program: Program
+    state: State = field(default_factory=State)
     elements: dict[int, Memory] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
 
     def index(self, place: int) -> Memory:
         assert 0 <= place < len(self.values)
-        return self.elements.setdefault(place, Memory(self.values[place]))
+        return self.elements.setdefault(int(place), Memory(self.values[place], self.program))
 
     def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.values.permute(order), self.version)
+        return self._view(self.values.permute(order))
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return self._view(self.values.view(shape))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Pieces:
+        assert dtype == self.dtype
+        assert torch.Size(shape).numel() == self.values.numel()
+        return Pieces(self, *shape)
+
+    def _view(self, values: Tensor) -> Memory:
+        return Memory(values, self.program, self.state)
+
+    def load(self, layout: object) -> Tensor:
+        self.program.pause()
+        return self.values.clone()
+
+    def store(self, values: Tensor) -> None:
+        self.write(values)
+        self.state.storing.add(self.program.partition)
+        self.program.partition.stored.append(self.state)
+        self.program.pause()
 
     def write(self, values: Tensor | float) -> None:
         self.values[...] = values
-        self.version[0] += 1
+        self.state.version += 1
+
+
+@dataclass(eq=False)
+class Pieces:
+    """A buffer [elements, rows, ..., columns] as it lies in memory: of each element columns by columns."""
+
+    whole: Memory
+    count: int
+    rows: int
+    columns: int
+
+    def index(self, place: int) -> Memory:
+        assert 0 <= place < self.count
+        element, piece = divmod(int(place), self.count // len(self.whole.values))
+        memory = self.whole.index(element)
+        tile = memory.values.flatten(1)
+        panel, first = divmod(piece * self.rows, len(tile))
+        columns = slice(panel * self.columns, (panel + 1) * self.columns)
+        return memory._view(tile[first : first + self.rows, columns])
 
 
 @dataclass(eq=False)
@@ -105,14 +159,14 @@ class Copy:
 
 @dataclass(eq=False)
 class Product:
-    """An accumulator after one product; `sources` are its operands and what they were."""
+    """An accumulator after one product; `sources` are its operands in shared memory and what they were."""
 
     result: Tensor
-    sources: list[tuple[Memory, int]]
+    sources: list[tuple[State, int]]
     landed: bool = False
 
     def land(self) -> None:
-        if any(memory.version[0] != version for memory, version in self.sources):
+        if any(state.version != version for state, version in self.sources):
             raise Hazard("an operand was overwritten before its product was waited for")
         self.landed = True
 
@@ -127,6 +181,7 @@ class Partition:
     waits: str = ""
     finished: bool = False
     products: list[Product] = field(default_factory=list)
+    stored: list[State] = field(default_factory=list)
 
 
 class Program:
@@ -257,13 +312,17 @@ def _store(pointer: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     pointer.tensor.view(-1)[place[mask]] = value[mask].to(pointer.tensor.dtype)
 
 
-def _where(condition: Tensor, one: Any, other: Any) -> Tensor:
-    return torch.where(condition, one, other)
+def _where(condition: Any, one: Any, other: Any) -> Tensor:
+    return torch.where(torch.as_tensor(condition), one, other)
 
 
 def _max(x: Tensor, axis: int) -> Tensor:
     """As the hardware's: NaN only where all are."""
-    return x.where(~x.isnan(), -torch.inf).amax(axis).where(~x.isnan().all(axis), torch.nan)
+    return (
+        x.amax(axis)
+        if not x.is_floating_point()
+        else x.where(~x.isnan(), -torch.inf).amax(axis).where(~x.isnan().all(axis), torch.nan)
+    )
 
 
 def _extreme(scalar: Callable, tensors: Callable) -> Callable:
@@ -289,9 +348,11 @@ class Language:
     """`gl` of one program, with what the kernels use of it; functions of `tl` that they share have the same names."""
 
     float32, int32, int64 = torch.float32, torch.int32, torch.int64
-    NVMMADistributedLayout = SliceLayout = staticmethod(lambda *_, **__: None)
+    NVMMADistributedLayout = NVMMASharedLayout = SliceLayout = staticmethod(lambda *_, **__: None)
+    BlockedLayout = SwizzledSharedLayout = DotOperandLayout = NVMMADistributedLayout
     load, store, where = staticmethod(_load), staticmethod(_store), staticmethod(_where)
-    abs, exp2 = staticmethod(torch.abs), staticmethod(torch.exp2)
+    abs, exp2, log2 = staticmethod(torch.abs), staticmethod(torch.exp2), staticmethod(torch.log2)
+    zeros_like = staticmethod(torch.zeros_like)
     maximum, minimum = staticmethod(_extreme(max, torch.fmax)), staticmethod(_extreme(min, torch.fmin))
     max, sum = staticmethod(_max), staticmethod(torch.sum)
     reduce_or, static_range = staticmethod(_reduce_or), staticmethod(range)
@@ -309,6 +370,14 @@ class Language:
         return self.program.programs
 
     @staticmethod
+    def num_warps() -> int:
+        return 4
+
+    @staticmethod
+    def convert_layout(x: Tensor, layout: object) -> Tensor:
+        return x
+
+    @staticmethod
     def cast(x: Any, dtype: torch.dtype) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) else x
 
@@ -320,10 +389,12 @@ class Language:
     def full(shape: tuple[int, ...], value: float, dtype: torch.dtype, layout: object) -> Tensor:
         return torch.full(shape, value, dtype=dtype)
 
-    @staticmethod
-    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Barriers | Barrier:
+    def allocate_shared_memory(
+        self, dtype: torch.dtype, shape: list[int], layout: object
+    ) -> Memory | Barriers | Barrier:
         if layout is not Barrier:
-            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+            poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+            return Memory(torch.full(shape, poison, dtype=dtype), self.program)
         return Barrier() if len(shape) == 1 else Barriers([Barrier() for _ in range(shape[0])])
 
 
@@ -367,6 +438,8 @@ class Copies:
         self, descriptor: Descriptor, first: list[int], barrier: Barrier, target: Memory
     ) -> None:
         assert list(target.values.shape) == list(descriptor.block)
+        if target.state.storing:
+            raise Hazard("a copy overwrites what was stored without a fence")
         target.write(torch.nan)
         self.program.copies.append(Copy(descriptor.tile(first), barrier, target))
         self.program.pause()
@@ -374,15 +447,18 @@ class Copies:
 
 def _mma(program: Program) -> Callable:
     def warpgroup_mma(
-        a: Memory, b: Memory, accumulator: Tensor, *, use_acc: bool = True, is_async: bool = False
+        a: Memory | Tensor, b: Memory, accumulator: Tensor, *, use_acc: bool = True, is_async: bool = False
     ) -> Tensor:
-        product = a.values.double() @ b.values.double()
+        read = [x for x in (a, b) if isinstance(x, Memory)]
+        if any(x.state.storing for x in read):
+            raise Hazard("a product reads what was stored without a fence")
+        product = (a.values if isinstance(a, Memory) else a).double() @ b.values.double()
         before = getattr(accumulator, "product", None)
         start = accumulator if before is None else before.result
         assert start.dtype == torch.float32
         assert start.shape == product.shape
         result = (start.double() + product if use_acc else product).float()
-        made = Product(result, [(x, x.version[0]) for x in (a, b)])
+        made = Product(result, [(x.state, x.state.version) for x in read])
         if not is_async:
             return result
         program.partition.products.append(made)
@@ -406,6 +482,16 @@ def _mma_wait(program: Program) -> Callable:
         return results[0] if len(results) == 1 else results
 
     return warpgroup_mma_wait
+
+
+def _fence(program: Program) -> Callable:
+    def fence_async_shared() -> None:
+        if program.partitions:  # none is left behind when they begin
+            for state in program.partition.stored:
+                state.storing.discard(program.partition)
+            program.partition.stored.clear()
+
+    return fence_async_shared
 
 
 Changes = Mapping[str, tuple[str, str]]
@@ -436,7 +522,7 @@ class Emulated:
             "mbarrier": Barrierwork(program),
             "warpgroup_mma": _mma(program),
             "warpgroup_mma_wait": _mma_wait(program),
-            "fence_async_shared": lambda: None,
+            "fence_async_shared": _fence(program),
         }
         for name, value in vars(self.module).items():
             value = value.kernel if isinstance(value, Emulated) else value
@@ -453,8 +539,8 @@ class Emulated:
 
 def _given(value: Any) -> Any:
     if isinstance(value, Tensor):
-        assert value.is_contiguous()
-        return Pointer(value)
+        reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        return Pointer(value if value.is_contiguous() else value.as_strided((1 + reach,), (1,)))
     return Descriptor(value) if hasattr(value, "block_shape") else value
 
 

@@ -114,16 +114,14 @@ assert len(chosen) < len(every)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
-def test_hoppers_head_overlaps_its_products(tmp_path: Path) -> None:
-    """Its machine code: four products a block of which one wait is not for the last, whole tiles copied, no spill."""
-    code = """
+def gluon_code(op: str, folder: Path) -> sass.Code:
+    """Machine code of the first case of an op that launches Hopper's kernel."""
+    code = f"""
 import sys
 from unittest.mock import patch
-from benchmarks.aot import compiler, linear_logprob
+from benchmarks.aot import compiler, {op}
 hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
-case = next(case for case in linear_logprob.cases() if case.shape.endswith("gluon"))
+case = next(case for case in {op}.cases() if case.shape.endswith("gluon"))
 launch = next(each for each in compiler.launches(case, hopper) if "gluon" in each.name)
 with patch.object(compiler, "_describe", lambda launch, variant, made: made):
     made = compiler.compiled(launch, "aligned")
@@ -131,10 +129,18 @@ file = compiler.Path(sys.argv[1])
 file.write_bytes(made.asm["cubin"])
 print(compiler._cuobjdump("--dump-sass", file))
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "head.cubin")]
+    command = [sys.executable, "-c", code, str(folder / f"{op}.cubin")]
     done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (lines,) = sass.functions(done.stdout).values()
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
+def test_hoppers_head_overlaps_its_products(tmp_path: Path) -> None:
+    """Its machine code: four products a block of which one wait is not for the last, whole tiles copied, no spill."""
+    lines = gluon_code("linear_logprob", tmp_path)
     assert sum("UTMALDG" in text for _, text in lines) == 3
     assert not any(name in text for _, text in lines for name in ("LDL", "STL"))
     blocks = sass.inner_loops(lines, "HGMMA")
@@ -148,3 +154,21 @@ print(compiler._cuobjdump("--dump-sass", file))
         first = lines.index(block[0])
         around = (loop for loop in sass.loops(lines) if sass.contains(loop, range(first, first + len(block))))
         assert min(map(len, around)) - len(block) <= 1700  # with both branches that most tiles jump over
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLUON, reason="another Triton's Gluon")
+def test_hoppers_attention_overlaps_its_products(tmp_path: Path) -> None:
+    """Its machine code: both products of a block in one go each, and exponentials while the second runs; no spill."""
+    lines = gluon_code("branch_attention", tmp_path)
+    blocks = sass.inner_loops(lines, "HGMMA")
+    assert len(blocks) == 4  # of each half of the rows, without and with masks
+    for block in blocks:
+        inside = [text for _, text in block]
+        assert sum("HGMMA" in each for each in inside) == 16
+        assert sum("WARPGROUP.ARRIVE" in each for each in inside) == 2
+        waits = [place for place, each in enumerate(inside) if "WARPGROUP.DEPBAR" in each]
+        assert [inside[place].split()[-1] for place in waits] == ["0x1", "0x0"]
+        assert sum("MUFU.EX2" in each for each in inside[slice(*waits)]) == 64 + 2  # of a thread: scores, and two rows
+        assert not any(name in each for each in inside for name in ("LDL", "STL"))
+    assert min(map(len, blocks)) <= 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from fb_kernels.branch_attention import cpu, reference, triton_backward, triton_
 from fb_kernels.branch_attention.naive import branch_attention as naive
 from fb_kernels.precision import accumulation_dtype
 from fb_kernels.testing import magnitude, poison_
+from fb_kernels.triton import HAS_GLUON
 
 Groups = Sequence[tuple[Sequence[int], int, int]]  # rows of each branch, first key of the slice, keys
 OWN, SHARED = ("q", "k", "v"), ("prefix_k", "prefix_v")
@@ -197,6 +199,7 @@ def small() -> Iterator[None]:
     """Blocks so small that a few keys, rows and offsets span several, and pieces of one block."""
     given = launched(
         branch_attention=LAUNCH,
+        branch_attention_gluon={"BLOCK_M": 16, "BLOCK_N": 4, "STAGES": 2},
         branch_attention_split=LAUNCH | {"CHUNK": 8},
         branch_attention_backward=BACKWARD_LAUNCH,
         branch_attention_backward_prefix=PREFIX_LAUNCH,
@@ -218,12 +221,24 @@ SPANNING = [  # without lse: the exponential of torch's flash attention is rough
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW = [(1, 1), (2, 1), (2, 2), (3, 1), (0, 1)]
 
-GOOD = {name: x.float() for name, x in make(MIXED, spare=0).tensors.items() if x.is_floating_point()}
+TYPICAL = {"groups": MIXED, "spare": 0, "width": 16}
+GOOD = {name: x.float() for name, x in make(**TYPICAL).tensors.items() if x.is_floating_point()}
 K, V, PREFIX = GOOD["k"], GOOD["v"], GOOD["prefix_k"]
-PAGES = PREFIX[:8].view(2, 4, 2, 8)
+PAGES = PREFIX[:8].view(2, 4, 2, 16)
 TABLE = ids(0, 1, -1, 0, 1, 2).view(2, 3)
 IN_PAGES = {"prefix_k": PAGES, "prefix_v": PAGES}
 FROZEN = IN_PAGES | {"layout.block_table": TABLE}
+GLUON = {}
+if HAS_GLUON and os.environ["TRITON_INTERPRET"] == "1":  # on a GPU it has a process of its own, in tests/gpu
+    taken = sizes(2, 7, 20, [(1, 1), (2, 1), (4, 2)], (16,))
+    GLUON["triton branch_attention_form=gluon"] = Way(
+        (torch.bfloat16, torch.float16),
+        taken.map(lambda size: size | {"page": None, "longest": TILE, "window": None, "softcap": None}),
+        layouts=("packed", "aligned"),
+        kernels=0,  # of triton.py
+        small=small,
+        also=[{"groups": [([130], 3, 0), ([67, 1, 1], 5, 150)], "heads": (1, 1), "width": 32, "return_lse": False}],
+    )
 OP = Op(
     "branch_attention",
     make,
@@ -243,6 +258,7 @@ OP = Op(
             ],
             refused=[lambda: single(make([([2], 0, 3)], width=257))],
         ),
+        **GLUON,
         "cpu": Way(
             (torch.float32,),
             ONE_ROW,
@@ -264,7 +280,7 @@ OP = Op(
             ],
         ),
     },
-    typical={"groups": MIXED, "spare": 0},
+    typical=TYPICAL,
     tiny=[
         {"groups": [([2, 1], 1, 3), ([0, 3], 2, 2)], "heads": (2, 1), "width": 3, "own": own, "return_lse": False}
         | options
