@@ -151,6 +151,11 @@ class NativeDecoder:
         cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])
         return cos[0], sin[0]
 
+    @property
+    def frequencies(self) -> tuple[Tensor, float]:
+        """What `rope` is made of: the inverse frequencies [E / 2] and the scale of the tables."""
+        return self.rotary.inv_freq, self.rotary.attention_scaling  # type: ignore[return-value]
+
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm of packed rows; without gradients.
 

@@ -62,6 +62,8 @@ class StaticModel:
         self.keys: list[Tensor] = []
         self.graphs = Graphs(model.device)
         self._read: list[int] = []
+        self._frequencies: Tensor | None = None  # of which the tables were made,
+        self._turned: tuple[int | None, float] = (None, 1.0)  # their version then and the scale
         self.refresh()
         layer = self.layers[0]
         shape = (slots, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
@@ -105,9 +107,13 @@ class StaticModel:
         self.decoder = decoder
         self.layers = decoder.layers
         self.head = hf.lm_head(self.model)
-        if self.keys:
+        frequencies, scale = decoder.frequencies
+        version = None if frequencies.is_inference() else frequencies._version
+        same = frequencies is self._frequencies and version is not None and (version, scale) == self._turned
+        if self.keys and not same:
             for table, now in zip((self.cos, self.sin), decoder.rope(self._positions), strict=True):
                 table.copy_(now)
+        self._frequencies, self._turned = frequencies, (version, scale)
         read = [parameter.data_ptr() for parameter in self.model.parameters()]
         if read != self._read:
             self.graphs.forget()
