@@ -34,12 +34,13 @@ def branch_attention(
     pages, size = (1, len(prefix_k)) if block_table is None else prefix_k.shape[:2]
     table = cu_branch[None, :1] if block_table is None else block_table
     indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
+    pairs = ((k, v), (prefix_k, prefix_v))
     given = [rows == branches if max_branch_len is None else max_branch_len <= 1, window is softcap is None]
     given += [q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
     given += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
     given += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
     given += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]
-    given += [x is None or x.stride() == y.stride() for x, y in ((k, v), (prefix_k, prefix_v))]
+    given += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
     if not all(given):
         return NotImplemented
     out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
