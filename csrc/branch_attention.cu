@@ -19,7 +19,6 @@ struct Shape {
   static constexpr int kThreads = kWarps * kWarp, kChunk = 16 * kWarps, kQueries = 16 * kTiles;
 };
 
-constexpr int kMostSplits = 64;  // parts over the keys
 constexpr float kLog2E = 1.44269504088896341f;
 
 template <typename T, int N>
@@ -33,9 +32,9 @@ struct Span {
 
 // What blocks leave for the merge.
 struct Parts {
-  float* sums;    // [rows, heads, splits, E]
-  float* states;  // [rows, heads, splits, 2]: largest score, sum of exponentials
-  int splits;
+  float* sums;    // [rows, heads, each, E]
+  float* states;  // [rows, heads, each, 2]: largest score, sum of exponentials
+  int each;       // of a row
 };
 
 __device__ inline uint32_t even(uint32_t a, uint32_t b) { return permute_bytes<0x5410>(a, b); }
@@ -52,7 +51,7 @@ struct alignas(16) Shared {
   static constexpr int kStride = Shape::kHead / 8 + 4;  // rows 64 bytes apart modulo 128: two of them fill all banks
   uint4 q[Shape::kQueries][kStride];
   uint32_t p[Shape::kQueries][Shape::kChunk / 2 + 4];
-  float top[Shape::kWarps][Shape::kQueries], sum[Shape::kWarps][Shape::kQueries];
+  Vector<float, Shape::kWarps> top[Shape::kQueries], sum[Shape::kQueries];
   bool is_last;
 };
 
@@ -138,7 +137,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       for (int half = 0; half < 2; ++half) {
         largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
         largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
-        if (t == 0) shared.top[warp][tile * 16 + g + half * 8] = largest[half];
+        if (t == 0) shared.top[tile * 16 + g + half * 8].x[warp] = largest[half];
       }
     }
     __syncthreads();
@@ -146,10 +145,11 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
 #pragma unroll
     for (int row = 0; row < 2 * kTiles; ++row) {
       const int tile = row / 2, half = row % 2, query = tile * 16 + g + half * 8;
+      const auto tops = shared.top[query];
       float now = top[tile][half];
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) now = fmaxf(now, shared.top[i][query]);
-      const float shift = now == -INFINITY ? 0.0f : now, kept = exp2f(top[tile][half] - shift);
+      for (int i = 0; i < kWarps; ++i) now = fmaxf(now, tops.x[i]);
+      const float shift = now == -INFINITY ? 0.0f : now, kept = exp2_of(top[tile][half] - shift);
       top[tile][half] = now;
       sum[tile][half] *= kept;
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float* score = &scores[tile][i][half * 2];
-        const float p[2] = {exp2f(score[0] - shift), exp2f(score[1] - shift)};
+        const float p[2] = {exp2_of(score[0] - shift), exp2_of(score[1] - shift)};
         sum[tile][half] += p[0] + p[1];
         shared.p[query][warp * 8 + i * 4 + t] = pack<T>(p[0], p[1]);
       }
@@ -174,8 +174,8 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const uint32_t *low = shared.p[tile * 16 + g] + step * 8, *high = shared.p[tile * 16 + g + 8] + step * 8;
-        const uint32_t p[4] = {low[t], high[t], low[t + 4], high[t + 4]};
+        uint32_t p[4];
+        load_16x16(p, shared.p[tile * 16 + lane % 16] + step * 8 + lane / 16 * 4);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) mma_16x8x16<T>(out[tile][i], p, v[i]);
       }
@@ -188,7 +188,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
     float& mass = sum[row / 2][row % 2];
     mass += __shfl_xor_sync(0xffffffffu, mass, 1);
     mass += __shfl_xor_sync(0xffffffffu, mass, 2);
-    if (t == 0) shared.sum[warp][row / 2 * 16 + row % 2 * 8 + g] = mass;
+    if (t == 0) shared.sum[row / 2 * 16 + row % 2 * 8 + g].x[warp] = mass;
   }
   __syncthreads();
 #pragma unroll
@@ -205,9 +205,10 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       sums[(t * 2 * kColumns + i) / 4] = four;
     }
     if (warp == 0 && t == 0) {
-      float mass = shared.sum[0][query];
+      const auto sums_of = shared.sum[query];
+      float mass = sums_of.x[0];
 #pragma unroll
-      for (int i = 1; i < kWarps; ++i) mass += shared.sum[i][query];
+      for (int i = 1; i < kWarps; ++i) mass += sums_of.x[i];
       reinterpret_cast<Vector<float, 2>*>(parts.states)[at] = {{top[tile][half], mass}};
     }
   }
@@ -220,7 +221,7 @@ struct State {
 
   // To a larger score, by which earlier ones are divided from now on; what those to come are divided by.
   __device__ float raise(float score) {
-    const float now = fmaxf(top, score), shift = now == -INFINITY ? 0.0f : now, kept = exp2f(top - shift);
+    const float now = fmaxf(top, score), shift = now == -INFINITY ? 0.0f : now, kept = exp2_of(top - shift);
     top = now;
     mass *= kept;
 #pragma unroll
@@ -228,28 +229,20 @@ struct State {
     return shift;
   }
 
-  __device__ void add(float factor, float other, const float (&values)[kWidth]) {
-    mass += factor * other;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum[j] += factor * values[j];
-  }
-
   template <typename T>
-  __device__ void add_key(float score, const T* head) {
-    const auto value = reinterpret_cast<const Vector<T, kWidth>*>(head)[threadIdx.x % kWarp];
-    float values[kWidth];
+  __device__ void add(float score, const Vector<T, kWidth>& value) {  // a key's
+    const float p = exp2_of(score - raise(score));
+    mass += p;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = to_float(value.x[j]);
-    const float shift = raise(score);
-    add(exp2f(score - shift), 1.0f, values);
+    for (int j = 0; j < kWidth; ++j) sum[j] += p * to_float(value.x[j]);
   }
 
-  // So many parts of the row.
+  // So many parts of the row, some of them in flight at once.
+  template <int kBatch>
   __device__ void merge(const Parts& parts, int64_t place, int count) {
-    constexpr int kBatch = kWidth <= 4 ? 16 : 8;  // in flight
     using Columns = Vector<float, kWidth>;
-    const auto* states = reinterpret_cast<const Vector<float, 2>*>(parts.states) + place * parts.splits;
-    const auto* sums = reinterpret_cast<const Columns*>(parts.sums) + place * parts.splits * kWarp;
+    const auto* states = reinterpret_cast<const Vector<float, 2>*>(parts.states) + place * parts.each;
+    const auto* sums = reinterpret_cast<const Columns*>(parts.sums) + place * parts.each * kWarp;
 #pragma unroll 1
     for (int first = 0; first < count; first += kBatch) {
       Vector<float, 2> state[kBatch];
@@ -267,8 +260,27 @@ struct State {
       for (int i = 0; i < kBatch; ++i) largest = fmaxf(largest, state[i].x[0]);
       const float shift = raise(largest);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) add(exp2f(state[i].x[0] - shift), state[i].x[1], part[i].x);
+      for (int i = 0; i < kBatch; ++i) {
+        const float factor = exp2_of(state[i].x[0] - shift);
+        mass += factor * state[i].x[1];
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) sum[j] += factor * part[i].x[j];
+      }
     }
+  }
+
+  __device__ void spoil() {
+    mass = NAN;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum[j] = NAN;
+  }
+
+  __device__ void leave(const Parts& parts, int64_t part) const {
+    Vector<float, kWidth> columns;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) columns.x[j] = sum[j];
+    reinterpret_cast<Vector<float, kWidth>*>(parts.sums)[part * kWarp + threadIdx.x % kWarp] = columns;
+    if (threadIdx.x % kWarp == 0) reinterpret_cast<Vector<float, 2>*>(parts.states)[part] = {{top, mass}};
   }
 
   template <typename T>
@@ -288,7 +300,8 @@ template <int E>
 using QkvShape = Shape<E, kWarps, 1>;
 constexpr int kChunk = QkvShape<64>::kChunk, kThreads = QkvShape<64>::kThreads, kQueries = QkvShape<64>::kQueries;
 constexpr int kOwnParts = kQueries / kWarps;
-constexpr int kBlocks = 2;  // of a multiprocessor, for 16 query rows
+constexpr int kMostSplits = 64;  // parts over the cache
+constexpr int kBlocks = 2;       // of a multiprocessor, for 16 query rows
 constexpr int kMaxRows = 32;
 constexpr int kMaxRepeat = 16;
 
@@ -488,17 +501,18 @@ __device__ inline void take_cache(const QkvCall& call, int kv_head, int first, i
     }
   };
   const auto place = [&](int query) {
-    return Query(call, kv_head, first + query).place * call.parts.splits + split;
+    return Query(call, kv_head, first + query).place * call.parts.each + split;
   };
-  take_chunks<T>(keys, span, begin, call.parts.splits * kChunk, count, call.scale, call.parts, shared, prepare, place);
+  take_chunks<T>(keys, span, begin, call.parts.each * kChunk, count, call.scale, call.parts, shared, prepare, place);
 }
 
 // A warp: the output of a query row, of its own key and so many parts.
 template <typename T, int E>
 __device__ inline void merge(const QkvCall& call, int kv_head, const Query& query, int parts) {
   State<E / kWarp> state;
-  state.add_key(call.own[query.place], head_of<T, E>(call, query.row, call.heads + call.kv_heads + kv_head));
-  state.merge(call.parts, query.place, parts);
+  const T* own = head_of<T, E>(call, query.row, call.heads + call.kv_heads + kv_head);
+  state.add(call.own[query.place], reinterpret_cast<const Vector<T, E / kWarp>*>(own)[threadIdx.x % kWarp]);
+  state.template merge<E <= 128 ? 16 : 8>(call.parts, query.place, parts);
   state.store(static_cast<T*>(call.out) + query.row * call.out_stride + static_cast<int64_t>(query.head) * E);
 }
 
@@ -529,7 +543,7 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_q
   }
   const Span span = seen_keys(call, held);
   const int chunks = span.begin < span.end ? (span.end - 1) / kChunk - span.begin / kChunk + 1 : 0;
-  const int splits = min(chunks, call.parts.splits);
+  const int splits = min(chunks, call.parts.each);
   if (split >= 0 ? split >= splits : part >= own_parts) return;
   if (split >= 0)
     take_cache<T, E>(call, kv_head, first, count, split, span, q_weight, requests, shared);
@@ -545,7 +559,7 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_q
 
 template <typename T, int E>
 int run(const QkvCall& call, Stream stream) {
-  const int blocks = call.units * (kOwnParts + call.parts.splits);
+  const int blocks = call.units * (kOwnParts + call.parts.each);
   return launch(branch_attention_qkv_kernel<T, E>, blocks, kThreads, 0, stream, call);
 }
 
@@ -554,6 +568,7 @@ int run(const QkvCall& call, Stream stream) {
 template <int E>
 using BranchShape = Shape<E, E == 64 ? 4 : 8, E == 256 ? 1 : 2>;
 constexpr int64_t kMostFloats = 1 << 28;  // of partial results
+constexpr int kMostParts = 16;              // over a slice: so many the last block reads at once
 constexpr int kSpread = 128;  // blocks over the chunks of a group's key heads, about one a multiprocessor on any chip
 
 struct BranchCall {
@@ -562,6 +577,7 @@ struct BranchCall {
   void* out;   // [rows, heads, E]
   float* lse;  // [heads, rows]
   Parts parts;
+  int splits;  // parts over the slice, of which a row has one more for its own branch
   int* sound;  // [units]: whether the offsets are
   Counters counters;
   int64_t q_row, q_head, own_row, own_head, page, slot, prefix_head;  // strides
@@ -591,17 +607,33 @@ struct BranchCall {
     }
     return static_cast<int>(index(cu_branch, low));
   }
+};
 
-  // Whether offsets that this thread looks at are not in order; each is some thread's.
-  __device__ bool unsound() const {
-    bool wrong = groups < 1 || branches < 1;
-    const auto look = [&](const void* offsets, int count, int last) {
-      wrong |= index(offsets, 0) != 0 || index(offsets, count) != last;
-      for (int i = threadIdx.x; i < count; i += blockDim.x) wrong |= index(offsets, i) > index(offsets, i + 1);
-    };
-    look(cu_branch, branches, rows);
-    look(cu_group, groups, branches);
-    return wrong;
+// Whether offsets rise from 0 to `last`; those that a thread looks at first are asked for early.
+template <int kThreads>
+struct Rising {
+  const BranchCall& call;
+  const void* offsets;
+  const int count, last;
+  int64_t one, next;
+
+  __device__ Rising(const BranchCall& call, const void* offsets, int count, int last)
+      : call(call), offsets(offsets), count(count), last(last) {
+    ask(threadIdx.x);
+  }
+
+  __device__ void ask(int i) {
+    one = call.index(offsets, min(i, count));
+    next = call.index(offsets, min(i + 1, count));
+  }
+
+  __device__ bool wrong() {  // as far as this thread sees
+    bool found = count < 1;
+    for (int i = threadIdx.x; i <= count; i += kThreads) {
+      if (i >= kThreads) ask(i);
+      found |= one > next || (i == 0 && one != 0) || (i == count && one != last);
+    }
+    return found;
   }
 };
 
@@ -712,27 +744,52 @@ __device__ inline int64_t find_query(const BranchCall& call, int first_row, int 
   return static_cast<int64_t>(*row) * call.heads + *head;
 }
 
-// A warp: what a query row's own branch says, up to its own key.
+// A warp: what a query row's own branch says, up to its own key. What a branch of one row needs is asked for early.
 template <typename T, int E>
-__device__ inline void add_own(const BranchCall& call, int row, int head, State<E / kWarp>& state) {
+struct OwnKeys {
   using Columns = Vector<T, E / kWarp>;
-  const int lane = threadIdx.x % kWarp;
-  const auto query = reinterpret_cast<const Columns*>(static_cast<const T*>(call.q) + row * call.q_row +
-                                                      head * call.q_head)[lane];
-  const int64_t columns = head / call.repeat * call.own_head;
-#pragma unroll 1
-  for (int key = call.first_of_branch(row); key <= row; ++key) {
-    const int64_t at = key * call.own_row + columns;
-    const auto own = reinterpret_cast<const Columns*>(static_cast<const T*>(call.k) + at)[lane];
+  const BranchCall& call;
+  int row;
+  int64_t columns, begin;
+  Columns query, key, value;
+
+  __device__ void ask(int of_row, int head) {
+    const auto* heads = static_cast<const T*>(call.q) + of_row * call.q_row + head * call.q_head;
+    row = of_row, columns = head / call.repeat * call.own_head;
+    begin = call.index(call.cu_branch, min(row, call.branches));
+    query = reinterpret_cast<const Columns*>(heads)[threadIdx.x % kWarp];
+    ask_key(row);
+  }
+
+  __device__ void ask_key(int at) {
+    const int lane = threadIdx.x % kWarp;
+    key = reinterpret_cast<const Columns*>(static_cast<const T*>(call.k) + at * call.own_row + columns)[lane];
+    value = reinterpret_cast<const Columns*>(static_cast<const T*>(call.v) + at * call.own_row + columns)[lane];
+  }
+
+  __device__ void add_key(State<E / kWarp>& state) const {
     float score = 0.0f;
 #pragma unroll
-    for (int j = 0; j < E / kWarp; ++j) score = fmaf(to_float(query.x[j]), to_float(own.x[j]), score);
-    state.add_key(sum_over_warp(score) * call.scale, static_cast<const T*>(call.v) + at);
+    for (int j = 0; j < E / kWarp; ++j) score = fmaf(to_float(query.x[j]), to_float(key.x[j]), score);
+    state.add(sum_over_warp(score) * call.scale, value);
   }
-}
+
+  __device__ void leave(int64_t part) {
+    State<E / kWarp> state;
+    add_key(state);
+    if (begin != row) {
+#pragma unroll 1
+      for (int at = call.first_of_branch(row); at < row; ++at) {
+        ask_key(at);
+        add_key(state);
+      }
+    }
+    state.leave(call.parts, part);
+  }
+};
 
 template <typename T, int E>
-__global__ void __launch_bounds__(BranchShape<E>::kThreads) branch_attention_kernel(BranchCall call) {
+__global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_kernel(BranchCall call) {
   using Shape = BranchShape<E>;
   constexpr int kQueries = Shape::kQueries, kRow = E / 8, kPieces = kQueries * kRow / Shape::kThreads;
   __shared__ Shared<Shape> shared;
@@ -744,15 +801,32 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads) branch_attention_ker
   wait_for_previous();
   const Tile mine = find_tile<kQueries>(call, tile);
   const Slice slice = mine.count > 0 ? find_slice(call, mine.group) : Slice{0, 0, true};
-  const int splits = min(max((slice.length + Shape::kChunk - 1) / Shape::kChunk, 1), call.parts.splits);
+  const int parts = min((slice.length + Shape::kChunk - 1) / Shape::kChunk, call.splits), splits = max(parts, 1);
   if (split >= splits) return;
+
+  // A row's own branch is one more part; blocks and warps take turns. Ahead of keys and values all that is needed
+  // beside them is asked for.
+  OwnKeys<T, E> own{call};
+  int turn = call.k != nullptr ? split + warp * splits : kQueries, row, head;
+  int64_t place = 0;
+  const auto ask_own = [&] {
+    if (turn >= mine.count) return;
+    place = find_query(call, mine.row, kv_head, mine.first + turn, &row, &head);
+    own.ask(row, head);
+  };
+  ask_own();
+  Rising<Shape::kThreads> branches(call, call.cu_branch, call.branches, call.rows);
+  Rising<Shape::kThreads> groups(call, call.cu_group, call.groups, call.branches);
   bool unsound = false;
-  if (slice.length > 0) {
+  const auto answer = [&] {
+    for (; turn < mine.count; turn += splits * Shape::kWarps, ask_own()) own.leave(place * call.parts.each + parts);
+    if (split == 0) unsound = branches.wrong() | groups.wrong();
+  };
+  if (parts > 0) {
     uint4 pieces[kPieces];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int piece = i * Shape::kThreads + threadIdx.x, query = min(piece / kRow, mine.count - 1);
-      int row, head;
       find_query(call, mine.row, kv_head, mine.first + query, &row, &head);
       const T* at = static_cast<const T*>(call.q) + row * call.q_row + head * call.q_head;
       pieces[i] = reinterpret_cast<const uint4*>(at)[piece % kRow];
@@ -767,18 +841,17 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads) branch_attention_ker
         const int piece = i * Shape::kThreads + threadIdx.x;
         shared.q[piece / kRow][piece % kRow] = pieces[i];
       }
-      if (split == 0) unsound = call.unsound();
+      answer();
     };
-    const auto place = [&](int query) {
-      int row, head;
-      return find_query(call, mine.row, kv_head, mine.first + query, &row, &head) * call.parts.splits + split;
+    const auto part = [&](int query) {
+      return find_query(call, mine.row, kv_head, mine.first + query, &row, &head) * call.parts.each + split;
     };
     take_chunks<T>(keys, Span{0, slice.length}, begin, stride, mine.count, call.scale, call.parts, shared, prepare,
-                   place);
+                   part);
     if (__syncthreads_count(keys.wrong) > 0 && static_cast<int>(threadIdx.x) < mine.count)
-      call.parts.states[place(threadIdx.x) * 2 + 1] = NAN;
+      call.parts.states[part(threadIdx.x) * 2 + 1] = NAN;
   } else {
-    unsound = call.unsound();
+    answer();
   }
   if (split == 0) {
     const bool sound = __syncthreads_count(unsound) == 0;
@@ -788,17 +861,16 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads) branch_attention_ker
   if (threadIdx.x == 0) shared.is_last = arrives_last(counter_at(call.counters, unit), splits);
   __syncthreads();
   if (!shared.is_last) return;
+
   const bool sound = call.sound[unit];  // else its tile is one of all rows
   const int first = sound ? mine.first : tile * kQueries;
   const int count = sound ? mine.count : min(kQueries, call.rows * call.repeat - first);
 #pragma unroll 1
   for (int i = warp; i < count; i += Shape::kWarps) {
-    int row, head;
-    const int64_t place = find_query(call, sound ? mine.row : 0, kv_head, first + i, &row, &head);
+    place = find_query(call, sound ? mine.row : 0, kv_head, first + i, &row, &head);
     State<E / kWarp> state;
-    if (sound && call.k != nullptr) add_own<T, E>(call, row, head, state);
-    if (sound && slice.length > 0) state.merge(call.parts, place, splits);
-    if (!sound || !slice.fits) state.add(NAN, 1.0f, state.sum);
+    if (sound) state.template merge<E <= 128 ? kMostParts + 1 : 9>(call.parts, place, parts + (call.k != nullptr));
+    if (!sound || !slice.fits) state.spoil();
     state.store(static_cast<T*>(call.out) + place * E);
     const float lse = state.mass == 0.0f ? -INFINITY : (state.top + log2f(state.mass)) / kLog2E;
     if (lane == 0) call.lse[static_cast<int64_t>(head) * call.rows + row] = lse;
@@ -813,7 +885,7 @@ struct Grid {
   static Grid of(int rows, int heads, int kv_heads, int groups, int64_t most_keys) {
     using Shape = BranchShape<E>;
     const int64_t chunks = (most_keys + Shape::kChunk - 1) / Shape::kChunk, packed = int64_t{rows} * (heads / kv_heads);
-    const int64_t most = std::max(1, std::min(kSpread / kv_heads, kMostSplits));
+    const int64_t most = std::max(1, std::min(kSpread / kv_heads, kMostParts));
     return {std::clamp<int64_t>(chunks, 1, most),
             ((packed - 1) / Shape::kQueries + std::max(groups, 1)) * kv_heads};
   }
@@ -827,7 +899,7 @@ struct Grid {
 
 template <typename T, int E>
 int run(const BranchCall& call, Stream stream) {
-  return launch(branch_attention_kernel<T, E>, call.units * call.parts.splits, BranchShape<E>::kThreads, 0, stream, call);
+  return launch(branch_attention_kernel<T, E>, call.units * call.splits, BranchShape<E>::kThreads, 0, stream, call);
 }
 
 template <typename T, typename Call>
@@ -886,8 +958,8 @@ extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, cons
   fb::Chip chip;
   if (const int error = fb::current_chip(&chip)) return error;
   const int chunks = fb::divide_up(slots_in_cache, kChunk), most = std::min(chunks, kMostSplits);
-  call.parts.splits = std::min(most, std::max(1, kBlocks * chip.multiprocessors / kv_heads));  // the same for any rows
-  const int64_t places = static_cast<int64_t>(rows) * heads * call.parts.splits;
+  call.parts.each = std::min(most, std::max(1, kBlocks * chip.multiprocessors / kv_heads));  // the same for any rows
+  const int64_t places = static_cast<int64_t>(rows) * heads * call.parts.each;
   call.parts.sums = partials, call.parts.states = partials + places * head_dim;
   call.own = call.parts.states + places * 2;
   const auto on = static_cast<fb::Stream>(stream);
@@ -902,7 +974,7 @@ extern "C" int64_t fb_branch_attention_workspace(int rows, int heads, int kv_hea
   using namespace fb::branch_attention;
   if (rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0) return fb::kNotTaken;
   const Grid grid = Grid::of(head_dim, rows, heads, kv_heads, groups, most_keys);
-  const int64_t floats = int64_t{rows} * heads * grid.splits * (head_dim + 2) + 2 * grid.units;
+  const int64_t floats = int64_t{rows} * heads * (grid.splits + 1) * (head_dim + 2) + 2 * grid.units;
   return floats > kMostFloats || grid.units * grid.splits > INT_MAX ? fb::kNotTaken : floats;
 }
 
@@ -932,10 +1004,11 @@ extern "C" int fb_branch_attention(const void* q, int64_t q_row, int64_t q_head,
   call.pages = page_size > 0 ? pages : 0, call.page_size = std::max(page_size, 1), call.table_width = table_width;
   call.table_row = table_row;
   const Grid grid = Grid::of(head_dim, rows, heads, kv_heads, groups, most_keys);
-  const int64_t places = int64_t{rows} * heads * grid.splits;
-  call.parts = {workspace, workspace + places * head_dim, static_cast<int>(grid.splits)};
+  const int64_t parts = int64_t{rows} * heads * (grid.splits + 1);
+  call.splits = static_cast<int>(grid.splits);
+  call.parts = {workspace, workspace + parts * head_dim, call.splits + 1};
   call.units = static_cast<int>(grid.units);
-  call.sound = reinterpret_cast<int*>(call.parts.states + places * 2);
+  call.sound = reinterpret_cast<int*>(call.parts.states + parts * 2);
   auto* counters = reinterpret_cast<unsigned*>(call.sound + grid.units);
   const auto on = static_cast<fb::Stream>(stream);
   if (const int error = fb::counters_for(call.units, counters, on, &call.counters)) return error;

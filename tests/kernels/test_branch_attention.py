@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import emulation
 import pytest
 import torch
 from cases.base import Case, ids, single
@@ -22,6 +23,7 @@ from cases.branch_attention import (
     SPLIT,
     TILE,
     Groups,
+    in_16_bits,
     make,
     one_row,
     small,
@@ -32,7 +34,8 @@ from test_contract import check, evaluate, same, upstream
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import BranchLayout, backend, branch_attention, tuning
+from fb_kernels import BranchLayout, backend, branch_attention, cuda, tuning
+from fb_kernels.branch_attention import cuda as compiled
 from fb_kernels.branch_attention import reference, triton, triton_backward, triton_layout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor
 
@@ -585,3 +588,65 @@ def test_a_branch_whose_every_score_is_minus_infinity_leaves_the_prefix(length: 
     k[2:] = -1e30
     out = branch_attention(q, k, v, k, v, layout)
     torch.testing.assert_close(out[2:], v[:2].mean(0).expand(length, 2, 8))
+
+
+def test_a_compiled_launch_has_no_more_memory_than_it_may() -> None:
+    """Rows of no memory of their own stand for many."""
+    many = 1 << 22
+    q, prefix = torch.empty(1, 1, 64).half().expand(many, 1, 64), torch.empty(4, 1, 64).half()
+    layout = BranchLayout(torch.arange(many + 1), ids(0, many).long(), ids(0).long(), ids(4).long())
+    given = (q, None, None, prefix, prefix, *layout.indices, None, None, None, 0.3, None)
+    with running("cuda"):
+        assert compiled.branch_attention(*given) is NotImplemented
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("repeat", [1, 2, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 13, 16, 32])
+def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, groups: int) -> None:
+    """Of several groups there may be one tile more for each. A tile of 32 packed rows has two words beside its parts."""
+    kv_heads, width = 8, 128
+    floats = emulation.library().fb_branch_attention_workspace(rows, repeat * kv_heads, kv_heads, width, groups, 1024)
+    tiles, left = divmod(floats - rows * repeat * kv_heads * (8 + 1) * (width + 2), 2 * kv_heads)
+    assert not left
+    assert tiles == -(-rows * repeat // 32) + groups - 1
+
+
+@pytest.mark.parametrize("wrong", [-1, 9])
+@pytest.mark.parametrize("column", [0, 40, 74])
+def test_a_page_that_is_not_there_is_noticed_in_every_chunk(column: int, wrong: int) -> None:
+    """75 pages, which two blocks of a tile take chunk by chunk."""
+    case = in_16_bits([([1, 1], 0, 300), ([1], 0, 300)], heads=FEW, page=4, longest_prefix=128, spare=0)
+    case.tensors["layout.block_table"][0, column] = wrong if wrong < 0 else 1 << 20
+    with running("cuda"):
+        out, lse = case.run()
+    assert out[:2].isnan().all()
+    assert lse[:, :2].isnan().all()
+    assert out[2].isfinite().all()
+
+
+def test_compiled_rows_may_lie_apart() -> None:
+    """Heads of one projection, pages among others, a table of wider rows; unused memory is NaN."""
+    case = in_16_bits([([1] * 5, 3, 200), ([1], 0, 70)], heads=(4, 2), page=16)
+    wide = {name: torch.nn.functional.pad(case.tensors[name], (0, 8, 0, 3), value=math.nan) for name in (*OWN, *SHARED)}
+    heads = {name: case.tensors[name].shape[-2] for name in wide}
+    views = {name: x[..., : heads[name], :64] for name, x in wide.items()}
+    table = torch.nn.functional.pad(case.tensors["layout.block_table"], (0, 3), value=-9)[:, :-3]
+    with running("cuda"):
+        check(OP, case, case.run(**views, **{"layout.block_table": table}), [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
+def test_a_captured_compiled_launch_leaves_its_counters_as_it_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = in_16_bits([([1] * 5, 0, 300), ([1], 0, 9)], heads=FEW)
+
+    class Capturing:  # a host's stream that is not null stands for one that captures
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(emulation.library(), name)
+            return (lambda *given: found(*given[:-1], 1)) if name == "fb_branch_attention" else found
+
+    with running("cuda"):
+        want = case.run()
+        monkeypatch.setattr(cuda, "library", Capturing)
+        for _ in range(3):
+            assert same(case.run(), want)

@@ -286,10 +286,9 @@ OP = Op(
             {"groups": [([1] * 4, 1, 6), ([1, 1], 3, 70)], "width": 64, "spare": 0},
             layouts=("packed",),
             also=[
-                {"groups": [([1] * 13, 0, 2200)], "heads": (2, 1), "width": 128},
+                {"groups": [([1] * 13, 0, 2100)], "heads": (2, 1), "width": 128},
                 {"groups": [([1] * 3, 7, 1000), ([1], 0, 1)], "heads": (1, 1), "width": 64, "longest_prefix": 190},
                 {"groups": [([1] * 3, 7, 1500)], "heads": (1, 1), "width": 256, "page": 9, "longest_prefix": 300},
-                {"groups": [([1], 5, 700)], "heads": (32, 32), "width": 64},
                 {"groups": [([1] * 2, 5 * group, 3) for group in range(70)], "heads": (1, 1), "width": 64},
                 {"groups": [([40, 1], 0, 90)], "heads": (2, 1), "width": 64, "longest": SPLIT},
             ],
@@ -305,7 +304,6 @@ OP = Op(
                 lambda: relaid("q", "offset"),
                 lambda: relaid("v", "rows apart"),
                 lambda: in_16_bits().with_(**{"layout.cu_group": ids(0, 2, 3, dtype=torch.int64)}),
-                lambda: in_16_bits([([1] * (1 << 16), 0, 1)], heads=(1, 1), spare=1 << 12),
             ],
         ),
         "cpu": Way(
