@@ -604,7 +604,7 @@ def test_a_compiled_launch_has_no_more_memory_than_it_may() -> None:
 @pytest.mark.parametrize("repeat", [1, 2, 8, 16])
 @pytest.mark.parametrize("rows", [1, 2, 13, 16, 32])
 def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, groups: int) -> None:
-    """Of several groups there may be one tile more for each. A tile of 32 packed rows has two words beside its parts."""
+    """Of several groups there may be one tile more for each. A tile of 32 packed rows has two words beside parts."""
     kv_heads, width = 8, 128
     floats = emulation.library().fb_branch_attention_workspace(rows, repeat * kv_heads, kv_heads, width, groups, 1024)
     tiles, left = divmod(floats - rows * repeat * kv_heads * (8 + 1) * (width + 2), 2 * kv_heads)
