@@ -47,7 +47,7 @@ __device__ inline float sum_over_warp(float x) {
 }
 
 template <typename Shape>
-struct alignas(16) Shared {
+struct Shared {
   static constexpr int kStride = Shape::kHead / 8 + 4;  // rows 64 bytes apart modulo 128: two of them fill all banks
   uint4 q[Shape::kQueries][kStride];
   uint32_t p[Shape::kQueries][Shape::kChunk / 2 + 4];
@@ -90,14 +90,16 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           values[step][2 * i + j] = {};
-          if (seen(chunk + 2 * t + step * 16 + i * 8 + j))
+          if (Keys::kZeros || seen(chunk + 2 * t + step * 16 + i * 8 + j))
             values[step][2 * i + j] = reinterpret_cast<const Vector<uint32_t, kWords>*>(at.x[j])[g];
         }
       }
     }
   };
-  load_keys(begin, 0);
-  load_values(begin, 0);
+  if (begin < span.end) {
+    load_keys(begin, 0);
+    load_values(begin, 0);
+  }
   prepare();
   __syncthreads();
 
@@ -293,6 +295,23 @@ struct State {
   }
 };
 
+// One of a key head's packed query rows, counted from some row's first: its row, its head, and its place in what
+// [rows, heads] are laid out by.
+struct Query {
+  int row, head;
+  int64_t place;
+
+  template <typename Call>
+  __device__ Query(const Call& call, int kv_head, int index, int first_row = 0) {
+    const int rows = index * call.inverse >> 16;  // index / repeat
+    row = first_row + rows;
+    head = kv_head * call.repeat + index - rows * call.repeat;
+    place = static_cast<int64_t>(row) * call.heads + head;
+  }
+};
+
+constexpr int inverse_of(int repeat) { return (1 << 16) / repeat + 1; }  // exact up to 2^16 / repeat
+
 // --- branch_attention_qkv: its first parts norm and rotate the rows' own keys, keep and score them --------------------
 
 constexpr int kWarps = 4;
@@ -325,6 +344,7 @@ __device__ inline Span seen_keys(const QkvCall& call, int held) {  // none where
 
 // Keys of a key head in the cache.
 struct Cache {
+  static constexpr bool kZeros = false;
   const void *k, *v;
   int64_t stride;
 
@@ -411,18 +431,6 @@ template <typename T, int E>
 __device__ inline const T* head_of(const QkvCall& call, int row, int head) {
   return static_cast<const T*>(call.qkv) + row * call.qkv_stride + static_cast<int64_t>(head) * E;
 }
-
-// A query row of a key head: which row of qkv it is, which head, and its place in what [rows, heads] are laid out by.
-struct Query {
-  int row, head;
-  int64_t place;
-
-  __device__ Query(const QkvCall& call, int kv_head, int index) {
-    row = index * call.inverse >> 16;  // index / repeat
-    head = kv_head * call.repeat + index - row * call.repeat;
-    place = static_cast<int64_t>(row) * call.heads + head;
-  }
-};
 
 // A query row and its row of the tables, on their way.
 template <int E>
@@ -568,6 +576,7 @@ int run(const QkvCall& call, Stream stream) {
 template <int E>
 using BranchShape = Shape<E, E == 64 ? 4 : 8, E == 256 ? 1 : 2>;
 constexpr int64_t kMostFloats = 1 << 28;  // of partial results
+constexpr int kMostRepeat = 128;            // as many rows and a tile's are within what inverse_of is exact for
 constexpr int kMostParts = 16;              // over a slice: so many the last block reads at once
 constexpr int kSpread = 128;  // blocks over the chunks of a group's key heads, about one a multiprocessor on any chip
 
@@ -582,7 +591,7 @@ struct BranchCall {
   Counters counters;
   int64_t q_row, q_head, own_row, own_head, page, slot, prefix_head;  // strides
   int64_t table_row;
-  int rows, heads, kv_heads, repeat, branches, groups, units, pages, page_size, table_width;
+  int rows, heads, kv_heads, repeat, inverse, branches, groups, units, pages, page_size, table_width;
   bool wide;  // indices have 64 bits
   float scale;
 
@@ -637,18 +646,23 @@ struct Rising {
   }
 };
 
-// Query rows first to first + count of a group's packed ones, which begin at a row.
+// Packed query rows of a group: so many, of which the first is number `first` from the first of a row.
 struct Tile {
   int group, row, first, count;
 };
+
+__device__ inline Tile tile_at(const BranchCall& call, int group, int row, int packed, int count) {
+  const int rows = packed / call.repeat;
+  return {group, row + rows, packed - rows * call.repeat, count};
+}
 
 // Groups take turns of as many tiles as their rows may need where those before them are packed without a gap: group g's
 // begin at tile (its first packed row) / kQueries + g, and behind its own some may have no rows.
 template <int kQueries>
 __device__ inline Tile find_tile(const BranchCall& call, int tile) {
   if (call.groups <= 1) {
-    const int first = tile * kQueries;
-    return {0, 0, first, call.groups == 1 ? min(kQueries, call.rows * call.repeat - first) : 0};
+    const int first = tile * kQueries, count = min(kQueries, call.rows * call.repeat - first);
+    return tile_at(call, 0, 0, first, call.groups == 1 ? count : 0);
   }
   const int lane = threadIdx.x % kWarp;
   const auto begin = [&](int group) { return call.first_row(group) * call.repeat / kQueries + group; };
@@ -661,7 +675,7 @@ __device__ inline Tile find_tile(const BranchCall& call, int tile) {
   }
   const int row = call.first_row(low), packed = (call.first_row(low + 1) - row) * call.repeat;
   const int first = (tile - begin(low)) * kQueries;
-  return {low, row, first, first < 0 ? 0 : min(kQueries, packed - first)};
+  return tile_at(call, low, row, first, first < 0 ? 0 : min(kQueries, packed - first));
 }
 
 struct Slice {
@@ -677,22 +691,28 @@ __device__ inline Slice find_slice(const BranchCall& call, int group) {
   return {static_cast<int>(start), static_cast<int>(length), true};
 }
 
+static __device__ const uint4 zeros[32] = {};  // a head
+
 // Keys of a key head in a slice. Where those of a chunk lie is looked up two turns ahead, a key by a thread: half of
-// the threads have the chunks of the even turns.
+// the threads have the chunks of the even turns. Values behind the last lie where there are zeros.
 template <typename Shape>
 struct SliceKeys {
+  static constexpr bool kZeros = true;
   static constexpr int kChunk = Shape::kChunk;
   static_assert(Shape::kThreads == 2 * kChunk);
   const BranchCall& call;
   const void *k, *v;
   int64_t (&slots)[2][kChunk];
   const int group, start, end, stride;
-  int key, page;  // that this thread looks up next
+  const int64_t behind;
+  int key, page, slot;  // that this thread looks up next
   bool wrong = false;
 
-  __device__ SliceKeys(const BranchCall& call, const void* k, const void* v, int64_t (&slots)[2][kChunk], int group,
+  template <typename T>
+  __device__ SliceKeys(const BranchCall& call, const T* k, const T* v, int64_t (&slots)[2][kChunk], int group,
                        const Slice& slice, int begin, int stride)
-      : call(call), k(k), v(v), slots(slots), group(group), start(slice.start), end(slice.length), stride(stride) {
+      : call(call), k(k), v(v), slots(slots), group(group), start(slice.start), end(slice.length), stride(stride),
+        behind((reinterpret_cast<intptr_t>(zeros) - reinterpret_cast<intptr_t>(v)) / static_cast<int>(sizeof(T))) {
     key = begin + static_cast<int>(threadIdx.x) / kChunk * stride + threadIdx.x % kChunk;
     ask();
     answer();
@@ -700,16 +720,18 @@ struct SliceKeys {
   }
 
   __device__ void ask() {
-    page = 0;
+    page = 0, slot = start + key;
     if (key >= end || call.block_table == nullptr) return;
-    const int64_t found = call.index(call.block_table, group * call.table_row + (start + key) / call.page_size);
+    const int column = static_cast<unsigned>(slot) / call.page_size;
+    const int64_t found = call.index(call.block_table, group * call.table_row + column);
     page = found >= 0 && found < call.pages ? static_cast<int>(found) : -1;
+    slot -= column * call.page_size;
   }
 
   __device__ void answer() {
     wrong |= page < 0;
-    const int slot = (start + key) % call.page_size;
-    slots[threadIdx.x / kChunk][threadIdx.x % kChunk] = max(page, 0) * call.page + slot * call.slot;
+    const int64_t at = key < end ? max(page, 0) * call.page + slot * call.slot : behind;
+    slots[threadIdx.x / kChunk][threadIdx.x % kChunk] = at;
     key += 2 * stride;
     ask();
   }
@@ -737,27 +759,21 @@ struct SliceKeys {
   }
 };
 
-// A query row of a tile: its row, its head, and its place in what [rows, heads] are laid out by.
-__device__ inline int64_t find_query(const BranchCall& call, int first_row, int kv_head, int packed, int* row, int* head) {
-  *row = first_row + packed / call.repeat;
-  *head = kv_head * call.repeat + packed % call.repeat;
-  return static_cast<int64_t>(*row) * call.heads + *head;
-}
-
 // A warp: what a query row's own branch says, up to its own key. What a branch of one row needs is asked for early.
 template <typename T, int E>
 struct OwnKeys {
   using Columns = Vector<T, E / kWarp>;
   const BranchCall& call;
+  const int64_t columns;  // of the key head
   int row;
-  int64_t columns, begin;
+  int64_t begin;
   Columns query, key, value;
 
-  __device__ void ask(int of_row, int head) {
-    const auto* heads = static_cast<const T*>(call.q) + of_row * call.q_row + head * call.q_head;
-    row = of_row, columns = head / call.repeat * call.own_head;
+  __device__ void ask(const Query& of) {
+    row = of.row;
     begin = call.index(call.cu_branch, min(row, call.branches));
-    query = reinterpret_cast<const Columns*>(heads)[threadIdx.x % kWarp];
+    const T* at = static_cast<const T*>(call.q) + row * call.q_row + of.head * call.q_head;
+    query = reinterpret_cast<const Columns*>(at)[threadIdx.x % kWarp];
     ask_key(row);
   }
 
@@ -800,80 +816,73 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   let_next_begin();
   wait_for_previous();
   const Tile mine = find_tile<kQueries>(call, tile);
-  const Slice slice = mine.count > 0 ? find_slice(call, mine.group) : Slice{0, 0, true};
-  const int parts = min((slice.length + Shape::kChunk - 1) / Shape::kChunk, call.splits), splits = max(parts, 1);
-  if (split >= splits) return;
+  const auto query_of = [&](int index) { return Query(call, kv_head, mine.first + index, mine.row); };
 
-  // A row's own branch is one more part; blocks and warps take turns. Ahead of keys and values all that is needed
-  // beside them is asked for.
-  OwnKeys<T, E> own{call};
-  int turn = call.k != nullptr ? split + warp * splits : kQueries, row, head;
-  int64_t place = 0;
+  // Ahead of keys and values all that is needed beside them is asked for. A row's own branch is one more part: the
+  // warps of all blocks take turns.
+  const bool filled = mine.count > 0;
+  const Slice slice = filled ? find_slice(call, mine.group) : Slice{0, 0, true};
+  OwnKeys<T, E> own{call, kv_head * call.own_head};
+  int turn = split * Shape::kWarps + warp;
   const auto ask_own = [&] {
-    if (turn >= mine.count) return;
-    place = find_query(call, mine.row, kv_head, mine.first + turn, &row, &head);
-    own.ask(row, head);
+    if (call.k != nullptr && turn < mine.count) own.ask(query_of(turn));
   };
   ask_own();
   Rising<Shape::kThreads> branches(call, call.cu_branch, call.branches, call.rows);
   Rising<Shape::kThreads> groups(call, call.cu_group, call.groups, call.branches);
+  uint4 pieces[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    pieces[i] = {};
+    const int piece = i * Shape::kThreads + threadIdx.x;
+    const Query query = query_of(min(piece / kRow, mine.count - 1));
+    const T* at = static_cast<const T*>(call.q) + query.row * call.q_row + query.head * call.q_head;
+    if (filled) pieces[i] = reinterpret_cast<const uint4*>(at)[piece % kRow];
+  }
+  const int parts = min(max((slice.length + Shape::kChunk - 1) / Shape::kChunk, 1), call.splits);
+  if (split >= parts) return;
+
+  const int64_t columns = kv_head * call.prefix_head;
+  const int begin = split * Shape::kChunk, stride = parts * Shape::kChunk;
+  SliceKeys<Shape> keys(call, static_cast<const T*>(call.prefix_k) + columns,
+                        static_cast<const T*>(call.prefix_v) + columns, slots, mine.group, slice, begin, stride);
   bool unsound = false;
-  const auto answer = [&] {
-    for (; turn < mine.count; turn += splits * Shape::kWarps, ask_own()) own.leave(place * call.parts.each + parts);
-    if (split == 0) unsound = branches.wrong() | groups.wrong();
-  };
-  if (parts > 0) {
-    uint4 pieces[kPieces];
+  const auto prepare = [&] {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int piece = i * Shape::kThreads + threadIdx.x, query = min(piece / kRow, mine.count - 1);
-      find_query(call, mine.row, kv_head, mine.first + query, &row, &head);
-      const T* at = static_cast<const T*>(call.q) + row * call.q_row + head * call.q_head;
-      pieces[i] = reinterpret_cast<const uint4*>(at)[piece % kRow];
+      const int piece = i * Shape::kThreads + threadIdx.x;
+      shared.q[piece / kRow][piece % kRow] = pieces[i];
     }
-    const int64_t columns = kv_head * call.prefix_head;
-    const int begin = split * Shape::kChunk, stride = splits * Shape::kChunk;
-    SliceKeys<Shape> keys(call, static_cast<const T*>(call.prefix_k) + columns,
-                          static_cast<const T*>(call.prefix_v) + columns, slots, mine.group, slice, begin, stride);
-    const auto prepare = [&] {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int piece = i * Shape::kThreads + threadIdx.x;
-        shared.q[piece / kRow][piece % kRow] = pieces[i];
-      }
-      answer();
-    };
-    const auto part = [&](int query) {
-      return find_query(call, mine.row, kv_head, mine.first + query, &row, &head) * call.parts.each + split;
-    };
-    take_chunks<T>(keys, Span{0, slice.length}, begin, stride, mine.count, call.scale, call.parts, shared, prepare,
-                   part);
-    if (__syncthreads_count(keys.wrong) > 0 && static_cast<int>(threadIdx.x) < mine.count)
-      call.parts.states[part(threadIdx.x) * 2 + 1] = NAN;
-  } else {
-    answer();
-  }
+    for (; call.k != nullptr && turn < mine.count; turn += parts * Shape::kWarps, ask_own())
+      own.leave(query_of(turn).place * call.parts.each + parts);
+    if (split == 0) unsound = branches.wrong() | groups.wrong();
+  };
+  const auto part = [&](int index) { return query_of(index).place * call.parts.each + split; };
+  take_chunks<T>(keys, Span{0, slice.length}, begin, stride, mine.count, call.scale, call.parts, shared, prepare, part);
+  if (__syncthreads_count(keys.wrong) > 0 && static_cast<int>(threadIdx.x) < mine.count)
+    call.parts.states[part(threadIdx.x) * 2 + 1] = NAN;
   if (split == 0) {
     const bool sound = __syncthreads_count(unsound) == 0;
     if (threadIdx.x == 0) call.sound[unit] = sound;
   }
   __syncthreads();
-  if (threadIdx.x == 0) shared.is_last = arrives_last(counter_at(call.counters, unit), splits);
+  if (threadIdx.x == 0) shared.is_last = arrives_last(counter_at(call.counters, unit), parts);
   __syncthreads();
   if (!shared.is_last) return;
 
-  const bool sound = call.sound[unit];  // else its tile is one of all rows
-  const int first = sound ? mine.first : tile * kQueries;
-  const int count = sound ? mine.count : min(kQueries, call.rows * call.repeat - first);
+  const bool sound = call.sound[unit];
+  const int flat = tile * kQueries;  // where offsets are not sound, the tile is one of all rows
+  const Tile rows = sound ? mine : tile_at(call, 0, 0, flat, min(kQueries, call.rows * call.repeat - flat));
 #pragma unroll 1
-  for (int i = warp; i < count; i += Shape::kWarps) {
-    place = find_query(call, sound ? mine.row : 0, kv_head, first + i, &row, &head);
+  for (int i = warp; i < rows.count; i += Shape::kWarps) {
+    const Query query(call, kv_head, rows.first + i, rows.row);
     State<E / kWarp> state;
-    if (sound) state.template merge<E <= 128 ? kMostParts + 1 : 9>(call.parts, place, parts + (call.k != nullptr));
+    if (sound)
+      state.template merge<E <= 128 ? kMostParts + 1 : 9>(call.parts, query.place, parts + (call.k != nullptr));
     if (!sound || !slice.fits) state.spoil();
-    state.store(static_cast<T*>(call.out) + place * E);
+    state.store(static_cast<T*>(call.out) + query.place * E);
     const float lse = state.mass == 0.0f ? -INFINITY : (state.top + log2f(state.mass)) / kLog2E;
-    if (lane == 0) call.lse[static_cast<int64_t>(head) * call.rows + row] = lse;
+    if (lane == 0) call.lse[static_cast<int64_t>(query.head) * call.rows + query.row] = lse;
   }
 }
 
@@ -951,7 +960,7 @@ extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, cons
   call.qkv_stride = qkv_stride, call.table_rows = table_rows;
   call.cache_stride = cache_stride, call.out_stride = out_stride;
   call.rows = rows, call.heads = heads, call.kv_heads = kv_heads, call.repeat = heads / kv_heads;
-  call.inverse = (1 << 16) / call.repeat + 1;  // exact as there are at most kMaxRows * kMaxRepeat query rows
+  call.inverse = inverse_of(call.repeat);
   call.slots_in_cache = static_cast<int>(slots_in_cache);
   call.units = fb::divide_up(rows * call.repeat, kQueries) * kv_heads;
   call.window = window, call.eps = eps, call.scale = scale * kLog2E;
@@ -972,7 +981,9 @@ extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, cons
 extern "C" int64_t fb_branch_attention_workspace(int rows, int heads, int kv_heads, int head_dim, int groups,
                                                  int64_t most_keys) {
   using namespace fb::branch_attention;
-  if (rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0) return fb::kNotTaken;
+  if (rows < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0 ||
+      heads / kv_heads > kMostRepeat)
+    return fb::kNotTaken;
   const Grid grid = Grid::of(head_dim, rows, heads, kv_heads, groups, most_keys);
   const int64_t floats = int64_t{rows} * heads * (grid.splits + 1) * (head_dim + 2) + 2 * grid.units;
   return floats > kMostFloats || grid.units * grid.splits > INT_MAX ? fb::kNotTaken : floats;
@@ -1000,6 +1011,7 @@ extern "C" int fb_branch_attention(const void* q, int64_t q_row, int64_t q_head,
   call.q_row = q_row, call.q_head = q_head, call.own_row = own_row, call.own_head = own_head;
   call.page = page_stride, call.slot = slot_stride, call.prefix_head = prefix_head;
   call.rows = rows, call.heads = heads, call.kv_heads = kv_heads, call.repeat = heads / kv_heads;
+  call.inverse = inverse_of(call.repeat);
   call.branches = branches, call.groups = groups, call.wide = wide != 0, call.scale = scale * kLog2E;
   call.pages = page_size > 0 ? pages : 0, call.page_size = std::max(page_size, 1), call.table_width = table_width;
   call.table_row = table_row;
