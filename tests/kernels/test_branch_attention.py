@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -650,3 +652,19 @@ def test_a_captured_compiled_launch_leaves_its_counters_as_it_found_them(monkeyp
         monkeypatch.setattr(cuda, "library", Capturing)
         for _ in range(3):
             assert same(case.run(), want)
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """The same rows 2 GB from each other, in memory of which only they are touched."""
+    step, kept = 1 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # which reserves none
+    memory = torch.frombuffer(mmap.mmap(-1, len(x) * step * x.itemsize, kept), dtype=x.dtype)
+    return memory.as_strided(x.shape, (step, *x.stride()[1:])).copy_(x)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory that is not reserved")
+@pytest.mark.parametrize("page", [None, 1])
+def test_compiled_offsets_beyond_2_31(page: int | None) -> None:
+    case = in_16_bits([([1, 1, 1], 1, 4)], heads=FEW, page=page)
+    far = {name: far_apart(case.tensors[name]) for name in (*OWN, *SHARED)}
+    with running("cuda"):
+        assert same(case.run(**far), case.run())
