@@ -614,6 +614,19 @@ def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, gr
     assert tiles == -(-rows * repeat // 32) + groups - 1
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("page", [None, 4])
+def test_a_compiled_slice_ends_with_the_prefix(page: int | None, beyond: int) -> None:
+    """Also where memory and pages behind it are sound."""
+    case = in_16_bits([([1, 1], 3, 5), ([1], 0, 2)], heads=FEW, page=page, spare=0)
+    names, along = (SHARED, 0) if page is None else (("layout.block_table",), 1)
+    wider = {name: torch.cat([case.tensors[name]] * 2, along) for name in names}
+    views = {name: x.narrow(along, 0, x.shape[along] // 2) for name, x in wider.items()}
+    case.tensors["layout.prefix_len"][0] += beyond
+    with running("cuda"):
+        assert case.run(**views)[0][:2].isnan().all() == bool(beyond)
+
+
 @pytest.mark.parametrize("wrong", [-1, 9])
 @pytest.mark.parametrize("column", [0, 40, 74])
 def test_a_page_that_is_not_there_is_noticed_in_every_chunk(column: int, wrong: int) -> None:
