@@ -221,6 +221,29 @@ __device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const 
 #endif
 }
 
+// Rows of 16 bytes in shared memory as mma_16x8x16's a: a lane names row (lane % 16), columns 8 (lane / 16) on.
+__device__ inline void load_16x16(uint32_t (&a)[4], const void* row) {
+#ifdef FB_HOST_EMULATION
+  emulation::load_16x16(a, row);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+
+// 2^x to 2 ulps, and 0 where that is below the normal numbers.
+__device__ inline float exp2_of(float x) {
+#ifdef FB_HOST_EMULATION
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // Whether a thread is the last of `count` to come here. It then sees what the others, and the threads that they have
 // met at a barrier, wrote before; the counter is zero again.
 __device__ inline bool arrives_last(unsigned* counter, unsigned count) {

@@ -263,6 +263,15 @@ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) 
   arrive(warp.barrier);
 }
 
+inline void load_16x16(uint32_t (&a)[4], const void* row) {
+  Warp& warp = own_warp();
+  const int lane = own_lane();
+  warp.slots[lane][0] = reinterpret_cast<uintptr_t>(row);
+  arrive(warp.barrier);
+  for (int i = 0; i < 4; ++i) a[i] = reinterpret_cast<const uint32_t*>(warp.slots[8 * i + lane / 4][0])[lane % 4];
+  arrive(warp.barrier);
+}
+
 }  // namespace emulation
 
 #define threadIdx (::emulation::thread_index())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -28,6 +28,8 @@ _SIGNATURES = {  # in the letters of `shared_library`; the last p of those that 
     "topk_entropy": "pqi qii p ppp p",
     "candidate_head": "pq p pi pi pi qqq if ppp p",
     "skinny_linear": "pq pq pp f pq pq iii iii p",
+    "branch_attention": "pqq pp qq pp qqq ii pppp pqi iii pp p q iiii f i p",
+    "branch_attention_workspace": "iiii iq",
     "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i p",
     "branch_attention_qkv_workspace": "iiiq",
     "driver_version": "",
@@ -49,7 +51,8 @@ def opened(path: Path) -> ctypes.CDLL | str:
     if isinstance(found, str):
         return found
     found.fb_error_string.restype = ctypes.c_char_p
-    found.fb_branch_attention_qkv_workspace.restype = ctypes.c_int64
+    for name in ("branch_attention", "branch_attention_qkv"):
+        getattr(found, f"fb_{name}_workspace").restype = ctypes.c_int64
     return found
 
 

@@ -193,6 +193,7 @@ _branch_attention = Op(
     reference=reference.branch_attention,
     fake=_fake,
     triton=True,
+    compiled=True,
     cpu=True,
 )
 _branch_attention_backward = Op(

@@ -55,6 +55,9 @@ LAYOUTS = {
         [[700], [128] * 3, [9] * 5], [(0, 0), (0, 640), (3, 697)], trained=True, options={"window": 256}
     ),
     "decode": Layout([[1] * 13], [(7, 4096)]),
+    "decode-paged": Layout([[1] * 13, [1] * 40, []], [(5, 2777), (0, 1000), (0, 3)], page=16),
+    "decode-64": Layout([[1] * 13] * 2, [(0, 2500), (7, 64)], (12, 2), 64),
+    "decode-256": Layout([[1] * 20], [(3, 1500)], (8, 1), 256),
     "decode-many": Layout([[1] * 13] * 5, [(0, 1000), (500, 1), (0, 0), (3, 4096), (9, 127)]),
     "paged": Layout([[128] * 4, [1] * 13], [(0, 1000), (5, 777)], page=16),
     "page-of-one": Layout([[1] * 13, [9] * 3], [(0, 300), (2, 100)], page=1),
@@ -182,7 +185,7 @@ def test_matches_the_reference(layout: str, dtype: torch.dtype) -> None:
     matches_the_reference(make(LAYOUTS[layout], dtype))
 
 
-@pytest.mark.parametrize("layout", ["small", "small-paged", "decode", "trajectory"])
+@pytest.mark.parametrize("layout", ["small", "small-paged", "decode", "decode-paged", "trajectory"])
 def test_writes_every_element(layout: str) -> None:
     writes_every_element(LAYOUTS[layout], torch.bfloat16)
 
@@ -193,6 +196,18 @@ def test_small_unaligned_tensors_and_long_indices() -> None:
     matches_the_reference(case)
 
 
+@pytest.mark.parametrize("layout", ["decode", "decode-paged", "decode-64", "decode-256", "decode-many"])
+def test_branches_of_one_row_take_the_compiled_kernel(layout: str) -> None:
+    case = make(LAYOUTS[layout], torch.bfloat16)
+    with backend.seen() as ran:
+        compiled = case.call()
+    kernels = backend.kernels("branch_attention", DEVICE)
+    assert ran["branch_attention"] == ("triton" if kernels["cuda"] else "cuda")
+    with backend.override("auto,branch_attention=triton"):
+        for mine, other in zip(compiled, case.call(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0.02, atol=0.02)
+
+
 def test_wrong_hints_cost_time_only() -> None:
     layout = LAYOUTS["decode-many"]
     q, k, v, *prefix = make(layout, torch.bfloat16).floats
@@ -200,8 +215,8 @@ def test_wrong_hints_cost_time_only() -> None:
     indices = {
         "cu_branch": offsets(lengths, torch.int32, DEVICE),
         "cu_group": offsets([len(group) for group in layout.groups], torch.int32, DEVICE),
-        "prefix_start": torch.tensor([start for start, _ in layout.slices], device=DEVICE),
-        "prefix_len": torch.tensor([n for _, n in layout.slices], device=DEVICE),
+        "prefix_start": torch.tensor([start for start, _ in layout.slices], dtype=torch.int32, device=DEVICE),
+        "prefix_len": torch.tensor([n for _, n in layout.slices], dtype=torch.int32, device=DEVICE),
     }
     with backend.override("reference"):
         wide = (x.double() for x in (q, k, v, *prefix))
@@ -238,13 +253,13 @@ def test_small_bad_layouts_give_nan_and_no_stray_access() -> None:
         assert torch.equal(got.isnan(), want.isnan()), name
 
 
-@pytest.mark.parametrize("layout", ["decode", "scoring", "paged"])
+@pytest.mark.parametrize("layout", ["decode", "decode-paged", "scoring", "paged"])
 @pytest.mark.parametrize("promise", PROMISES[1:])
 def test_promises(promise: Callable[[Case], None], layout: str) -> None:
     promise(make(LAYOUTS[layout], torch.bfloat16))
 
 
-@pytest.mark.parametrize("layout", ["decode", "head-256", "trajectory-trained"])
+@pytest.mark.parametrize("layout", ["decode", "decode-paged", "decode-256", "head-256", "trajectory-trained"])
 def test_repeats_are_bit_equal(layout: str) -> None:
     PROMISES[0](make(LAYOUTS[layout], torch.bfloat16))
 

@@ -172,3 +172,61 @@ def test_hoppers_attention_overlaps_its_products(tmp_path: Path) -> None:
         assert sum("MUFU.EX2" in each for each in inside[slice(*waits)]) == 64 + 2  # of a thread: scores, and two rows
         assert not any(name in each for each in inside for name in ("LDL", "STL"))
     assert min(map(len, blocks)) <= 500
+
+
+def test_instructions_beyond_the_table_are_a_fault() -> None:
+    """Only of a kernel that it has, and beside what else is wrong."""
+    code = """
+from dataclasses import fields, replace
+from benchmarks.aot.__main__ import gated, key
+from benchmarks.aot.compiler import Compiled
+given = {"kernel": "k", "shape": "N=1", "variant": "aligned", "per_unit": 10.0, "faults": ("other",)}
+row = Compiled(**dict.fromkeys(field.name for field in fields(Compiled)) | given)
+assert gated(row, {}) == gated(row, {key(row): 10.0}) == row
+assert gated(row, {"k N=1 unaligned": 1.0}) == row
+assert gated(row, {key(row): 9.99}).faults == ("other", "10.00 instructions a unit, above 9.99")
+assert gated(replace(row, per_unit=None), {key(row): 1.0}).faults == ("other",)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_kernel_with_tiles_is_in_the_table() -> None:
+    """Where it multiplies by HGMMA, without which its instructions are not counted; and the table has no others."""
+    code = """
+import json
+from benchmarks.aot.__main__ import OPS, TABLE, launched
+most = json.loads(TABLE.read_text(encoding="utf-8"))["most"]
+counted = [launch for launch in launched(OPS, ["sm_90"]) if launch.name in launch.case.tiles]
+wanted = {f"{each.name} {each.case.shape} aligned" for each in counted if each.name in each.case.matmul}
+assert wanted and wanted <= most.keys(), wanted - most.keys()
+shapes = {f"{each.name} {each.case.shape}" for each in counted}
+assert {key.rpartition(" ")[0] for key in most} <= shapes, most.keys()
+assert all(value > 0 for value in most.values())
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("version", "faults"), [("this", 1), ("another", 0)])
+def test_the_table_is_that_of_one_compiler(version: str, faults: int, tmp_path: Path) -> None:
+    """Another one's counts are others: they fail nothing."""
+    code = """
+import json, sys
+from pathlib import Path
+import triton
+from benchmarks.aot import __main__ as command, branch_attention
+case = branch_attention.case([([1] * 13, 1024)], "L=1", width=64)
+branch_attention.cases = lambda: [case]
+command.TABLE = Path(sys.argv[1])
+name = f"{branch_attention.SPLIT} {case.shape} aligned"
+version = triton.__version__ if sys.argv[2] == "this" else "0"
+command.TABLE.write_text(json.dumps({"triton": version, "most": {name: 1.0}}))
+sys.argv = ["aot", "branch_attention", "--arch", "sm_90"]
+command.main()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "table.json"), version]
+    done = subprocess.run(command, env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == faults, done.stderr
+    assert ("instructions a unit, above 1.00" in done.stdout) == bool(faults)
+    assert f"{faults} with a fault" in done.stdout

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+import emulation
 import pytest
 import torch
 from cases.base import Case, ids, single
@@ -22,6 +25,7 @@ from cases.branch_attention import (
     SPLIT,
     TILE,
     Groups,
+    in_16_bits,
     make,
     one_row,
     small,
@@ -32,22 +36,42 @@ from test_contract import check, evaluate, same, upstream
 from torch import Tensor
 from ways import names, running
 
-from fb_kernels import BranchLayout, backend, branch_attention, tuning
+from fb_kernels import BranchLayout, backend, branch_attention, cuda, tuning
+from fb_kernels.branch_attention import cuda as compiled
 from fb_kernels.branch_attention import reference, triton, triton_backward, triton_layout
 from fb_kernels.testing import assert_close_to_reference, count_syncs, largest_tensor
 
 STRANGE = (math.nan, math.inf, -math.inf)
 WAYS = [way for way in names(OP) if "=" not in way]  # Hopper's kernel: test_branch_attention_gluon.py
-ALL = [(way, hint) for way in WAYS for hint in ((TILE, SPLIT) if way == "triton" else (None,))]
+HINTS = {"triton": (TILE, SPLIT), "cuda": (SPLIT,)}
+ALL = [(way, hint) for way in WAYS for hint in HINTS.get(way, (None,))]
 WHOLE = [(way, hint) for way, hint in ALL if not way.startswith("cpu")]
 NOT_READ = [(way, hint) for way, hint in WHOLE if way != "reference"]
 CPU = [way for way, _ in ALL if way.startswith("cpu")]
 FEW = (2, 1)  # heads: an interpreted program costs much
 
 
-def kernels(pairs: list[tuple[str, int | None]]) -> pytest.MarkDecorator:
-    """Once for each kernel of each implementation."""
-    return pytest.mark.parametrize(("way", "longest"), pairs)
+def kernels(pairs: list[tuple[str, int | None]], *options: dict[str, Any]) -> pytest.MarkDecorator:
+    """Once for each kernel of each implementation, and with each of the options that it takes."""
+    if not options:
+        return pytest.mark.parametrize(("way", "longest"), pairs)
+    chosen = [(*pair, each) for pair in pairs for each in options if pair[0] != "cuda" or not LEFT & each.keys()]
+    return pytest.mark.parametrize(("way", "longest", "options"), chosen, ids=str)
+
+
+LEFT = {"window", "softcap"}  # by the compiled kernel to others
+
+
+def called(way: str, groups: Groups, width: int = 8, **sizes: Any) -> Case:
+    """In a dtype and of a width that the implementation takes."""
+    case = make(groups, FEW, 64 if way == "cuda" else width, **sizes)
+    return OP.cast(case, torch.float16) if way == "cuda" else single(case)
+
+
+def outcome(case: Case, way: str, pulled: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and the gradients of an implementation that has its own."""
+    with blocks(way):
+        return (case.run(), []) if way == "cuda" else evaluate(case, pulled=() if pulled is None else [pulled])
 
 
 @contextmanager
@@ -66,30 +90,27 @@ def of_one_row(way: str, *lengths: int) -> list[int]:
 def like_the_reference(case: Case, way: str, pulled: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Results are checked against the definition; gradients, which have rules of their own, against the reference."""
     pulled = upstream(case, [case.arguments["q"]])[0] if pulled is None else pulled
-    with blocks(way):
-        results, grads = evaluate(case, pulled=[pulled])
+    results, grads = outcome(case, way, pulled)
     check(OP, case, results, [])
     with running("reference"):
         expected = evaluate(OP.cast(case, torch.float64), pulled=[pulled])[1]
-    for mine, exact in zip(grads, expected, strict=True):
+    for mine, exact in zip(grads, expected, strict=bool(grads)):
         torch.testing.assert_close(mine, exact.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
     return results, grads
 
 
-@kernels(WHOLE)
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 4}], ids=str)
+@kernels(WHOLE, {}, {"softcap": 2.0}, {"window": 4})
 def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way: str, longest: int | None) -> None:
     outcomes = []
     for dirty in (False, True):
-        case = single(make([([4, 1, 3], 1, 9), ([2], 11, 3)], FEW, longest=longest, **options))
+        case = called(way, [([4, 1, 3], 1, 9), ([2], 11, 3)], longest=longest, **options)
         pulled = upstream(case, [case.arguments["q"]])[0]
         if dirty:
             tensors = case.tensors
             for x, value in zip((*(tensors[name] for name in "qkv"), pulled), (*STRANGE, math.inf), strict=True):
                 x[3:5] = value  # the last row of the first branch, and a branch of one row
             tensors["prefix_k"][11:14], tensors["prefix_v"][11:14] = math.nan, math.inf  # the second group's
-        with blocks(way):
-            (out, lse), grads = evaluate(case, pulled=[pulled])
+        (out, lse), grads = outcome(case, way, pulled)
         outcomes.append([out, lse.T, *grads])
     clean, got = outcomes
     unseen = [0, 1, 2, 5, 6, 7]
@@ -98,18 +119,17 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
     for x in got[5:]:  # of the prefix
         assert not x[[0, 10, 14, 15]].any()
         assert x[11:14].isnan().all()
-    assert all(x[[3, 4]].isnan().all() for x in (got[0], got[2]))
+    assert all(x[[3, 4]].isnan().all() for x in (got[0], *got[2:3]))
     assert got[0][[8, 9]].isnan().all()
 
 
-@kernels(ALL)
-@pytest.mark.parametrize("options", [{}, {"window": 3, "softcap": 2.0, "page": 5}], ids=str)
+@kernels(ALL, {}, {"page": 5}, {"window": 3, "softcap": 2.0, "page": 5})
 @pytest.mark.parametrize("where", ["q", "k", "v", "prefix_k", "prefix_v", "upstream"])
 def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     where: str, options: dict[str, Any], way: str, longest: int | None
 ) -> None:
     lengths = of_one_row(way, 1, 2)
-    case = single(make([(lengths, 5 * group, 5) for group in range(3)], FEW, spare=0, longest=longest, **options))
+    case = called(way, [(lengths, 5 * group, 5) for group in range(3)], spare=0, longest=longest, **options)
     pulled = upstream(case, [case.arguments["q"]])[0]
     for group, value in enumerate(STRANGE):
         x = pulled if where == "upstream" else case.tensors[where]
@@ -117,20 +137,19 @@ def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     like_the_reference(case, way, pulled)
 
 
-@kernels(ALL)
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@kernels(ALL, {}, {"softcap": 2.0})
 @pytest.mark.parametrize("lowest", [[2, 20, 39], range(40)], ids=["some", "all"])
-def test_scores_infinitely_low(lowest: Sequence[int], softcap: float | None, way: str, longest: int | None) -> None:
+def test_scores_infinitely_low(lowest: Sequence[int], options: dict[str, Any], way: str, longest: int | None) -> None:
     """Their keys count nothing, and where all are there is none."""
     lengths, every = of_one_row(way, 1, 2), len(lowest) == 40
-    case = single(make([(lengths, 0, 40)], FEW, 1, spare=0, softcap=softcap, longest=longest))
+    case = called(way, [(lengths, 0, 40)], 1, spare=0, longest=longest, **options)
     case.arguments["q"].abs_().add_(0.1)
     case.arguments["prefix_k"][list(lowest)] = -math.inf
     if every:
         case.arguments["k"].fill_(-math.inf)
-    (out, lse), (dq, *_) = like_the_reference(case, way)
-    assert every or dq.isfinite().all()
-    if every and not softcap:
+    (out, lse), grads = like_the_reference(case, way)
+    assert every or all(dq.isfinite().all() for dq in grads[:1])
+    if every and not options:
         assert not out.any()
         assert (lse == -math.inf).all()
 
@@ -158,32 +177,34 @@ def test_branches_of_many_blocks(options: dict[str, Any], way: str) -> None:
         check(OP, case, *evaluate(case))
 
 
-@kernels(WHOLE)
-def test_a_large_soft_cap_of_small_scores_does_not_cancel(way: str, longest: int | None) -> None:
-    case = single(make([([2], 0, 9)], FEW, softcap=1000.0, longest=longest))
+@kernels(WHOLE, {"softcap": 1000.0})
+def test_a_large_soft_cap_of_small_scores_does_not_cancel(
+    way: str, longest: int | None, options: dict[str, Any]
+) -> None:
+    case = single(make([([2], 0, 9)], FEW, longest=longest, **options))
     with blocks(way):
         check(OP, case, *evaluate(case))
 
 
 @kernels(WHOLE)
 def test_large_float16_values_are_finite(way: str, longest: int | None) -> None:
-    case = OP.cast(make([([2, 1], 0, 40)], FEW, spare=0, longest=longest), torch.float16)
+    case = OP.cast(called(way, [([2, 1], 0, 40)], spare=0, longest=longest), torch.float16)
     case.arguments["prefix_v"].fill_(6e4)
     case.arguments["v"].fill_(6e4)
     with blocks(way):
-        torch.testing.assert_close(case.run()[0], torch.full((3, 2, 8), 6e4).half(), rtol=1e-3, atol=0)
+        out = case.run()[0]
+        torch.testing.assert_close(out, torch.full_like(out, 6e4), rtol=1e-3, atol=0)
 
 
 @kernels(WHOLE)
 def test_no_keys_at_all(way: str, longest: int | None) -> None:
-    case = single(make([([2], 0, 0)], own=False, longest=longest))
+    case = called(way, [([2], 0, 0)], own=False, longest=longest)
     paged = replace(case.with_(**{"layout.block_table": ids(-1)[None]}), gradients=("q",))
-    shapes = [(case, (0, 2, 8)), (paged, (0, 4, 2, 8)), (paged, (3, 0, 2, 8))]
-    shapes.append((paged.with_(**{"layout.block_table": ids()[None]}), (3, 4, 2, 8)))
+    shapes: list[tuple[Case, tuple[int, ...]]] = [(case, (0,)), (paged, (0, 4)), (paged, (3, 0))]
+    shapes.append((paged.with_(**{"layout.block_table": ids()[None]}), (3, 4)))
     for each, shape in shapes:
-        nothing = each.with_(prefix_k=torch.zeros(shape), prefix_v=torch.zeros(shape))
-        with blocks(way):
-            (out, lse), grads = evaluate(nothing)
+        prefix = case.arguments["q"].new_zeros(*shape, 1, case.arguments["q"].shape[2])
+        (out, lse), grads = outcome(each.with_(prefix_k=prefix, prefix_v=prefix), way)
         assert not any(x.any() for x in (out, *grads))
         assert (lse == -math.inf).all()
 
@@ -205,21 +226,22 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
     groups: Groups = [([9], 0, 0), ([3, 1, 0, 2], 3, 17), ([1, 1], 10, 13)]
     if way in CPU or longest == SPLIT:
         groups = [([1] * len(lengths), start, length) for lengths, start, length in groups]
-    if way == "triton":
+    if way == "cuda":  # tiles of 32 packed rows, and a few chunks
+        groups = [([1] * rows, start, length) for rows, start, length in ((20, 0, 300), (41, 3, 1), (2, 10, 190))]
+    if way in ("triton", "cuda"):
         pieces: list[Groups] = [[([rows], *at)] for lengths, *at in groups for rows in lengths]
     else:
         pieces = [[group] for group in groups]
-    case = replace(single(make(groups, FEW, longest=longest, **options)), gradients=OWN)
+    case = replace(called(way, groups, longest=longest, **options), gradients=OWN)
     pulled, first = upstream(case, [case.arguments["q"]])[0], 0
-    with blocks(way):
-        (out, lse), grads = evaluate(case, pulled=[pulled])
-        for piece in pieces:
-            rows = slice(first, first + sum(piece[0][0]))
-            first = rows.stop
-            alone, own = evaluate(part(case, rows, piece), pulled=[pulled[rows]])
-            assert same(alone, [out[rows], lse[:, rows]])
-            if way in CPU:
-                assert same(own, [grad[rows] for grad in grads])
+    (out, lse), grads = outcome(case, way, pulled)
+    for piece in pieces:
+        rows = slice(first, first + sum(piece[0][0]))
+        first = rows.stop
+        alone, own = outcome(part(case, rows, piece), way, pulled[rows])
+        assert same(alone, [out[rows], lse[:, rows]])
+        if way in CPU:
+            assert same(own, [grad[rows] for grad in grads])
 
 
 @pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
@@ -261,35 +283,34 @@ def test_layouts_that_do_not_fit(
 ) -> None:
     """Errors where the host reads them, elsewhere NaN in the rows that they concern."""
     groups: Groups = [(of_one_row(way, 3, 1), 1, 6), ([1, 1], 8, 3)]
-    case = single(make(groups, FEW, page=page, spare=0, index=torch.int64, longest=longest))
+    case = called(way, groups, page=page, spare=0, index=torch.int64, longest=longest)
     case.tensors[f"layout.{name}"][place] = value
-    with blocks(way):
-        if way not in ("device", "triton"):
+    if way not in ("device", "triton", "cuda"):
+        with blocks(way):
             with pytest.raises(ValueError, match=rf"^BranchLayout: ({name}|prefix_len): expected .*, got .*; .+"):
                 case.run()
             return
-        (out, lse), (dq, dk, dv, *shared) = evaluate(case)
+    (out, lse), grads = outcome(case, way)
     bad = torch.zeros(6, dtype=torch.bool)
     bad[list(wrong)] = True
-    for x in (out, lse.T, dq, *((dk, dv) if way == "triton" else ())):
+    for x in (out, lse.T, *grads[: 3 if way == "triton" else 1]):
         assert x[bad].isnan().all()
         assert x[~bad].isfinite().all()
-    for x in shared:  # to which what does not fit adds nothing
+    for x in grads[3:]:  # to which what does not fit adds nothing
         assert x.isfinite().all()
         assert x[8:].any() == (5 not in wrong)
 
 
 @kernels(NOT_READ)
 def test_rows_of_no_group_are_nan(way: str, longest: int | None) -> None:
-    case, none = single(make([([2], 0, 3)], longest=longest)), ids()
+    case, none = called(way, [([2], 0, 3)], longest=longest), ids()
     for changes in (
         {"cu_group": ids(0), "prefix_start": none, "prefix_len": none},
         {"cu_group": ids(0, 0), "cu_branch": ids(0)},
     ):
         layout = replace(case.arguments["layout"], **changes)
-        with blocks(way):
-            results, grads = evaluate(case.with_(layout=layout))
-        assert all(x.isnan().all() for x in (*results, grads[0]))
+        results, grads = outcome(case.with_(layout=layout), way)
+        assert all(x.isnan().all() for x in (*results, *grads[:1]))
 
 
 def operators(case: Case, window: int | None = None) -> tuple:
@@ -570,3 +591,94 @@ def test_a_branch_whose_every_score_is_minus_infinity_leaves_the_prefix(length: 
     k[2:] = -1e30
     out = branch_attention(q, k, v, k, v, layout)
     torch.testing.assert_close(out[2:], v[:2].mean(0).expand(length, 2, 8))
+
+
+def test_a_compiled_launch_has_no_more_memory_than_it_may() -> None:
+    """Rows of no memory of their own stand for many."""
+    many = 1 << 22
+    q, prefix = torch.empty(1, 1, 64).half().expand(many, 1, 64), torch.empty(4, 1, 64).half()
+    layout = BranchLayout(torch.arange(many + 1), ids(0, many).long(), ids(0).long(), ids(4).long())
+    given = (q, None, None, prefix, prefix, *layout.indices, None, None, None, 0.3, None)
+    with running("cuda"):
+        assert compiled.branch_attention(*given) is NotImplemented
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("repeat", [1, 2, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 13, 16, 32])
+def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, groups: int) -> None:
+    """Of several groups there may be one tile more for each. A tile of 32 packed rows has two words beside parts."""
+    kv_heads, width = 8, 128
+    floats = emulation.library().fb_branch_attention_workspace(rows, repeat * kv_heads, kv_heads, width, groups, 1024)
+    tiles, left = divmod(floats - rows * repeat * kv_heads * (8 + 1) * (width + 2), 2 * kv_heads)
+    assert not left
+    assert tiles == -(-rows * repeat // 32) + groups - 1
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("page", [None, 4])
+def test_a_compiled_slice_ends_with_the_prefix(page: int | None, beyond: int) -> None:
+    """Also where memory and pages behind it are sound."""
+    case = in_16_bits([([1, 1], 3, 5), ([1], 0, 2)], heads=FEW, page=page, spare=0)
+    names, along = (SHARED, 0) if page is None else (("layout.block_table",), 1)
+    wider = {name: torch.cat([case.tensors[name]] * 2, along) for name in names}
+    views = {name: x.narrow(along, 0, x.shape[along] // 2) for name, x in wider.items()}
+    case.tensors["layout.prefix_len"][0] += beyond
+    with running("cuda"):
+        assert case.run(**views)[0][:2].isnan().all() == bool(beyond)
+
+
+@pytest.mark.parametrize("wrong", [-1, 9])
+@pytest.mark.parametrize("column", [0, 40, 74])
+def test_a_page_that_is_not_there_is_noticed_in_every_chunk(column: int, wrong: int) -> None:
+    """75 pages, which two blocks of a tile take chunk by chunk."""
+    case = in_16_bits([([1, 1], 0, 300), ([1], 0, 300)], heads=FEW, page=4, longest_prefix=128, spare=0)
+    case.tensors["layout.block_table"][0, column] = wrong if wrong < 0 else 1 << 20
+    with running("cuda"):
+        out, lse = case.run()
+    assert out[:2].isnan().all()
+    assert lse[:, :2].isnan().all()
+    assert out[2].isfinite().all()
+
+
+def test_compiled_rows_may_lie_apart() -> None:
+    """Heads of one projection, pages among others, a table of wider rows; unused memory is NaN."""
+    case = in_16_bits([([1] * 5, 3, 200), ([1], 0, 70)], heads=(4, 2), page=16)
+    wide = {name: torch.nn.functional.pad(case.tensors[name], (0, 8, 0, 3), value=math.nan) for name in (*OWN, *SHARED)}
+    heads = {name: case.tensors[name].shape[-2] for name in wide}
+    views = {name: x[..., : heads[name], :64] for name, x in wide.items()}
+    table = torch.nn.functional.pad(case.tensors["layout.block_table"], (0, 3), value=-9)[:, :-3]
+    with running("cuda"):
+        check(OP, case, case.run(**views, **{"layout.block_table": table}), [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its library takes host pointers")
+def test_a_captured_compiled_launch_leaves_its_counters_as_it_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = in_16_bits([([1] * 5, 0, 300), ([1], 0, 9)], heads=FEW)
+
+    class Capturing:  # a host's stream that is not null stands for one that captures
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(emulation.library(), name)
+            return (lambda *given: found(*given[:-1], 1)) if name == "fb_branch_attention" else found
+
+    with running("cuda"):
+        want = case.run()
+        monkeypatch.setattr(cuda, "library", Capturing)
+        for _ in range(3):
+            assert same(case.run(), want)
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """The same rows 2 GB from each other, in memory of which only they are touched."""
+    step, kept = 1 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # which reserves none
+    memory = torch.frombuffer(mmap.mmap(-1, len(x) * step * x.itemsize, kept), dtype=x.dtype)
+    return memory.as_strided(x.shape, (step, *x.stride()[1:])).copy_(x)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory that is not reserved")
+@pytest.mark.parametrize("page", [None, 1])
+def test_compiled_offsets_beyond_2_31(page: int | None) -> None:
+    case = in_16_bits([([1, 1, 1], 1, 4)], heads=FEW, page=page)
+    far = {name: far_apart(case.tensors[name]) for name in (*OWN, *SHARED)}
+    with running("cuda"):
+        assert same(case.run(**far), case.run())

@@ -46,7 +46,8 @@ def promised(pairs: list[tuple[str, str]]) -> Callable:
 
 def made(op: Op, way: str, dtype: torch.dtype, sizes: dict[str, Any] | None = None) -> Case:
     """A call of the op, where its implementation wants it."""
-    return op.cast(op.make(**(op.typical if sizes is None else sizes)), dtype).on(device_of(way))
+    usual = op.typical if op.way(way).typical is None else op.way(way).typical
+    return op.cast(op.make(**(usual if sizes is None else sizes)), dtype).on(device_of(way))
 
 
 def evaluate(

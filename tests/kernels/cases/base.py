@@ -112,6 +112,7 @@ class Way:
 
     dtypes: tuple[torch.dtype, ...] = LOW
     sizes: st.SearchStrategy[Sizes] | None = None  # where it takes less than the op
+    typical: Sizes | None = None  # likewise
     layouts: tuple[str, ...] = WHOLE
     apart: tuple[str, ...] = ()  # tensors whose rows may lie apart besides
     kernels: int = 1  # of Triton, in a typical call

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from hypothesis import strategies as st
+from layouts import LAYOUTS
 from torch import Tensor
 
 from cases.base import INDICES, WIDTHS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
@@ -187,6 +188,31 @@ ONE_ROW = st.fixed_dictionaries(
 )
 
 
+COMPILED = st.fixed_dictionaries(
+    {
+        "groups": groups(st.integers(0, 20).map(lambda rows: [1] * rows), 330, 1),
+        "longest": st.sampled_from([None, 0, SPLIT]),
+    }
+) | st.fixed_dictionaries(  # the hint is wrong
+    {"groups": groups(st.lists(st.integers(0, 5), max_size=4), 330), "longest": st.just(SPLIT)}
+)
+COMPILED_OPTIONS = st.fixed_dictionaries(
+    {
+        "heads": st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (16, 1), (9, 1)]),
+        "width": st.sampled_from([64, 64, 128, 256]),
+        "page": st.sampled_from([None, None, 1, 3, 16, 64]),
+        "heads_first": st.booleans(),
+        "own": st.sampled_from([True, True, False]),
+        "spare": st.sampled_from([0, 2]),
+        "index": st.sampled_from([torch.int32, torch.int64]),
+        "longest_prefix": st.sampled_from([None, None, 0, 70, 1 << 40]),
+        "scale": st.sampled_from([None, 0.9]),
+        "return_lse": st.booleans(),
+        "seed": seeds,
+    }
+)
+
+
 @contextmanager
 def small_blocks() -> Iterator[None]:
     """Of the reference."""
@@ -211,6 +237,17 @@ def small() -> Iterator[None]:
 def one_row(*rows_and_slices: tuple[int, int, int], **options: Any) -> Case:
     """Float32 groups of so many branches of one row each."""
     return single(make([([1] * rows, start, length) for rows, start, length in rows_and_slices], **options))
+
+
+def in_16_bits(groups: Groups = (([1, 1], 1, 5), ([1], 0, 9)), **options: Any) -> Case:
+    """As the compiled kernel takes it."""
+    return OP.cast(make(groups, **{"width": 64} | options), torch.bfloat16)
+
+
+def relaid(name: str, layout: str = "steps of 2") -> Case:
+    """The same with a tensor of other strides."""
+    case = in_16_bits(page=4)
+    return case.with_(**{name: LAYOUTS[layout](case.tensors[name])})
 
 
 MIXED: Groups = [([3, 1], 0, 6), ([1, 1], 6, 3)]  # branches of one row in a group of their own, for the CPU's kernel
@@ -259,6 +296,32 @@ OP = Op(
             refused=[lambda: single(make([([2], 0, 3)], width=257))],
         ),
         **GLUON,
+        "cuda": Way(
+            (torch.bfloat16, torch.float16),
+            st.tuples(COMPILED, COMPILED_OPTIONS).map(lambda both: both[0] | both[1]),
+            {"groups": [([1] * 4, 1, 6), ([1, 1], 3, 70)], "width": 64, "spare": 0},
+            layouts=("packed",),
+            also=[
+                {"groups": [([1] * 13, 0, 2100)], "heads": (2, 1), "width": 128},
+                {"groups": [([1] * 3, 7, 1000), ([1], 0, 1)], "heads": (1, 1), "width": 64, "longest_prefix": 190},
+                {"groups": [([1] * 3, 7, 1500)], "heads": (1, 1), "width": 256, "page": 9, "longest_prefix": 300},
+                {"groups": [([1] * 2, 5 * group, 3) for group in range(70)], "heads": (1, 1), "width": 64},
+                {"groups": [([40, 1], 0, 90)], "heads": (2, 1), "width": 64, "longest": SPLIT},
+            ],
+            refused=[
+                lambda: single(in_16_bits()),
+                lambda: in_16_bits(width=48),
+                lambda: in_16_bits(window=2),
+                lambda: in_16_bits(softcap=9.0),
+                lambda: in_16_bits([([1, 2], 0, 3)]),
+                lambda: in_16_bits(longest=TILE),
+                *((lambda name=name: relaid(name)) for name in ("q", "k", "prefix_v", "layout.cu_branch")),
+                lambda: relaid("layout.block_table"),
+                lambda: relaid("q", "offset"),
+                lambda: relaid("v", "rows apart"),
+                lambda: in_16_bits().with_(**{"layout.cu_group": ids(0, 2, 3, dtype=torch.int64)}),
+            ],
+        ),
         "cpu": Way(
             (torch.float32,),
             ONE_ROW,

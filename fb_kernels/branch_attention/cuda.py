@@ -1,0 +1,63 @@
+"""The compiled kernel of `branch_attention`, `csrc/branch_attention.cu`: made for branches of one row.
+
+It is right for branches of any length, whose own keys it takes one after the other: no tensor is read to find out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fb_kernels import cuda
+
+
+def branch_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    cu_branch: Tensor,
+    cu_group: Tensor,
+    prefix_start: Tensor,
+    prefix_len: Tensor,
+    block_table: Tensor | None,
+    max_branch_len: int | None,
+    max_prefix_len: int | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(out[T, Hq, E], lse[Hq, T]) of 16 bits, where shapes or the hint say that a branch has one row."""
+    rows, heads, width = q.shape
+    if rows != len(cu_branch) - 1 if max_branch_len is None else max_branch_len > 1:
+        return NotImplemented
+    kv_heads, branches, groups = prefix_k.shape[-2], len(cu_branch) - 1, len(cu_group) - 1
+    pages, size = (1, len(prefix_k)) if block_table is None else prefix_k.shape[:2]
+    table = cu_branch[None, :1] if block_table is None else block_table
+    indices, capacity = (cu_branch, cu_group, prefix_start, prefix_len), size * table.shape[1]
+    pairs = ((k, v), (prefix_k, prefix_v))
+    given = [window is softcap is None, q.dtype in (torch.float16, torch.bfloat16), width in (64, 128, 256)]
+    given += [max(rows * heads, pages, capacity, branches, groups) < 1 << 30]
+    given += [x.is_contiguous() for x in indices] + [x.dtype == cu_branch.dtype for x in (*indices, table)]
+    given += [x.stride(-1) == 1 for x in (q, q if k is None else k, prefix_k, table)]
+    given += [x is y is None or (x is not None and y is not None and x.stride() == y.stride()) for x, y in pairs]
+    if not all(given):
+        return NotImplemented
+    found, most_keys = cuda.library(), capacity if max_prefix_len is None else min(capacity, max_prefix_len)
+    assert not isinstance(found, str)
+    needed = found.fb_branch_attention_workspace(rows, heads, kv_heads, width, groups, most_keys)
+    if needed < 0 < q.numel():
+        return NotImplemented
+    out, lse = q.new_empty(q.shape), q.new_empty((heads, rows), dtype=torch.float32)
+    if q.numel() == 0:
+        return out, lse
+    own, page = (0, 0) if k is None else k.stride()[:2], 0 if block_table is None else prefix_k.stride(0)
+    workspace = q.new_empty(needed, dtype=torch.float32)
+    taken = cuda.launch(
+        "branch_attention", q, q, *q.stride()[:2], k, v, *own, prefix_k, prefix_v, page, *prefix_k.stride()[-3:-1],
+        pages, size, *indices, block_table, table.stride(0), table.shape[1], branches, groups,
+        cu_branch.dtype == torch.int64, out, lse, workspace, most_keys, rows, heads, kv_heads, width, scale,
+        cuda.DTYPES[q.dtype],
+    )  # fmt: skip
+    return (out, lse) if taken else NotImplemented
