@@ -1,5 +1,5 @@
-// Runs kernels on the host, one fiber a thread and one block after another, both in random order: enough to find wrong
-// indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
+// Runs kernels on the host, one fiber a thread and one cluster of blocks after another, both in random order: enough to
+// find wrong indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
 #pragma once
 
 #include <ucontext.h>
@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -21,7 +22,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static  // blocks run one after another
+#define __shared__ static  // of a block that runs alone: those of a cluster have their dynamic memory
 #define __align__(n) alignas(n)
 
 struct dim3 {
@@ -106,25 +107,34 @@ struct Warp {
   uint64_t slots[kLanes][8];  // what lanes show to each other
 };
 
-// The block that runs.
 struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
   int votes = 0;
   std::vector<char> shared;
-  std::function<void()> body;
-  ucontext_t scheduler;
-  int current = 0;
+  unsigned index = 0;
+  int current = 0, left = 0;  // the thread that runs, how many have not ended
 };
 
+// Blocks that run at the same time.
+struct Cluster {
+  std::vector<Block> blocks;
+  Barrier all;
+  std::function<void()> body;
+  ucontext_t scheduler;
+};
+
+inline Cluster* cluster = nullptr;  // that runs, and its block that does
 inline Block* block = nullptr;
 inline std::mt19937 order{0};
+inline int multiprocessors = 2;  // of the device
 
 inline dim3 thread_index() { return {static_cast<unsigned>(block->current)}; }
-inline dim3 block_index_, grid_dim_, block_dim_;
+inline dim3 block_index() { return {block->index}; }
+inline dim3 grid_dim_, block_dim_;
 
-inline void leave() { swapcontext(&block->threads[block->current].context, &block->scheduler); }
+inline void leave() { swapcontext(&block->threads[block->current].context, &cluster->scheduler); }
 
 inline void arrive(Barrier& barrier) {
   Thread& self = block->threads[block->current];
@@ -140,18 +150,21 @@ inline void arrive(Barrier& barrier) {
 }
 
 inline void entry() {
-  block->body();
+  cluster->body();
   block->threads[block->current].done = true;
   leave();
 }
 
-inline int run_block(Block& here) {
-  block = &here;
-  const int count = static_cast<int>(here.threads.size());
+inline void poison(std::vector<char>& memory) { std::fill(memory.begin(), memory.end(), static_cast<char>(0xff)); }
+
+inline int run_cluster(Cluster& here) {
+  cluster = &here;
+  const int threads = static_cast<int>(here.blocks[0].threads.size());
+  const int count = threads * static_cast<int>(here.blocks.size());
   std::vector<int> turn(count);
   for (int i = 0; i < count; ++i) {
     turn[i] = i;
-    Thread& thread = here.threads[i];
+    Thread& thread = here.blocks[i / threads].threads[i % threads];
     thread.done = false;
     thread.waits = nullptr;
     thread.copies.clear();
@@ -168,40 +181,51 @@ inline int run_block(Block& here) {
     bool moved = false;
     for (int i : turn) {
       if (alone >= 0 && i / kLanes != alone) continue;
-      Thread& thread = here.threads[i];
+      block = &here.blocks[i / threads];
+      Thread& thread = block->threads[i % threads];
       if (thread.done || (thread.waits != nullptr && thread.waits->generation == thread.generation)) continue;
-      here.current = i;
+      block->current = i % threads;
       moved = true;
       swapcontext(&here.scheduler, &thread.context);
       left -= thread.done;
+      block->left -= thread.done;
+      if (block->left == 0) poison(block->shared);  // it ends with its block
     }
     if (!moved && alone < 0) {
       std::fprintf(stderr, "emulation: %d of %d threads wait at a barrier that the others do not reach\n", left, count);
       return 719;  // what a device calls a launch failure
     }
   }
-  block = nullptr;
   return 0;
 }
 
-inline int run(int grid, int threads, int shared_bytes, std::function<void()> body) {
-  if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0) return 1;
-  Block here;
+inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std::function<void()> body) {
+  if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0 || grid % cluster_blocks != 0) return 1;
+  Cluster here;
   here.body = std::move(body);
-  here.threads.resize(threads);
-  for (Thread& thread : here.threads) thread.stack.reset(new char[kStack]);
-  here.warps.resize(threads / kLanes);
+  here.blocks.resize(cluster_blocks);
+  for (Block& one : here.blocks) {
+    one.threads.resize(threads);
+    for (Thread& thread : one.threads) thread.stack.reset(new char[kStack]);
+    one.warps.resize(threads / kLanes);
+    one.shared.resize(static_cast<size_t>(shared_bytes) + 16);
+  }
   block_dim_ = {static_cast<unsigned>(threads)};
   grid_dim_ = {static_cast<unsigned>(grid)};
-  std::vector<int> turn(grid);
-  for (int i = 0; i < grid; ++i) turn[i] = i;
+  std::vector<int> turn(grid / cluster_blocks);
+  for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
   std::shuffle(turn.begin(), turn.end(), order);
   for (int i : turn) {
-    block_index_ = {static_cast<unsigned>(i)};
-    here.all = {threads};
-    for (Warp& warp : here.warps) warp.barrier = {kLanes};
-    here.shared.assign(static_cast<size_t>(shared_bytes) + 16, static_cast<char>(0xff));  // NaN in every float type
-    if (const int error = run_block(here)) return error;
+    here.all = {threads * cluster_blocks};
+    for (int rank = 0; rank < cluster_blocks; ++rank) {
+      Block& one = here.blocks[rank];
+      one.index = static_cast<unsigned>(i * cluster_blocks + rank);
+      one.left = threads;
+      one.all = {threads};
+      for (Warp& warp : one.warps) warp.barrier = {kLanes};
+      poison(one.shared);  // NaN in every float type
+    }
+    if (const int error = run_cluster(here)) return error;
   }
   return 0;
 }
@@ -209,6 +233,16 @@ inline int run(int grid, int threads, int shared_bytes, std::function<void()> bo
 inline void* dynamic_shared() {
   const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
   return reinterpret_cast<void*>((address + 15) / 16 * 16);
+}
+
+// What an address in the dynamic memory of this block is in that of another one of the cluster.
+inline char* of_rank(const void* own, int rank) {
+  Block* const self = block;
+  const auto offset = static_cast<const char*>(own) - static_cast<const char*>(dynamic_shared());
+  block = &cluster->blocks[rank];
+  char* const there = static_cast<char*>(dynamic_shared()) + offset;
+  block = self;
+  return there;
 }
 
 inline void copy_later(void* to, const void* from) { block->threads[block->current].copies.push_back({to, from}); }
@@ -266,7 +300,7 @@ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) 
 }  // namespace emulation
 
 #define threadIdx (::emulation::thread_index())
-#define blockIdx (::emulation::block_index_)
+#define blockIdx (::emulation::block_index())
 #define blockDim (::emulation::block_dim_)
 #define gridDim (::emulation::grid_dim_)
 
