@@ -112,17 +112,26 @@ __device__ inline uint4 load_once(const void* address) {
 #endif
 }
 
+// What tells the second cache to part with bytes first. Made once in a kernel: where it is used, it would be each time.
+__device__ inline uint64_t evicted_first() {
+  uint64_t policy = 0;
+#if !defined(FB_HOST_EMULATION)
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // As load_streaming, or zero without a look at the address.
-__device__ inline uint4 load_streaming_if(bool inside, const void* address) {
+__device__ inline uint4 load_streaming_if(bool inside, const void* address, [[maybe_unused]] uint64_t policy) {
 #if defined(FB_HOST_EMULATION)
   return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
 #else
   uint4 value;
   asm volatile(
       "{.reg .pred inside; setp.ne.b32 inside, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-      "@inside ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      "@inside ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
       : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
-      : "l"(address), "r"(static_cast<int>(inside)));
+      : "l"(address), "r"(static_cast<int>(inside)), "l"(policy));
   return value;
 #endif
 }

@@ -49,22 +49,15 @@ struct Shared {
   float inverse[kSlices][kWarp];  // of each row, for each warp
 };
 
-// 8 elements of which `left` lie inside the row, zero behind it. Without kWide from any address.
-template <bool kWide, bool kStreaming = false, typename T>
+// 8 elements at any address, of which `left` lie inside the row, zero behind it.
+template <typename T>
 __device__ inline uint4 load_eight(const T* from, int left) {
-  uint4 value = {0, 0, 0, 0};
-  if constexpr (kWide) {
-    if constexpr (kStreaming) value = load_streaming_if(left > 0, from);
-    else if (left > 0) value = *reinterpret_cast<const uint4*>(from);
-  } else {
-    const auto* bits = reinterpret_cast<const uint16_t*>(from);
-    uint32_t words[4] = {};
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < left) words[i / 2] |= static_cast<uint32_t>(bits[i]) << (16 * (i % 2));
-    value = {words[0], words[1], words[2], words[3]};
-  }
-  return value;
+  for (int i = 0; i < 8; ++i)
+    if (i < left) words[i / 2] |= static_cast<uint32_t>(bits[i]) << (16 * (i % 2));
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // What a thread loads next of a tile: two weight rows, of gate and up the same one, else one and the eighth behind.
@@ -106,7 +99,7 @@ __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
 #pragma unroll 1
   for (int column = own_column(); column < columns; column += kSweep) {
     if constexpr (kWide) copy_async_if(column < left, to + column / 8, from + column);
-    else to[column / 8] = load_eight<false>(from + column, left - column);
+    else to[column / 8] = load_eight(from + column, left - column);
   }
 }
 
@@ -131,13 +124,18 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   let_next_begin();
   uint4 low[kDepth] = {}, high[kDepth] = {};
   Cursor<T> weight;
+  const uint64_t policy = evicted_first();  // weights leave the cache to what the next step reads again
+  const auto load = [&](const T* row, int u) {
+    if constexpr (kWide) return load_streaming_if(weight.left > step_begin(u), row + step_begin(u), policy);
+    else return load_eight(row + step_begin(u), weight.left - step_begin(u));
+  };
   weight.begin(of, place, g, from + first, end);
   if (!of.frozen) wait_for_previous();
   if (of.in_features > 0) {  // a branch, across which the compiler does not move the wait ahead of the loads
 #pragma unroll
     for (int u = 0; u < kDepth; ++u) {
-      low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
-      high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
+      low[u] = load(weight.low, u);
+      high[u] = load(weight.high, u);
     }
     if constexpr (kNorm) stage<kWide>(norm, of.norm_weight + from, whole, end - from);
   }
@@ -260,8 +258,8 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
               mma_16x8x16<T>(sum[j][1], odds, {value.z, value.w});
             }
           }
-          low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
-          high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
+          low[u] = load(weight.low, u);
+          high[u] = load(weight.high, u);
         }
 #pragma unroll
         for (int j = 0; j < kEights; ++j) x[j] += kBatch / 8;
