@@ -246,6 +246,12 @@ __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
   return before == count - 1;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kClusters = false;
+#else
+constexpr bool kClusters = true;  // blocks can work in clusters
+#endif
+
 // Every thread of a cluster's blocks comes here before any goes on, and sees what the others wrote before.
 __device__ inline void sync_cluster() {
 #if defined(FB_HOST_EMULATION)
@@ -263,7 +269,7 @@ __device__ inline const T* of_rank(const T* own, int rank) {
   return reinterpret_cast<const T*>(emulation::of_rank(own, rank));
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const T* there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(rank));
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(rank));
   return there;
 #else
   return own;

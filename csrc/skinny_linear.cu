@@ -109,6 +109,7 @@ template <typename T, int kEights, int kDepth, bool kNorm, bool kWide, int kBloc
 __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(SkinnyLinear<T> of) {
   constexpr int kBatch = kDepth / 2 * kPiece;  // columns that all warps hold
   constexpr bool kSplit = kBlocks > 1;
+  if constexpr (kSplit && !kClusters) return;  // never launched there
   static_assert(kSweep % kBatch == 0);
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % kBlocks, place = blockIdx.x / kBlocks, places = gridDim.x / kBlocks;
@@ -124,12 +125,12 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   let_next_begin();
   uint4 low[kDepth] = {}, high[kDepth] = {};
   Cursor<T> weight;
+  weight.begin(of, place, g, from + first, end);
   const uint64_t policy = evicted_first();  // weights leave the cache to what the next step reads again
   const auto load = [&](const T* row, int u) {
     if constexpr (kWide) return load_streaming_if(weight.left > step_begin(u), row + step_begin(u), policy);
     else return load_eight(row + step_begin(u), weight.left - step_begin(u));
   };
-  weight.begin(of, place, g, from + first, end);
   if (!of.frozen) wait_for_previous();
   if (of.in_features > 0) {  // a branch, across which the compiler does not move the wait ahead of the loads
 #pragma unroll
