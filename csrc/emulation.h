@@ -1,7 +1,8 @@
-// Runs kernels on the host, one fiber a thread and one cluster of blocks after another, both in random order: enough to
-// find wrong indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
+// Runs kernels on the host, one fiber a thread, two blocks or those of a cluster at a time, in random order: enough to find
+// wrong indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
 #pragma once
 
+#include <link.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static  // of a block that runs alone: those of a cluster have their dynamic memory
+#define __shared__ static thread_local  // of the block whose turn it is, see `enter`
 #define __align__(n) alignas(n)
 
 struct dim3 {
@@ -108,6 +109,7 @@ struct Warp {
 };
 
 struct Block {
+  std::vector<char> variables;  // in shared memory, while another block has its turn
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
@@ -120,12 +122,14 @@ struct Block {
 // Blocks that run at the same time.
 struct Cluster {
   std::vector<Block> blocks;
+  char* variables = nullptr;  // in shared memory, of the block whose turn it is: all that the library has for a thread
+  size_t variables_size = 0;
   Barrier all;
   std::function<void()> body;
   ucontext_t scheduler;
 };
 
-inline Cluster* cluster = nullptr;  // that runs, and its block that does
+inline Cluster* cluster = nullptr;  // that runs, and its block whose turn it is
 inline Block* block = nullptr;
 inline std::mt19937 order{0};
 inline int multiprocessors = 2;  // of the device
@@ -135,6 +139,23 @@ inline dim3 block_index() { return {block->index}; }
 inline dim3 grid_dim_, block_dim_;
 
 inline void leave() { swapcontext(&block->threads[block->current].context, &cluster->scheduler); }
+
+inline thread_local char anchor = 0;
+
+inline int find_variables(dl_phdr_info* library, size_t, void* of) {
+  auto& here = *static_cast<Cluster*>(of);
+  here.variables = static_cast<char*>(library->dlpi_tls_data);
+  for (int i = 0; i < library->dlpi_phnum; ++i)
+    if (library->dlpi_phdr[i].p_type == PT_TLS) here.variables_size = library->dlpi_phdr[i].p_memsz;
+  return here.variables != nullptr && &anchor >= here.variables && &anchor < here.variables + here.variables_size;
+}
+
+inline void enter(Block* next) {
+  if (block == next) return;
+  if (block != nullptr) std::memcpy(block->variables.data(), cluster->variables, cluster->variables_size);
+  std::memcpy(cluster->variables, next->variables.data(), cluster->variables_size);
+  block = next;
+}
 
 inline void arrive(Barrier& barrier) {
   Thread& self = block->threads[block->current];
@@ -159,6 +180,7 @@ inline void poison(std::vector<char>& memory) { std::fill(memory.begin(), memory
 
 inline int run_cluster(Cluster& here) {
   cluster = &here;
+  block = nullptr;
   const int threads = static_cast<int>(here.blocks[0].threads.size());
   const int count = threads * static_cast<int>(here.blocks.size());
   std::vector<int> turn(count);
@@ -178,12 +200,13 @@ inline int run_cluster(Cluster& here) {
     std::shuffle(turn.begin(), turn.end(), order);
     // most rounds run a single warp, which so gets ahead of the others as far as barriers let it
     const int alone = count > kLanes && order() % 8 != 0 ? turn[0] / kLanes : -1;
+    std::stable_partition(turn.begin(), turn.end(), [&, first = turn[0]](int i) { return i / threads == first / threads; });
     bool moved = false;
     for (int i : turn) {
       if (alone >= 0 && i / kLanes != alone) continue;
-      block = &here.blocks[i / threads];
-      Thread& thread = block->threads[i % threads];
+      Thread& thread = here.blocks[i / threads].threads[i % threads];
       if (thread.done || (thread.waits != nullptr && thread.waits->generation == thread.generation)) continue;
+      enter(&here.blocks[i / threads]);
       block->current = i % threads;
       moved = true;
       swapcontext(&here.scheduler, &thread.context);
@@ -203,27 +226,32 @@ inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std:
   if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0 || grid % cluster_blocks != 0) return 1;
   Cluster here;
   here.body = std::move(body);
-  here.blocks.resize(cluster_blocks);
+  anchor = 1;  // or a thread may have no variables yet
+  if (!dl_iterate_phdr(find_variables, &here)) return 1;
+  std::vector<int> turn(grid / cluster_blocks);
+  for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
+  std::shuffle(turn.begin(), turn.end(), order);
+  here.blocks.resize(cluster_blocks > 1 ? cluster_blocks : std::min(grid, 2));
   for (Block& one : here.blocks) {
     one.threads.resize(threads);
     for (Thread& thread : one.threads) thread.stack.reset(new char[kStack]);
     one.warps.resize(threads / kLanes);
     one.shared.resize(static_cast<size_t>(shared_bytes) + 16);
+    one.variables.resize(here.variables_size);
   }
   block_dim_ = {static_cast<unsigned>(threads)};
   grid_dim_ = {static_cast<unsigned>(grid)};
-  std::vector<int> turn(grid / cluster_blocks);
-  for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
-  std::shuffle(turn.begin(), turn.end(), order);
-  for (int i : turn) {
+  for (int begun = 0; begun < grid;) {
+    here.blocks.resize(std::min<size_t>(here.blocks.size(), grid - begun));
     here.all = {threads * cluster_blocks};
-    for (int rank = 0; rank < cluster_blocks; ++rank) {
-      Block& one = here.blocks[rank];
-      one.index = static_cast<unsigned>(i * cluster_blocks + rank);
+    for (Block& one : here.blocks) {
+      one.index = static_cast<unsigned>(turn[begun / cluster_blocks] * cluster_blocks + begun % cluster_blocks);
+      ++begun;
       one.left = threads;
       one.all = {threads};
       for (Warp& warp : one.warps) warp.barrier = {kLanes};
       poison(one.shared);  // NaN in every float type
+      if (order() % 2 != 0) poison(one.variables);  // else there is what another block left
     }
     if (const int error = run_cluster(here)) return error;
   }
