@@ -31,7 +31,7 @@ __global__ void commit_kernel(int64_t* tokens, int64_t tokens_stride, int64_t sl
       length[row] = held + 1;
     }
   }
-  if (outcome != nullptr) {
+  if (outcome != nullptr) {  // on the device, or pinned on the host, where the end of the kernel shows it
     outcome += row * outcome_stride;
     outcome[0] = static_cast<float>(reason);
     outcome[1] = static_cast<float>(next);

@@ -112,17 +112,26 @@ __device__ inline uint4 load_once(const void* address) {
 #endif
 }
 
+// What tells the second cache to part with bytes first. Made once in a kernel: where it is used, it would be each time.
+__device__ inline uint64_t evicted_first() {
+  uint64_t policy = 0;
+#if !defined(FB_HOST_EMULATION)
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // As load_streaming, or zero without a look at the address.
-__device__ inline uint4 load_streaming_if(bool inside, const void* address) {
+__device__ inline uint4 load_streaming_if(bool inside, const void* address, [[maybe_unused]] uint64_t policy) {
 #if defined(FB_HOST_EMULATION)
   return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
 #else
   uint4 value;
   asm volatile(
       "{.reg .pred inside; setp.ne.b32 inside, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-      "@inside ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      "@inside ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;}"
       : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
-      : "l"(address), "r"(static_cast<int>(inside)));
+      : "l"(address), "r"(static_cast<int>(inside)), "l"(policy));
   return value;
 #endif
 }
@@ -260,6 +269,36 @@ __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
   return before == count - 1;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kClusters = false;
+#else
+constexpr bool kClusters = true;  // blocks can work in clusters
+#endif
+
+// Every thread of a cluster's blocks comes here before any goes on, and sees what the others wrote before.
+__device__ inline void sync_cluster() {
+#if defined(FB_HOST_EMULATION)
+  emulation::arrive(emulation::cluster->all);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+// Where what lies here in this block's dynamic shared memory lies in that of another one of its cluster. It is there
+// behind a barrier that both have met, until that block ends.
+template <typename T>
+__device__ inline const T* of_rank(const T* own, int rank) {
+#if defined(FB_HOST_EMULATION)
+  return reinterpret_cast<const T*>(emulation::of_rank(own, rank));
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const T* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(own), "r"(rank));
+  return there;
+#else
+  return own;
+#endif
+}
+
 // Programmatic dependent launch: before `wait_for_previous` a kernel touches nothing that the one before it in the
 // stream writes or reads; `let_next_begin` allows the next one to be scheduled.
 __device__ inline void wait_for_previous() {
@@ -287,7 +326,7 @@ struct Chip {
 using Stream = void*;
 
 inline int current_chip(Chip* chip) {
-  *chip = {2, 9, 227 * 1024, 228 * 1024, 1024, 0};
+  *chip = {emulation::multiprocessors, 9, 227 * 1024, 228 * 1024, 1024, 0};
   return 0;
 }
 
@@ -302,8 +341,9 @@ inline int is_capturing(Stream stream, bool* result) {
 }
 
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream, Arguments... arguments) {
-  return emulation::run(grid, block, shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
+int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream,
+                    Arguments... arguments) {
+  return emulation::run(grid, cluster, block, shared_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
 }
 
 #else
@@ -367,28 +407,37 @@ inline int prepare(const void* kernel, const Chip& chip) {
   return error;
 }
 
-// Kernels are launched on one-dimensional grids, as dependent launches where the device knows these. 0 or an error.
+// Kernels are launched on one-dimensional grids, as dependent launches where the device knows these, and on such a device
+// in clusters of so many blocks. 0 or an error.
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream stream, Arguments... arguments) {
+int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream stream,
+                    Arguments... arguments) {
   if (grid == 0) return 0;
   Chip chip;
   if (const int error = current_chip(&chip)) return error;
   if (const int error = prepare(reinterpret_cast<const void*>(kernel), chip)) return error;
-  cudaLaunchAttribute attributes[1]{};
+  cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t configuration{};
   configuration.gridDim = dim3(grid);
   configuration.blockDim = dim3(block);
   configuration.dynamicSmemBytes = shared_bytes;
   configuration.stream = stream;
   configuration.attrs = attributes;
-  configuration.numAttrs = chip.major >= 9 ? 1 : 0;
+  configuration.numAttrs = chip.major < 9 ? 0 : cluster > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
   if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
   return error;
 }
 
 #endif
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), int grid, int block, int shared_bytes, Stream stream, Arguments... arguments) {
+  return launch_clusters(kernel, 1, grid, block, shared_bytes, stream, arguments...);
+}
 
 }  // namespace fb

@@ -1,7 +1,8 @@
-// Runs kernels on the host, one fiber a thread and one block after another, both in random order: enough to find wrong
-// indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
+// Runs kernels on the host, one fiber a thread, two blocks or those of a cluster at a time, in random order: enough to find
+// wrong indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
 #pragma once
 
+#include <link.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -21,7 +23,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static  // blocks run one after another
+#define __shared__ static thread_local  // of the block whose turn it is, see `enter`
 #define __align__(n) alignas(n)
 
 struct dim3 {
@@ -106,25 +108,54 @@ struct Warp {
   uint64_t slots[kLanes][8];  // what lanes show to each other
 };
 
-// The block that runs.
 struct Block {
+  std::vector<char> variables;  // in shared memory, while another block has its turn
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
   int votes = 0;
   std::vector<char> shared;
-  std::function<void()> body;
-  ucontext_t scheduler;
-  int current = 0;
+  unsigned index = 0;
+  int current = 0, left = 0;  // the thread that runs, how many have not ended
 };
 
+// Blocks that run at the same time.
+struct Cluster {
+  std::vector<Block> blocks;
+  char* variables = nullptr;  // in shared memory, of the block whose turn it is: all that the library has for a thread
+  size_t variables_size = 0;
+  Barrier all;
+  std::function<void()> body;
+  ucontext_t scheduler;
+};
+
+inline Cluster* cluster = nullptr;  // that runs, and its block whose turn it is
 inline Block* block = nullptr;
 inline std::mt19937 order{0};
+inline int multiprocessors = 2;  // of the device
 
 inline dim3 thread_index() { return {static_cast<unsigned>(block->current)}; }
-inline dim3 block_index_, grid_dim_, block_dim_;
+inline dim3 block_index() { return {block->index}; }
+inline dim3 grid_dim_, block_dim_;
 
-inline void leave() { swapcontext(&block->threads[block->current].context, &block->scheduler); }
+inline void leave() { swapcontext(&block->threads[block->current].context, &cluster->scheduler); }
+
+inline thread_local char anchor = 0;
+
+inline int find_variables(dl_phdr_info* library, size_t, void* of) {
+  auto& here = *static_cast<Cluster*>(of);
+  here.variables = static_cast<char*>(library->dlpi_tls_data);
+  for (int i = 0; i < library->dlpi_phnum; ++i)
+    if (library->dlpi_phdr[i].p_type == PT_TLS) here.variables_size = library->dlpi_phdr[i].p_memsz;
+  return here.variables != nullptr && &anchor >= here.variables && &anchor < here.variables + here.variables_size;
+}
+
+inline void enter(Block* next) {
+  if (block == next) return;
+  if (block != nullptr) std::memcpy(block->variables.data(), cluster->variables, cluster->variables_size);
+  std::memcpy(cluster->variables, next->variables.data(), cluster->variables_size);
+  block = next;
+}
 
 inline void arrive(Barrier& barrier) {
   Thread& self = block->threads[block->current];
@@ -140,18 +171,22 @@ inline void arrive(Barrier& barrier) {
 }
 
 inline void entry() {
-  block->body();
+  cluster->body();
   block->threads[block->current].done = true;
   leave();
 }
 
-inline int run_block(Block& here) {
-  block = &here;
-  const int count = static_cast<int>(here.threads.size());
+inline void poison(std::vector<char>& memory) { std::fill(memory.begin(), memory.end(), static_cast<char>(0xff)); }
+
+inline int run_cluster(Cluster& here) {
+  cluster = &here;
+  block = nullptr;
+  const int threads = static_cast<int>(here.blocks[0].threads.size());
+  const int count = threads * static_cast<int>(here.blocks.size());
   std::vector<int> turn(count);
   for (int i = 0; i < count; ++i) {
     turn[i] = i;
-    Thread& thread = here.threads[i];
+    Thread& thread = here.blocks[i / threads].threads[i % threads];
     thread.done = false;
     thread.waits = nullptr;
     thread.copies.clear();
@@ -165,43 +200,60 @@ inline int run_block(Block& here) {
     std::shuffle(turn.begin(), turn.end(), order);
     // most rounds run a single warp, which so gets ahead of the others as far as barriers let it
     const int alone = count > kLanes && order() % 8 != 0 ? turn[0] / kLanes : -1;
+    std::stable_partition(turn.begin(), turn.end(), [&, first = turn[0]](int i) { return i / threads == first / threads; });
     bool moved = false;
     for (int i : turn) {
       if (alone >= 0 && i / kLanes != alone) continue;
-      Thread& thread = here.threads[i];
+      Thread& thread = here.blocks[i / threads].threads[i % threads];
       if (thread.done || (thread.waits != nullptr && thread.waits->generation == thread.generation)) continue;
-      here.current = i;
+      enter(&here.blocks[i / threads]);
+      block->current = i % threads;
       moved = true;
       swapcontext(&here.scheduler, &thread.context);
       left -= thread.done;
+      block->left -= thread.done;
+      if (block->left == 0) poison(block->shared);  // it ends with its block
     }
     if (!moved && alone < 0) {
       std::fprintf(stderr, "emulation: %d of %d threads wait at a barrier that the others do not reach\n", left, count);
       return 719;  // what a device calls a launch failure
     }
   }
-  block = nullptr;
   return 0;
 }
 
-inline int run(int grid, int threads, int shared_bytes, std::function<void()> body) {
-  if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0) return 1;
-  Block here;
+inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std::function<void()> body) {
+  if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0 || grid % cluster_blocks != 0) return 1;
+  Cluster here;
   here.body = std::move(body);
-  here.threads.resize(threads);
-  for (Thread& thread : here.threads) thread.stack.reset(new char[kStack]);
-  here.warps.resize(threads / kLanes);
+  anchor = 1;  // or a thread may have no variables yet
+  if (!dl_iterate_phdr(find_variables, &here)) return 1;
+  std::vector<int> turn(grid / cluster_blocks);
+  for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
+  std::shuffle(turn.begin(), turn.end(), order);
+  here.blocks.resize(cluster_blocks > 1 ? cluster_blocks : std::min(grid, 2));
+  for (Block& one : here.blocks) {
+    one.threads.resize(threads);
+    for (Thread& thread : one.threads) thread.stack.reset(new char[kStack]);
+    one.warps.resize(threads / kLanes);
+    one.shared.resize(static_cast<size_t>(shared_bytes) + 16);
+    one.variables.resize(here.variables_size);
+  }
   block_dim_ = {static_cast<unsigned>(threads)};
   grid_dim_ = {static_cast<unsigned>(grid)};
-  std::vector<int> turn(grid);
-  for (int i = 0; i < grid; ++i) turn[i] = i;
-  std::shuffle(turn.begin(), turn.end(), order);
-  for (int i : turn) {
-    block_index_ = {static_cast<unsigned>(i)};
-    here.all = {threads};
-    for (Warp& warp : here.warps) warp.barrier = {kLanes};
-    here.shared.assign(static_cast<size_t>(shared_bytes) + 16, static_cast<char>(0xff));  // NaN in every float type
-    if (const int error = run_block(here)) return error;
+  for (int begun = 0; begun < grid;) {
+    here.blocks.resize(std::min<size_t>(here.blocks.size(), grid - begun));
+    here.all = {threads * cluster_blocks};
+    for (Block& one : here.blocks) {
+      one.index = static_cast<unsigned>(turn[begun / cluster_blocks] * cluster_blocks + begun % cluster_blocks);
+      ++begun;
+      one.left = threads;
+      one.all = {threads};
+      for (Warp& warp : one.warps) warp.barrier = {kLanes};
+      poison(one.shared);  // NaN in every float type
+      if (order() % 2 != 0) poison(one.variables);  // else there is what another block left
+    }
+    if (const int error = run_cluster(here)) return error;
   }
   return 0;
 }
@@ -209,6 +261,16 @@ inline int run(int grid, int threads, int shared_bytes, std::function<void()> bo
 inline void* dynamic_shared() {
   const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
   return reinterpret_cast<void*>((address + 15) / 16 * 16);
+}
+
+// What an address in the dynamic memory of this block is in that of another one of the cluster.
+inline char* of_rank(const void* own, int rank) {
+  Block* const self = block;
+  const auto offset = static_cast<const char*>(own) - static_cast<const char*>(dynamic_shared());
+  block = &cluster->blocks[rank];
+  char* const there = static_cast<char*>(dynamic_shared()) + offset;
+  block = self;
+  return there;
 }
 
 inline void copy_later(void* to, const void* from) { block->threads[block->current].copies.push_back({to, from}); }
@@ -275,7 +337,7 @@ inline void load_16x16(uint32_t (&a)[4], const void* row) {
 }  // namespace emulation
 
 #define threadIdx (::emulation::thread_index())
-#define blockIdx (::emulation::block_index_)
+#define blockIdx (::emulation::block_index())
 #define blockDim (::emulation::block_dim_)
 #define gridDim (::emulation::grid_dim_)
 

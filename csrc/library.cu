@@ -19,6 +19,11 @@ extern "C" const char* fb_error_string(int code) {
 #endif
 }
 
+#ifdef FB_HOST_EMULATION
+// How many there were.
+extern "C" int fb_emulate_multiprocessors(int count) { return std::exchange(emulation::multiprocessors, count); }
+#endif
+
 // In CUDA's own numbers, 12040 for 12.4; a driver that is not there is 0.
 extern "C" int fb_driver_version() {
   int version = 0;

@@ -1,6 +1,7 @@
 // skinny_linear: up to 32 rows through a linear layer at the speed of its weight, which is read once. Weight rows are
 // the long side of each product and go from global memory to registers; rows of x are the short one and lie, normed, in
-// shared memory. The order of additions to an output depends on the number of columns alone.
+// shared memory. Where outputs are too few for all multiprocessors, two blocks of a cluster halve the columns. The order
+// of additions to an output depends on columns, outputs and device alone.
 #include "device.cuh"
 
 namespace fb::skinny {
@@ -33,7 +34,8 @@ struct SkinnyLinear {
   int64_t out_stride;
   float eps;
   int rows, in_features, out_features, tiles, tile_outputs;
-  int window;           // columns of x in shared memory at a time: all, or whole sweeps
+  int share;            // columns of a block: all, or the first one's of the cluster, whole pieces
+  int window;           // of them of x in shared memory at a time: all, or whole sweeps
   bool swiglu, frozen;  // frozen: what the kernel before may still write is neither of the weights
 };
 
@@ -47,22 +49,15 @@ struct Shared {
   float inverse[kSlices][kWarp];  // of each row, for each warp
 };
 
-// 8 elements of which `left` lie inside the row, zero behind it. Without kWide from any address.
-template <bool kWide, bool kStreaming = false, typename T>
+// 8 elements at any address, of which `left` lie inside the row, zero behind it.
+template <typename T>
 __device__ inline uint4 load_eight(const T* from, int left) {
-  uint4 value = {0, 0, 0, 0};
-  if constexpr (kWide) {
-    if constexpr (kStreaming) value = load_streaming_if(left > 0, from);
-    else if (left > 0) value = *reinterpret_cast<const uint4*>(from);
-  } else {
-    const auto* bits = reinterpret_cast<const uint16_t*>(from);
-    uint32_t words[4] = {};
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  uint32_t words[4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < left) words[i / 2] |= static_cast<uint32_t>(bits[i]) << (16 * (i % 2));
-    value = {words[0], words[1], words[2], words[3]};
-  }
-  return value;
+  for (int i = 0; i < 8; ++i)
+    if (i < left) words[i / 2] |= static_cast<uint32_t>(bits[i]) << (16 * (i % 2));
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // What a thread loads next of a tile: two weight rows, of gate and up the same one, else one and the eighth behind.
@@ -72,11 +67,11 @@ struct Cursor {
   const T *low, *high;
   int left;  // columns from here on
 
-  __device__ void begin(const SkinnyLinear<T>& of, int tile, int g, int column) {
-    const int end = of.out_features - 1, row = min(tile * of.tile_outputs + g, end);
+  __device__ void begin(const SkinnyLinear<T>& of, int tile, int g, int column, int end) {
+    const int last = of.out_features - 1, row = min(tile * of.tile_outputs + g, last);
     low = of.weight + row * of.weight_stride + column;
-    high = of.weight + (of.swiglu ? row + of.out_features : min(row + 8, end)) * of.weight_stride + column;
-    left = tile < of.tiles ? of.in_features - column : 0;
+    high = of.weight + (of.swiglu ? row + of.out_features : min(row + 8, last)) * of.weight_stride + column;
+    left = tile < of.tiles ? end - column : 0;
   }
 };
 
@@ -104,42 +99,58 @@ __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
 #pragma unroll 1
   for (int column = own_column(); column < columns; column += kSweep) {
     if constexpr (kWide) copy_async_if(column < left, to + column / 8, from + column);
-    else to[column / 8] = load_eight<false>(from + column, left - column);
+    else to[column / 8] = load_eight(from + column, left - column);
   }
 }
 
-// kEights times 8 rows of x; a thread holds kDepth steps, so 2 kDepth loads of 16 bytes are under way for it.
-template <typename T, int kEights, int kDepth, bool kNorm, bool kWide>
+// kEights times 8 rows of x; a thread holds kDepth steps, so 2 kDepth loads of 16 bytes are under way for it. kBlocks of a
+// cluster share the columns.
+template <typename T, int kEights, int kDepth, bool kNorm, bool kWide, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(SkinnyLinear<T> of) {
   constexpr int kBatch = kDepth / 2 * kPiece;  // columns that all warps hold
+  constexpr bool kSplit = kBlocks > 1;
+  if constexpr (kSplit && !kClusters) return;  // never launched there
   static_assert(kSweep % kBatch == 0);
-  __shared__ Shared<kEights> shared;
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-  const int first = slice * kPair + t * 8, whole = divide_up(of.in_features, kPiece) * kPiece;
+  const int rank = blockIdx.x % kBlocks, place = blockIdx.x / kBlocks, places = gridDim.x / kBlocks;
+  const int share = kSplit ? of.share : of.in_features, from = rank * share;
+  const int end = kSplit ? min(from + share, of.in_features) : of.in_features;  // of this block's columns
+  const int first = slice * kPair + t * 8, whole = divide_up(share, kPiece) * kPiece;
   const int stride = of.window / 8 + kPad;
-  uint4* staged = static_cast<uint4*>(dynamic_shared());  // [rows, stride]
+  auto& shared = *static_cast<Shared<kEights>*>(dynamic_shared());
+  const auto& other = *of_rank(&shared, rank ^ 1);
+  uint4* staged = reinterpret_cast<uint4*>(&shared + 1);  // [rows, stride]
   uint4* norm = staged + of.rows * stride;                // [whole / 8]
 
   let_next_begin();
   uint4 low[kDepth] = {}, high[kDepth] = {};
   Cursor<T> weight;
-  weight.begin(of, blockIdx.x, g, first);
+  weight.begin(of, place, g, from + first, end);
+  const uint64_t policy = evicted_first();  // weights leave the cache to what the next step reads again
+  const auto load = [&](const T* row, int u) {
+    if constexpr (kWide) return load_streaming_if(weight.left > step_begin(u), row + step_begin(u), policy);
+    else return load_eight(row + step_begin(u), weight.left - step_begin(u));
+  };
   if (!of.frozen) wait_for_previous();
   if (of.in_features > 0) {  // a branch, across which the compiler does not move the wait ahead of the loads
 #pragma unroll
     for (int u = 0; u < kDepth; ++u) {
-      low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
-      high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
+      low[u] = load(weight.low, u);
+      high[u] = load(weight.high, u);
     }
-    if constexpr (kNorm) stage<kWide>(norm, of.norm_weight, whole, of.in_features);
+    if constexpr (kNorm) stage<kWide>(norm, of.norm_weight + from, whole, end - from);
   }
   wait_for_previous();
 
+  const auto sync = [&] {
+    if constexpr (kSplit) sync_cluster();
+    else __syncthreads();
+  };
   // This warp's columns of all rows, from `begin` on.
   const auto fetch = [&](int begin) {
     __syncwarp();
     for (int row = 0; row < of.rows; ++row)
-      stage<kWide>(staged + row * stride, of.x + row * of.x_stride + begin, of.window, of.in_features - begin);
+      stage<kWide>(staged + row * stride, of.x + row * of.x_stride + from + begin, of.window, end - from - begin);
     wait_for_copies();
   };
   constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows, beyond the last the last again
@@ -162,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   if constexpr (kNorm) {
     float total = 0.0f;
 #pragma unroll 1
-    for (int begin = 0; begin < of.in_features; begin += of.window) {
+    for (int begin = 0; begin < share; begin += of.window) {
       fetch(begin);
 #pragma unroll 1
       for (int row = 0; row < of.rows; row += kTogether) {
@@ -185,23 +196,29 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       }
     }
     if (lane < kEights * 8) shared.squares[slice][lane] = total;
-    __syncthreads();
     float sum = 0.0f;
+    sync();
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) sum += shared.squares[i][lane % (kEights * 8)];
+    if constexpr (kSplit) {
+      float rest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) rest += other.squares[i][lane % (kEights * 8)];
+      sum += rest;
+    }
     shared.inverse[slice][lane] = rsqrtf(sum / static_cast<float>(of.in_features) + of.eps);
     __syncwarp();
-    if (of.in_features <= of.window) {
+    if (share <= of.window) {
       scale(0);
       __syncwarp();
       held = 0;
     }
   }
 
-  // This thread finishes one row's output of each half of a tile.
+  // This thread finishes one row's output of each half of a tile, of a cluster that of the first block.
   const int eight = slice / 2, odd = slice % 2, row = eight * 8 + 2 * t + odd;
-  const bool finishes = row < of.rows;
-  for (int tile = blockIdx.x; tile < of.tiles; tile += gridDim.x) {
+  const bool finishes = row < of.rows && rank == 0;
+  for (int tile = place; tile < of.tiles; tile += places) {
     const int output = tile * of.tile_outputs + g;
     uint16_t residual[2] = {};  // under way while the sums are formed
     if (finishes && of.residual) {
@@ -211,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     }
 
     float sum[kEights][2][4] = {};  // of 8 rows and every other product
-    for (int begin = 0; begin < of.in_features; begin += of.window) {
+    for (int begin = 0; begin < share; begin += of.window) {
       if (begin != held) {
         fetch(begin);
         if constexpr (kNorm) scale(begin);
@@ -221,18 +238,18 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       const uint4* x[kEights];  // rows beyond the last are the last again
 #pragma unroll
       for (int j = 0; j < kEights; ++j) x[j] = staged + min(j * 8 + g, of.rows - 1) * stride + first / 8;
-      for (int done = begin; done < min(begin + of.window, of.in_features); done += kBatch) {
+      for (int done = begin; done < min(begin + of.window, share); done += kBatch) {
         // What is used makes room for the next columns, or for the next tile's first.
-        if (done + kBatch < of.in_features) {
+        if (done + kBatch < share) {
           weight.low += kBatch;
           weight.high += kBatch;
           weight.left -= kBatch;
         } else {
-          weight.begin(of, tile + gridDim.x, g, first);
+          weight.begin(of, tile + places, g, from + first, end);
         }
 #pragma unroll
         for (int u = 0; u < kDepth; ++u) {
-          if (done + u / 2 * kPiece < of.in_features) {
+          if (done + u / 2 * kPiece < share) {
             const uint32_t even[4] = {low[u].x, high[u].x, low[u].y, high[u].y};
             const uint32_t odds[4] = {low[u].z, high[u].z, low[u].w, high[u].w};
 #pragma unroll
@@ -242,27 +259,38 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
               mma_16x8x16<T>(sum[j][1], odds, {value.z, value.w});
             }
           }
-          low[u] = load_eight<kWide, true>(weight.low + step_begin(u), weight.left - step_begin(u));
-          high[u] = load_eight<kWide, true>(weight.high + step_begin(u), weight.left - step_begin(u));
+          low[u] = load(weight.low, u);
+          high[u] = load(weight.high, u);
         }
 #pragma unroll
         for (int j = 0; j < kEights; ++j) x[j] += kBatch / 8;
       }
     }
 
-    auto& slices = shared.partial[tile / gridDim.x % 2];
+    const int turn = tile / places % 2;
+    auto& slices = shared.partial[turn];
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) slices[slice][j][i][lane] = sum[j][0][i] + sum[j][1][i];
     }
-    __syncthreads();  // the next tile's keeps its writers off what is read here
+    sync();  // the next tile's keeps its writers off what is read here
     if (!finishes) continue;
     float y[2] = {};
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {
       y[0] += slices[i][eight][odd][lane];
       y[1] += slices[i][eight][2 + odd][lane];
+    }
+    if constexpr (kSplit) {
+      float rest[2] = {};
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) {
+        rest[0] += other.partial[turn][i][eight][odd][lane];
+        rest[1] += other.partial[turn][i][eight][2 + odd][lane];
+      }
+      y[0] += rest[0];
+      y[1] += rest[1];
     }
     T* to = of.out + row * of.out_stride + output;
     if (of.swiglu) {
@@ -282,6 +310,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       to[8 * i] = from_float<T>(y[i] + unpack<T>(residual[i]).x);
     }
   }
+  if constexpr (kSplit) sync_cluster();  // a block's memory is there until the other one has read it
 }
 
 // Whether every row of 2-byte elements begins at a multiple of 16 bytes.
@@ -290,34 +319,43 @@ inline bool wide_rows(const void* address, int64_t stride, int rows) {
 }
 
 template <typename T, int kEights, int kDepth, bool kWide>
-int launch_kernel(const SkinnyLinear<T>& of, Stream stream) {
-  const auto kernel = of.norm_weight ? skinny_linear_kernel<T, kEights, kDepth, true, kWide>
-                                     : skinny_linear_kernel<T, kEights, kDepth, false, kWide>;
-  Chip chip;
-  if (const int error = current_chip(&chip)) return error;
-  const int norm_bytes = of.norm_weight ? divide_up(of.in_features, kPiece) * kPiece * 2 : 0;
-  const int dynamic = of.rows * (of.window * 2 + kPad * 16) + norm_bytes, bytes = dynamic + sizeof(Shared<kEights>);
+int launch_kernel(const SkinnyLinear<T>& of, const Chip& chip, Stream stream) {
+  const int norm_bytes = of.norm_weight ? divide_up(of.share, kPiece) * kPiece * 2 : 0;
+  const int bytes = sizeof(Shared<kEights>) + of.rows * (of.window * 2 + kPad * 16) + norm_bytes;
   if (bytes > chip.block_shared) return kNotTaken;
+  if (of.share < of.in_features) {
+    const auto kernel = of.norm_weight ? skinny_linear_kernel<T, kEights, kDepth, true, kWide, 2>
+                                       : skinny_linear_kernel<T, kEights, kDepth, false, kWide, 2>;
+    return launch_clusters(kernel, 2, 2 * of.tiles, kThreads, bytes, stream, of);
+  }
+  const auto kernel = of.norm_weight ? skinny_linear_kernel<T, kEights, kDepth, true, kWide, 1>
+                                     : skinny_linear_kernel<T, kEights, kDepth, false, kWide, 1>;
   const int resident = min(kResident, chip.shared / (bytes + chip.reserved_shared));
-  return launch(kernel, min(of.tiles, chip.multiprocessors * resident), kThreads, dynamic, stream, of);
+  return launch(kernel, min(of.tiles, chip.multiprocessors * resident), kThreads, bytes, stream, of);
 }
 
-// How many columns of x lie in shared memory at a time, or kNotTaken.
-inline int window_of(int rows, int in_features) {
-  const int whole = divide_up(in_features, kPiece) * kPiece;
+// Whether two blocks share the columns: where each still has a multiprocessor to itself, since the second place there is
+// the next launch's, whose weights travel while this one ends; and where a block could not ask for whole rows at once.
+inline bool splits(const Chip& chip, int tiles, int in_features) {
+  return chip.major >= 9 && 2 * tiles <= chip.multiprocessors && in_features > kSweep;
+}
+
+// How many of a block's columns of x lie in shared memory at a time, or kNotTaken.
+inline int window_of(int rows, int in_features, int share) {
+  const int whole = divide_up(share, kPiece) * kPiece;
   if (rows > 16) return int64_t{rows} * in_features * 2 <= kMostWhole ? whole : kNotTaken;
   return min(whole, kMostStaged / 2 / rows / kSweep * kSweep);
 }
 
 template <typename T>
-int pick_kernel(const SkinnyLinear<T>& of, Stream stream) {
+int pick_kernel(const SkinnyLinear<T>& of, const Chip& chip, Stream stream) {
   const int weight_rows = of.swiglu ? 2 * of.out_features : of.out_features;
   const bool wide = of.in_features % 8 == 0 && wide_rows(of.x, of.x_stride, of.rows) &&
                     wide_rows(of.weight, of.weight_stride, weight_rows) && wide_rows(of.norm_weight, 0, 1);
-  if (!wide) return launch_kernel<T, 4, 2, false>(of, stream);
-  if (of.rows <= 8) return launch_kernel<T, 1, 8, true>(of, stream);
-  if (of.rows <= 16) return launch_kernel<T, 2, 8, true>(of, stream);
-  return launch_kernel<T, 4, 4, true>(of, stream);
+  if (!wide) return launch_kernel<T, 4, 2, false>(of, chip, stream);
+  if (of.rows <= 8) return launch_kernel<T, 1, 8, true>(of, chip, stream);
+  if (of.rows <= 16) return launch_kernel<T, 2, 8, true>(of, chip, stream);
+  return launch_kernel<T, 4, 4, true>(of, chip, stream);
 }
 
 template <typename T>
@@ -326,12 +364,15 @@ int run(const void* x, int64_t x_stride, const void* weight, int64_t weight_stri
         int64_t out_stride, int rows, int in_features, int out_features, int swiglu, int frozen, Stream stream) {
   const auto typed = [](const void* address) { return static_cast<const T*>(address); };
   const int tile_outputs = swiglu ? kTileRows / 2 : kTileRows, tiles = divide_up(out_features, tile_outputs);
-  const int window = window_of(rows, in_features);
+  Chip chip;
+  if (const int error = current_chip(&chip)) return error;
+  const int share = splits(chip, tiles, in_features) ? divide_up(in_features, 2 * kPiece) * kPiece : in_features;
+  const int window = window_of(rows, in_features, share);
   if (window == kNotTaken) return kNotTaken;
   return pick_kernel<T>({typed(x), x_stride, typed(weight), weight_stride, typed(bias), typed(norm_weight),
                          typed(residual), residual_stride, static_cast<T*>(out), out_stride, eps, rows, in_features,
-                         out_features, tiles, tile_outputs, window, swiglu != 0, frozen != 0},
-                        stream);
+                         out_features, tiles, tile_outputs, share, window, swiglu != 0, frozen != 0},
+                        chip, stream);
 }
 
 }  // namespace fb::skinny

@@ -25,6 +25,7 @@ sys.path[:0] = [str(FOLDER / "gpu"), str(FOLDER / "kernels")]
 import gpu_checks
 import test_branch_attention_gpu as branch_attention
 import test_candidate_head_gpu as candidate_head
+import test_commit_gpu as commit
 import test_linear_logprob_gpu as linear_logprob
 import test_merge_attention_states_gpu as merge_attention_states
 import test_qk_norm_rope_gpu as qk_norm_rope
@@ -91,6 +92,7 @@ def test_what_has_no_case() -> None:
     topk_entropy.orders_exactly(topk_entropy.hostile(20, "cpu"), 4)
     linear_logprob.partials_combine(linear_logprob.SIZES["small"], torch.float32, "cpu")
     linear_logprob.largest_is_one_of_them(70, torch.float32, "cpu")
+    commit.host_sees_every_step("cpu", 5)
     for layout in ("small-paged", "small-window"):
         branch_attention.writes_every_element(branch_attention.LAYOUTS[layout], torch.float32, "cpu")
 

@@ -31,8 +31,8 @@ from fb_kernels import (
 )
 
 BUCKETS = (32, 64, 128, 256)
-RING = 4
-"""Outcomes on their way to the host."""
+RING = 2
+"""Runs whose outcomes the host may still read."""
 
 
 class Bucket(NamedTuple):
@@ -250,19 +250,18 @@ class DecodeStep:
             self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
             self.limit = torch.tensor(model.slots, dtype=torch.int32, device=device)
             exact = torch.promote_types(model.last.dtype, torch.float32)
-            self.seen = torch.zeros(1, 3, dtype=exact, device=device)  # halt, token, entropy
             pinned = device.type == "cuda"
-            self.ring = torch.zeros(RING, 3, dtype=exact, pin_memory=pinned)
-            self.copied = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+            self.ring = torch.zeros(RING, 1, 3, dtype=exact, pin_memory=pinned)  # halt, token, entropy, of the device
+            self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
-        self._advance: Callable[[], None]  # `_compute`, captured where it can be
+        self._advance: list[Callable[[], None]]  # `_compute` for each place of the ring, captured where it can be
         self._begun = self._looked = 0  # runs since the sequence began, and those whose outcome was asked for
 
     @torch.no_grad()
     def begin(self, tokens: Tensor, budget: int) -> None:
         """A new sequence of tokens [P], the first P - 1 of which go through the model now."""
-        if self.copied and self._begun:  # a step may still be under way, on another stream
-            torch.cuda.current_stream(self.seen.device).wait_event(self.copied[(self._begun - 1) % RING])
+        if self.ended and self._begun:  # a step may still be under way, on another stream
+            torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
         self.model.refresh()
         count = len(tokens)
         self.state.tokens[0, :count] = tokens
@@ -271,18 +270,20 @@ class DecodeStep:
         if count > 1:
             self.model.extend(tokens[:-1].tolist(), 0)
         self.state.halt.fill_(Halt.LENGTH)  # so that a capture's runs append nothing
-        self._advance = self.model.graphs.ready("step", self._compute)
+        self._advance = [
+            self.model.graphs.ready(("step", place), partial(self._compute, outcome))
+            for place, outcome in enumerate(self.ring)
+        ]
         self.state.halt.zero_()
         self._looked = self._begun
 
     @torch.no_grad()
     def run(self) -> None:
         """Append the greedy token or halt; what it saw is in `logits`, and its outcome goes to the host."""
-        self._advance()
         place = self._begun % RING
-        self.ring[place].copy_(self.seen[0], non_blocking=True)
-        if self.copied:
-            self.copied[place].record(torch.cuda.current_stream(self.seen.device))
+        self._advance[place]()
+        if self.ended:
+            self.ended[place].record(torch.cuda.current_stream(self.logits.device))
         self._begun += 1
         self._looked = max(self._looked, self._begun - RING)  # older ones are overwritten
 
@@ -294,13 +295,13 @@ class DecodeStep:
         while self._begun <= self._looked + self.ahead:
             self.run()
         place = self._looked % RING
-        if self.copied:
-            self.copied[place].synchronize()
+        if self.ended:
+            self.ended[place].synchronize()
         self._looked += 1
-        halt, token, entropy = self.ring[place].tolist()
+        halt, token, entropy = self.ring[place, 0].tolist()
         return Halt(int(halt)), int(token), entropy
 
-    def _compute(self) -> None:
+    def _compute(self, outcome: Tensor) -> None:
         state, model = self.state, self.model
         position = state.length - 1
         last = state.tokens.gather(1, position[:, None].long())[:, 0]
@@ -309,7 +310,7 @@ class DecodeStep:
         entropy, _, ids = topk_entropy(self.logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
         limits = {"threshold": self.threshold, "eos_ids": self.ends, "max_length": self.limit}
-        commit_(state, token, entropy, **limits, outcome=self.seen)
+        commit_(state, token, entropy, **limits, outcome=outcome)
 
     @torch.no_grad()
     def take(self, place: int, token: int, budget: int) -> None:

@@ -53,7 +53,8 @@ def commit_(
         eos_ids: [n] int32 or int64, n may be 0.
         max_length: [] or [B] int32 or int64: total length, prompt included.
         outcome: [B, 3] float32 or float64, written in place, or None: of every row its halt as it is now, its token
-            (exact below 2^24 in float32) and its entropy.
+            (exact below 2^24 in float32) and its entropy. Beside a state on a GPU it may lie in pinned memory of the
+            host, which may read it once the stream has come so far, as an event behind the call tells.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
@@ -91,7 +92,8 @@ def commit_(
     *written, budget = ((f"state.{name}", value) for name, value in state._asdict().items())
     if outcome is not None:
         checks.is_tensor(op, "outcome", outcome)
-        checks.same_device(op, "outcome", outcome, state.tokens)
+        if not (state.tokens.is_cuda and outcome.is_cpu and outcome.is_pinned()):
+            checks.same_device(op, "outcome", outcome, state.tokens)
         checks.shape(op, "outcome", outcome, (rows, 3), "[B, 3]", "give halt, token and entropy of each row a place")
         if outcome.dtype not in (torch.float32, torch.float64):
             raise checks.error(op, "outcome", "dtype torch.float32 or float64", outcome, "convert it", TypeError)

@@ -46,8 +46,8 @@ def commit_(
     end = _on_host if _host_reads(tokens) else _on_device
     end(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
     if outcome is not None:
-        for column, values in zip(outcome.unbind(1), (halt, token, entropy), strict=True):
-            column.copy_(values)
+        seen = torch.stack([values.to(outcome.dtype) for values in (halt, token, entropy)], 1)
+        outcome.copy_(seen, non_blocking=True)  # it may lie in pinned memory
 
 
 def _on_device(

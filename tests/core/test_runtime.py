@@ -195,6 +195,15 @@ def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
     assert step.outcome()[0] == Halt.NONE
 
 
+def test_the_host_may_look_a_step_late():
+    """As on a GPU, where one more step is enqueued: each has a place of its own for its outcome."""
+    steps = [running(), running()]
+    steps[1].ahead = 1
+    plain, late = ([step.outcome() for _ in range(20)] for step in steps)
+    assert late == plain
+    assert len({entropy for _, _, entropy in plain}) == 20
+
+
 def test_a_step_ranks_logits_of_the_models_own_dtype():
     slm, _ = pair("qwen3")
     step = DecodeStep(StaticModel(slm.bfloat16(), 64), 50, RequestPolicy(math.inf), frozenset())

@@ -20,15 +20,20 @@ SIZES = {  # columns, outputs, what stands beside the projection
     "small": (264, 40, "norm"),
     "small residual": (33, 21, "bias residual"),
     "small swiglu": (40, 19, "bias norm swiglu"),
+    "split": (2600, 300, "bias norm residual"),
+    "split swiglu": (2049, 300, "bias norm swiglu"),
     "qkv": (2048, 4096, "norm"),
     "o": (2048, 2048, "residual"),
     "gate_up": (2048, 6144, "norm swiglu"),
     "down": (6144, 2048, "residual"),
     "head": (2048, 151_936, "norm"),
+    "qkv of 0.6B": (1024, 4096, "norm"),
+    "down of 0.6B": (3072, 1024, "residual"),
     "gate_up of 32B": (5120, 25_600, "norm swiglu"),
     "down of 32B": (25_600, 5120, "residual"),
 }
 LAYER = ("qkv", "o", "gate_up", "down")
+SPLIT = ("qkv of 0.6B", "down of 0.6B")  # the second has blocks that share the columns
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +97,12 @@ def test_unaligned_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize("size", LAYER)
+@pytest.mark.parametrize("size", [*LAYER, "split", "down of 0.6B"])
 def test_promises(size: str, promise: Callable[[Case], None]) -> None:
     promise(make(SIZES[size], torch.bfloat16))
 
 
-@pytest.mark.parametrize("size", LAYER)
+@pytest.mark.parametrize("size", [*LAYER, "split", "split swiglu", "down of 0.6B"])
 def test_a_row_does_not_depend_on_the_others(size: str) -> None:
     case = make(SIZES[size], torch.bfloat16, rows=32 if taken(size, 32) else 16)
     x, weight, *values = case.floats
@@ -107,9 +112,10 @@ def test_a_row_does_not_depend_on_the_others(size: str) -> None:
         assert torch.equal(case.op(x[index : index + 1], weight, *own)[0], whole[index])
 
 
-def test_a_chain_of_dependent_launches() -> None:
+@pytest.mark.parametrize("layer", [LAYER, SPLIT])
+def test_a_chain_of_dependent_launches(layer: tuple[str, ...]) -> None:
     """Each launch may begin before the one ahead of it ends; none may read what is not yet written."""
-    cases = [make(SIZES[size], torch.bfloat16, rows=4) for size in LAYER]
+    cases = [make(SIZES[size], torch.bfloat16, rows=4) for size in layer]
     first = cases[0].floats[0]
 
     def chain(wait: bool) -> Tensor:

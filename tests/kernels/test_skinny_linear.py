@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from cases.base import Sizes
-from cases.skinny_linear import BOTH, OP, VARIANTS, make
+from cases.skinny_linear import BOTH, OP, VARIANTS, make, scales, wide_chip
 from ways import names, running, with_dtypes
 
 from fb_kernels import cpu, skinny_linear
@@ -45,6 +47,41 @@ def test_a_row_alone_has_the_same_bits(way: str, rows: int, width: int, outputs:
         for row in range(rows):
             one = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
             assert torch.equal(skinny_linear(**arguments | one)[0], together[row])
+
+
+@of_every_variant
+@pytest.mark.parametrize("width", [2056, 2600, 4616, 2049])  # of a piece and less, in two windows, element by element
+def test_blocks_that_share_the_columns(width: int, options: Sizes) -> None:
+    """Are right for any number of rows, each of which has the bits it has alone; a residual shows those of the sums."""
+    for rows in (1, 8, 13, 16, 26) if width < 2600 else (1, 16):
+        case = OP.cast(make(rows, width, 20, **options), torch.float16)
+        arguments = case.arguments
+        with running("cuda"), wide_chip(), poisoned_memory():
+            if "residual" in arguments:
+                arguments["residual"] -= skinny_linear(**arguments)
+            shared = skinny_linear(**arguments)
+            again = skinny_linear(**arguments)
+            for row in {0, rows - 1}:
+                one = {name: arguments[name][row : row + 1] for name in ("x", "residual") if name in arguments}
+                assert torch.equal(skinny_linear(**arguments | one)[0], shared[row])
+        assert torch.equal(shared, again)
+        truth, plain = (naive(**OP.cast(case, dtype).arguments) for dtype in (torch.float64, torch.float16))
+        assert_close_to_reference(shared, truth, plain, scale=scales(case, [truth])[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the multiprocessors that it has")
+@pytest.mark.parametrize(
+    ("width", "outputs", "split"), [(2056, 48, True), (2056, 49, False), (2048, 48, False), (2049, 20, True)]
+)
+@pytest.mark.parametrize("norm", [(), ("norm_weight",)])
+def test_which_columns_are_shared(width: int, outputs: int, split: bool, norm: Sequence[str]) -> None:
+    """Sums in another order show in what rounding leaves of them."""
+    arguments = given("cuda", 2, width, outputs, given=norm)
+    with running("cuda"):
+        arguments["residual"] = -skinny_linear(**arguments)
+        plain = skinny_linear(**arguments)
+        with wide_chip():
+            assert torch.equal(skinny_linear(**arguments), plain) != split
 
 
 @of_every_way

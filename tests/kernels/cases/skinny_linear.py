@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import ROWS, WIDTHS, Case, Op, Sizes, Way, listed, normal, randn, seeds, single
-from fb_kernels import cpu
+from fb_kernels import cpu, cuda
 from fb_kernels.rms_norm.naive import rms_norm
 from fb_kernels.skinny_linear.naive import skinny_linear as naive
 from fb_kernels.testing import magnitude
@@ -86,6 +87,21 @@ def half(case: Case) -> Case:
     return OP.cast(case, torch.bfloat16)
 
 
+@contextmanager
+def wide_chip() -> Iterator[None]:
+    """So many multiprocessors that two blocks share the columns of up to 48 outputs; a GPU has what it has."""
+    library = cuda.library()
+    assert not isinstance(library, str)
+    if not library.fb_is_emulation():
+        yield
+        return
+    before = library.fb_emulate_multiprocessors(7)
+    try:
+        yield
+    finally:
+        library.fb_emulate_multiprocessors(before)
+
+
 COLUMNS = (0, 1, 8, 24, 31, 32, 33, 64, 72, 264, 520, 1032, 2048, 2056, 2600)
 BOTH = ("bias", "norm_weight")
 VARIANTS: list[Sizes] = [{}, {"given": BOTH, "behind": "residual"}, {"given": BOTH, "behind": "swiglu"}]
@@ -104,6 +120,7 @@ OP = Op(
             (torch.bfloat16, torch.float16),
             sizes(st.integers(0, 32), st.sampled_from(COLUMNS), st.integers(0, 70)).filter(staged),
             layouts=ROWS,
+            small=wide_chip,
             also=[  # 16-byte loads with a tail, without one, element by element
                 {"rows": rows, "width": width, "outputs": 20} | options
                 for rows in (1, 8, 9, 16, 17, 26, 32)
