@@ -1,7 +1,7 @@
 // The ops of a decode step and small calls of others on the CPU: float32, those of a step bfloat16 too, with sums in
 // float32. Plain C functions for fb_kernels/cpu.py, which checks what it passes.
-// Linear layers run on the threads of the OpenMP runtime that torch has loaded, all else on one. Nothing is
-// reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+// Linear layers and branches of one row run on the threads of the OpenMP runtime that torch has loaded, all else on
+// one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
 #include <cmath>
@@ -139,6 +139,7 @@ struct LayerWeights {  // contiguous; biases and the norms of heads may be null
       *down_bias;
 };
 
+constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
 constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
 
 int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
@@ -316,12 +317,12 @@ int fbcpu_branch_attention(
     const float* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t held, const int64_t* branch,
     const int64_t* group, const int64_t* start, const int64_t* length, int64_t branches, int64_t groups,
     int64_t longest, float* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
-    int64_t width, float scale) {
+    int64_t width, float scale, int threads) {
   Layout layout = {branch, group, start, length, branches, groups, longest};
   if (!layout.fits(rows, held)) return OTHER_LAYOUT;
   return kernels.branch_attention({q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
                                   {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head},
-                                  layout, out, lse, done, rows, heads, kv_heads, width, scale);
+                                  layout, out, lse, done, rows, heads, kv_heads, width, scale, threads);
 }
 
 int fbcpu_branch_attention_backward(
@@ -331,13 +332,13 @@ int fbcpu_branch_attention_backward(
     int64_t prefix_v_head, int64_t held, const int64_t* branch, const int64_t* group, const int64_t* start,
     const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
     float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
-    int64_t width, float scale) {
+    int64_t width, float scale, int threads) {
   Layout layout = {branch, group, start, length, branches, groups, longest};
   if (!layout.fits(rows, held)) return OTHER_LAYOUT;
   return kernels.branch_attention_backward(
       {grad, grad_row, grad_head}, {q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
       {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head}, layout, dq, dk, dv, dprefix_k,
-      dprefix_v, done, heads, kv_heads, width, scale);
+      dprefix_v, done, heads, kv_heads, width, scale, threads);
 }
 
 int fbcpu_topk_entropy(

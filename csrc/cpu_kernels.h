@@ -500,6 +500,7 @@ INLINE void all_weighted(
     const float* p, int64_t p_stride, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width,
     const Block<float>& out) {
   int64_t row = 0;
+  for (; row + MANY <= rows; row += MANY) some_weighted<MANY>(p, p_stride, row, seen, count, width, out);
   for (; row + ROWS <= rows; row += ROWS) some_weighted<ROWS>(p, p_stride, row, seen, count, width, out);
   for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out);
 }
@@ -680,29 +681,48 @@ INLINE bool all_finite(const Block<float>& x, int64_t rows, int64_t width) {
   return total == 0;
 }
 
-// The groups that are taken, some rows and one key head at a time: body(first row, rows, key head, first key, keys)
-// says whether all it wrote is finite, `done` whether that is so of all of a row's group.
+// The groups that are taken, some rows and one key head at a time, heads on so many threads at most: body(memory of the
+// thread, first row, rows, key head, first key, keys) says whether all it wrote is finite, `done` whether that is so of
+// all of a row's group. A head's groups come in order. False where there is no memory of so many floats a thread.
 template <typename Body>
-INLINE void blocks(const Layout& layout, int64_t kv_heads, int64_t repeat, unsigned char* done, Body body) {
+INLINE bool blocks(
+    const Layout& layout, int64_t kv_heads, int64_t repeat, int64_t width, int64_t floats, int threads,
+    unsigned char* done, Body body) {
   const int64_t most = rows_at_once(repeat);
+  int64_t products = 0;
   for (int64_t g = 0; g < layout.groups; ++g) {
-    const int64_t first = layout.first(g), last = layout.first(g + 1);
-    bool well = layout.takes(g);
-    for (int64_t row = first; row < last && well; row += most)
-      for (int64_t head = 0; head < kv_heads; ++head)
-        well &= body(row, last - row < most ? last - row : most, head, layout.start[g], layout.length[g]);
-    if (first < last) std::memset(done + first, well, last - first);  // of no rows there is no memory
+    const int64_t first = layout.first(g), rows = layout.first(g + 1) - first;
+    const bool taken = layout.takes(g);
+    if (rows) std::memset(done + first, taken, rows);  // of no rows there is no memory
+    if (taken) products += 2 * rows * kv_heads * repeat * width * (layout.length[g] + 1);
   }
+  threads = (int)std::max<int64_t>(1, std::min<int64_t>({threads, kv_heads, products / SHARE}));
+  float* memory = scratch(threads * floats);
+  if (!memory) return false;
+  share(kv_heads, 1, threads, [=, &layout](int64_t head, int64_t last) {
+    float* own = memory + (threads > 1 ? part() : 0) * floats;
+    for (; head < last; ++head)
+      for (int64_t g = 0; g < layout.groups; ++g) {
+        const int64_t first = layout.first(g), end = layout.first(g + 1);
+        bool well = layout.takes(g);
+        for (int64_t row = first; row < end && well; row += most)
+          well = body(own, row, end - row < most ? end - row : most, head, layout.start[g], layout.length[g]);
+        for (int64_t row = first; row < end && !well; ++row) {
+#pragma omp atomic write
+          done[row] = 0;
+        }
+      }
+  });
+  return true;
 }
 
 static int branch_attention(
     Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* out, float* lse,
-    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale) {
-  int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, score_stride = padded(layout.longest + 1);
-  float* query = scratch(most * (padded(width) + score_stride));
-  if (!query) return OUT_OF_MEMORY;
-  float* score = query + most * padded(width);
-  blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale, int threads) {
+  const int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat;
+  const int64_t score_stride = padded(layout.longest + 1), floats = most * (padded(width) + score_stride);
+  auto body = [&](float* query, int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    float* score = query + most * padded(width);
     int64_t n = taken * repeat;
     Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
     Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
@@ -713,8 +733,8 @@ static int branch_attention(
     Block<float> to = {out + (first * heads + g * repeat) * width, heads * width, width, repeat};
     all_weighted(score, score_stride, n, values, count, width, to);
     return all_finite(to, n, width);
-  });
-  return 0;
+  };
+  return blocks(layout, kv_heads, repeat, width, floats, threads, done, body) ? 0 : OUT_OF_MEMORY;
 }
 
 // With p the probabilities: ds = p (grad . v - sum p grad . v) and dq = scale ds k; of a row's own key and value
@@ -723,13 +743,11 @@ static int branch_attention(
 static int branch_attention_backward(
     Heads grad, Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* dq, float* dk,
     float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width,
-    float scale) {
-  int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
-  int64_t score_stride = padded(layout.longest + 1);
-  float* query = scratch(2 * most * (stride + score_stride));
-  if (!query) return OUT_OF_MEMORY;
-  float *slope = query + most * stride, *p = slope + most * stride, *ds = p + most * score_stride;
-  blocks(layout, kv_heads, repeat, done, [&](int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    float scale, int threads) {
+  const int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
+  const int64_t score_stride = padded(layout.longest + 1), floats = 2 * most * (stride + score_stride);
+  auto body = [&](float* query, int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
+    float *slope = query + most * stride, *p = slope + most * stride, *ds = p + most * score_stride;
     int64_t n = taken * repeat;
     Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
     Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
@@ -764,8 +782,8 @@ static int branch_attention_backward(
     Block<float> to = {dq + (first * heads + g * repeat) * width, heads * width, width, repeat};
     all_weighted(ds, score_stride, n, keys, count, width, to);
     return all_finite(to, n, width) && all_finite(to_k, taken, width) && all_finite(to_v, taken, width);
-  });
-  return 0;
+  };
+  return blocks(layout, kv_heads, repeat, width, floats, threads, done, body) ? 0 : OUT_OF_MEMORY;
 }
 
 // Indices that may be among the k largest are collected until there is no more room, then all but k are dropped.

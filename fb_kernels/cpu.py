@@ -3,8 +3,8 @@
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
 float32, the ops of a decode step for bfloat16 too, and for what is small, the rows of a decode step and the candidates
 of a training step, where plain operations cost more than their arithmetic; an op leaves sizes at which torch's threads
-are ahead to its reference. Linear layers run on torch's threads, whose OpenMP runtime it finds loaded (on others where
-torch has another runtime), all else on one thread.
+are ahead to its reference. Linear layers and branches of one row run on torch's threads, whose OpenMP runtime it finds
+loaded (on others where torch has another runtime), all else on one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -29,8 +29,8 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq iii",
     "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff i",
     "decoder_layer": "pq p pp pi pqq pqq qq pi p qqq qqq ff ii",
-    "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f",
-    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f",
+    "branch_attention": "pqq pqq pqq pqq pqq q pppp qqq ppp qqqq f i",
+    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f i",
     "topk_entropy": "pqqqq ppp i",
     "rms_norm": "ppp f pp qq i",
     "swiglu": "pp qq",

@@ -14,9 +14,10 @@ import torch
 from cases.base import single
 from cases.branch_attention import one_row
 from cases.branch_attention_qkv import make as make_attention
+from cases.decoder_layer import make as make_layer
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from test_contract import evaluate
+from test_contract import evaluate, same
 from torch import Tensor
 from ways import VECTORS, running
 
@@ -217,3 +218,19 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     subprocess.run([str(compiler), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "other.so")], check=True)
     assert cpu.opened(tmp_path / "other.so") == "built from other sources: install it anew"
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    """Also where heads or rows do not share out evenly."""
+    attended = one_row((5, 0, 300), (7, 0, 90), heads=(6, 3), width=64)
+    layer = single(make_layer(3, model=130, inner=1000, half=32, kv_heads=3, repeat=3, held=200, wide_tables=True))
+    assert min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130) > 3 * cpu.SHARE  # enough for three threads
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results, grads = evaluate(attended)
+            found.append([*results, *grads, *layer.fresh().run()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(each, found[0]) for each in found)

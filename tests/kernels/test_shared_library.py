@@ -11,7 +11,7 @@ from fb_kernels import cpu, cuda, shared_library
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 LETTERS = {"int": "i", "int64_t": "q", "float": "f"}
-HELD_BACK = {"abi_version", "is_emulation", "error_string"}  # of the loader itself
+HELD_BACK = {"abi_version", "is_emulation", "error_string", "emulate_multiprocessors"}  # of loader and emulation
 RETURNED = {"error_string": "const char*"} | {  # others: int
     f"{name}_workspace": "int64_t" for name in ("branch_attention", "branch_attention_qkv")
 }
