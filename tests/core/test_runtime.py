@@ -28,7 +28,7 @@ from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.in_step import InStepLLM
 from fb_core.engine.merged import ROWS, MergedReranker
 from fb_core.engine.sequence import BUCKETS, DecodeStep, StaticModel
-from fb_core.native import FAMILIES
+from fb_core.native import FAMILIES, NativeDecoder
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
 
@@ -318,6 +318,24 @@ def test_changed_weights_count_and_a_changed_dtype_is_refused():
     slm.double()
     with pytest.raises(ValueError, match="make the decoder after moving its models"):
         decoder.generate(ids, 6)
+
+
+def test_rotary_tables_are_made_where_their_frequencies_have_changed(monkeypatch):
+    slm, _ = pair("llama")
+    model, made = StaticModel(slm, 16), []
+    rope = NativeDecoder.rope
+    monkeypatch.setattr(NativeDecoder, "rope", lambda *given: made.append(1) or rope(*given))
+    model.refresh()
+    assert not made
+    rotary = slm.model.rotary_emb
+    rotary.inv_freq.mul_(2)
+    model.refresh()
+    rotary.inv_freq = rotary.inv_freq.clone().mul_(2)
+    model.refresh()
+    rotary.attention_scaling *= 2
+    model.refresh()
+    assert len(made) == 3
+    torch.testing.assert_close((model.cos, model.sin), rope(model.decoder, torch.arange(16)))
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma2"])
