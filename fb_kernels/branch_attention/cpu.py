@@ -10,7 +10,7 @@ from torch import Tensor
 from fb_kernels import cpu, layout
 from fb_kernels.branch_attention import reference
 
-PREFIX = 1 << 11  # the most, keys of a group: beyond, torch.bmm makes up for a call a group
+PREFIX = 1 << 11  # the most, keys of a group times threads that no key head keeps busy: beyond, torch.bmm is ahead
 
 
 def branch_attention(
@@ -85,11 +85,13 @@ def _one_row_branches(
         return None
     slots = sizes[0] if table is None else sizes[2] * (sizes[0] - 1) + sizes[1]
     rows, query_heads, width = q.shape
+    threads = torch.get_num_threads()
+    longest = PREFIX * min(threads, k.shape[1]) // threads
     done = torch.empty(rows, dtype=torch.bool)
     code = getattr(found, f"fbcpu_{name}")(
-        *heads, slots, *(x.data_ptr() for x in offsets), len(branch) - 1, len(group) - 1, PREFIX,
+        *heads, slots, *(x.data_ptr() for x in offsets), len(branch) - 1, len(group) - 1, longest,
         *(x.data_ptr() for x in results), done.data_ptr(), rows, query_heads, k.shape[1], width, scale,
-        torch.get_num_threads(),
+        threads,
     )  # fmt: skip
     return None if code or not done.any() else done
 

@@ -86,7 +86,7 @@ def branch_attention_qkv(
     if num_heads % num_kv_heads:
         raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
     checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
-    scale = check_sequence(op, qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    scale = check_sequence(op, "qkv", qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
     head_dim = cos.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim
     checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
@@ -160,6 +160,7 @@ def is_sequence(
 
 def check_sequence(
     op: str,
+    argument: str,
     rows: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -172,7 +173,7 @@ def check_sequence(
     window: int | None,
     scale: float | None,
 ) -> float:
-    """The scale of the scores; raises in words where these are not tables and caches of one sequence."""
+    """The scale of the scores; raises in words where these are no sequence of the op's rows, which `argument` names."""
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, rows)
     checks.floating(op, "sin", sin, like=cos)
@@ -196,7 +197,7 @@ def check_sequence(
         caches = (("k_cache", k_cache), ("v_cache", v_cache))
         for name, cache in caches:
             checks.writable(op, name, cache)
-        others = (("rows", rows), ("cos", cos), ("sin", sin))
+        others = ((argument, rows), ("cos", cos), ("sin", sin))
         checks.apart(op, caches, (*others, ("positions", positions), ("held", held), ("slots", slots)))
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if window is not None:

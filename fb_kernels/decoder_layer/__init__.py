@@ -90,6 +90,7 @@ def decoder_layer(
         and hidden.ndim == 2
         and is_sequence(hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
         and _sizes_fit(hidden.shape[1], weights, k_cache.shape[1], cos.shape[1])
+        and (slots is None or checks.disjoint((k_cache, v_cache), *weights))
     ):
         return _decoder_layer.direct(
             hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, eps, window,
@@ -98,15 +99,17 @@ def decoder_layer(
     op = "decoder_layer"
     checks.floating(op, "hidden", hidden)
     checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
-    scale = check_sequence(op, hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    scale = check_sequence(op, "hidden", hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
     if not isinstance(weights, LayerWeights):
         kind = type(weights).__name__
         raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
     (_, kv_heads, width), model = k_cache.shape, hidden.shape[1]
+    if not kv_heads:
+        raise checks.error(op, "k_cache", "one head or more in [slots, Hkv, E]", k_cache, "view the cache so")
     for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
         if weight is not None or needed:
             checks.floating(op, f"weights.{name}", weight, like=hidden)
-    if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width or 1):
+    if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width):
         expected = f"shape [D, Hq E] = [{model}, a multiple of {kv_heads * width}]"
         raise checks.error(op, "weights.o", expected, weights.o, "pass the projection behind the attention")
     checks.shape(op, "weights.down", weights.down, (model, None), "[D, F]", "pass the MLP's last projection")

@@ -190,6 +190,7 @@ OP = Op(
         ("positions", {"positions": ids(0, 1)}, ValueError),
         ("positions", {"positions": torch.arange(6) + 7}, ValueError),
         ("k_cache", {"k_cache": torch.ones(13, 16)}, ValueError),
+        ("k_cache", {"k_cache": torch.ones(13, 0, 8), "v_cache": torch.ones(13, 0, 8)}, ValueError),
         ("v_cache", {"v_cache": torch.ones(12, 2, 8)}, ValueError),
         ("held", {"held": ids(14)}, ValueError),
         *(("slots", {"slots": ids(5, other, 7, 8, 9, 10)}, ValueError) for other in (4, 13, 5)),
