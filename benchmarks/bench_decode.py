@@ -215,7 +215,7 @@ def test_generate_beside_llama_cpp(compare: Callable, tmp_path: Path, dtype: tor
             skipped["llama.cpp"] = str(reason)
         compare(
             "generate",
-            f"SmolLM2-135M's shapes, {PROMPT} + {new} tokens, time of one",
+            f"SmolLM2-135M's shapes in {str(dtype).removeprefix('torch.')}, {PROMPT} + {new} tokens, time of one",
             runs,
             rounds=5,
             tolerance=0.0,

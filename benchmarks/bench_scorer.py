@@ -131,7 +131,7 @@ def test_group_of_a_llama(compare: Callable, dtype: torch.dtype) -> None:
         goals.append(Goal("fb, float32", 1.6))
     compare(
         "score_group",
-        f"SmolLM2-135M's shapes, K={CANDIDATES} H={h} P={p}",
+        f"SmolLM2-135M's shapes in {str(dtype).removeprefix('torch.')}, K={CANDIDATES} H={h} P={p}",
         implementations,
         rounds=5,
         tolerance=allowed_error((runs[REPEATED](), runs[LOOP]()), (expected, expected)),

@@ -23,7 +23,7 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "candidates": ("K", "candidates", ("branch_attention",)),
     "rows": ("N", "rows", ("linear_logprob",)),
 }
-BOUNDS = (FLOOR, "the matrix product alone")
+BOUNDS = (FLOOR, "the matrix product alone", "the weights, read by a sum")
 YARDSTICKS = ("one greedy step", "greedy")  # other work, for scale
 LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]
