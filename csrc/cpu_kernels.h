@@ -322,8 +322,8 @@ INLINE void gated(const T* gate, const T* up, int64_t width, To* to) {
 // out[row][t] = x[row] . weight[t], t from `output` to `stop`, of padded rows of x.
 template <typename F>
 INLINE void tiled(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t output,
-    int64_t stop, float* out, int64_t out_stride) {
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
+    int64_t output, int64_t stop, float* out, int64_t out_stride) {
   const int64_t stride = stride_of<F>(width);
   for (; output + TILE <= stop; output += TILE) {  // of each tile all rows, while it lies in the cache
     const typename F::W* w = weight + output * weight_stride;
@@ -346,8 +346,8 @@ INLINE void tiled(
 // by page.
 template <typename F>
 INLINE void products_of(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t outputs, int64_t output,
-    int64_t stop, float* out, int64_t out_stride) {
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
+    int64_t outputs, int64_t output, int64_t stop, float* out, int64_t out_stride) {
   if (rows == 1 && outputs * width >= STREAMED) {
     const int64_t apart = (stop - output) / TILE;
     for (int64_t last = output + apart; output < last; ++output) {
@@ -363,8 +363,8 @@ INLINE void products_of(
 // The same of all outputs, on so many threads at most.
 template <typename F>
 INLINE void projected(
-    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width, int64_t outputs,
-    float* out, int64_t out_stride, int threads) {
+    const typename F::X* x, int64_t rows, const typename F::W* weight, int64_t weight_stride, int64_t width,
+    int64_t outputs, float* out, int64_t out_stride, int threads) {
   share(outputs, TILE, threads, [=](int64_t output, int64_t stop) {
     products_of<F>(x, rows, weight, weight_stride, width, outputs, output, stop, out, out_stride);
   });
@@ -385,9 +385,9 @@ INLINE void add(const B* bias, const R* residual, int64_t width, float* x) {
 
 template <typename T>
 static int skinny_linear(
-    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight, float eps,
-    const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width, int64_t outputs,
-    int swiglu, int threads) {
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const T* norm_weight,
+    float eps, const T* residual, int64_t residual_stride, T* out, int64_t out_stride, int64_t rows, int64_t width,
+    int64_t outputs, int swiglu, int threads) {
   typedef Factors<T> F;
   constexpr bool NARROW = sizeof(T) < sizeof(float);
   const bool apart = swiglu || NARROW;  // products lie in memory of their own
@@ -552,7 +552,7 @@ INLINE int64_t scratch_of(const Sequence<T>& in) {  // floats
   return (3 + 2 * group) * padded(in.width) + group * padded(in.held - in.first + 1);
 }
 
-// Attention of a row's heads that share key head g, from its qkv to those heads of its output; in buffer[scratch_of(in)].
+// Attention of a row's heads that share key head g, from its qkv to those heads of its output; buffer[scratch_of(in)].
 template <typename X, typename T, typename Out>
 INLINE void attended(
     const X* qkv, const T* q_weight, const T* k_weight, const Sequence<T>& in, int64_t row, int64_t g, float* buffer,
@@ -584,7 +584,8 @@ INLINE void attended(
 
 template <typename T>
 static int branch_attention_qkv(
-    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequence<T>& in, T* out, int64_t rows) {
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequence<T>& in, T* out,
+    int64_t rows) {
   float* buffer = scratch(scratch_of(in));
   if (!buffer) return OUT_OF_MEMORY;
   for (int64_t row = 0; row < rows; ++row)

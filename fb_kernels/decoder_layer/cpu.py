@@ -1,4 +1,4 @@
-"""The compiled kernel of `decoder_layer` for CPU tensors: float32 and bfloat16, a few rows over a short cache."""
+"""The compiled kernel of `decoder_layer` for CPU tensors: float32 and bfloat16, a few rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
-from fb_kernels.branch_attention_qkv.cpu import KEYS, ROWS
 from fb_kernels.branch_attention_qkv.reference import check_held
 from fb_kernels.qk_norm_rope.reference import check_positions, check_slots
 
@@ -45,7 +44,7 @@ def decoder_layer(
     rows, model = hidden.shape
     attention, inner = o.shape[1], down.shape[1]
     width, kv_heads = cos.shape[1], k_cache.shape[1]
-    if isinstance(found, str) or not 0 < rows <= min(ROWS, cpu.ROWS) or not (model and attention and inner):
+    if isinstance(found, str) or not 0 < rows <= cpu.ROWS or not (model and attention and inner):
         return NotImplemented
     if dtype not in cpu.STEP or not cos.dtype is sin.dtype is torch.float32:
         return NotImplemented
@@ -63,8 +62,6 @@ def decoder_layer(
         return NotImplemented
     length = check_held(k_cache, held, slots, "decoder_layer")[0]
     first = 0 if window is None else max(0, length + 1 - window)
-    if rows * (length - first) > KEYS:
-        return NotImplemented
     slots_at = wide_slots = 0
     if slots is not None:
         check_slots(slots, k_cache.shape[0], "decoder_layer")

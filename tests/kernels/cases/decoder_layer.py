@@ -158,11 +158,11 @@ OP = Op(
                 for case in (
                     {"rows": 1, "model": 576, "inner": 1536, "half": 32, "kv_heads": 3, "repeat": 3, "held": 300},
                     {"rows": 13, "spare": 20, "model": 130, "inner": 300, "half": 16},
+                    {"rows": 16, "spare": 20, "held": 1200},
                 )
             ],
             refused=[
                 lambda: single(make(17, spare=20, wide_tables=True)),
-                lambda: single(make(16, held=1200, spare=20, wide_tables=True)),
                 *((lambda name=name: shrunk(name)) for name in ("down", "o_bias", "post_norm")),
             ],
         ),
