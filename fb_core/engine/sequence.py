@@ -62,8 +62,8 @@ class StaticModel:
         self.keys: list[Tensor] = []
         self.graphs = Graphs(model.device)
         self._read: list[int] = []
-        self._frequencies: Tensor | None = None  # of which the tables were made,
-        self._turned: tuple[int | None, float] = (None, 1.0)  # their version then and the scale
+        self._frequencies: Tensor | None = None  # what the rotary tables were made of,
+        self._turned: tuple[int | None, float] = (None, 1.0)  # its version then, and the tables' scale
         self.refresh()
         layer = self.layers[0]
         shape = (slots, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
