@@ -1,6 +1,6 @@
-// The ops of a decode step and small calls of others on the CPU: float32, those of a step bfloat16 too, with sums in
-// float32. Plain C functions for fb_kernels/cpu.py, which checks what it passes.
-// Linear layers and branches of one row run on the threads of the OpenMP runtime that torch has loaded, all else on
+// The ops of a decode step and small calls of others on the CPU: float32, those of a step and log-probs bfloat16 too,
+// with sums in float32. Plain C functions for fb_kernels/cpu.py, which checks what it passes.
+// Linear layers, log-probs and branches of one row run on the threads of the OpenMP runtime that torch has loaded, all else on
 // one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
@@ -139,6 +139,11 @@ struct LayerWeights {  // contiguous; biases and the norms of heads may be null
       *down_bias;
 };
 
+// What changes a row's products into logits; softcap 0 is none.
+struct Change {
+  float scale, softcap, temperature;
+};
+
 constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
 constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
 
@@ -218,6 +223,7 @@ struct Kernels {
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
   decltype(&plain::linear_logprob) linear_logprob;
+  decltype(&plain::linear_logprob_in_panels<BFloat16>) linear_logprob_in_panels;
   decltype(&plain::qk_norm_rope) qk_norm_rope;
 };
 
@@ -228,7 +234,8 @@ struct Kernels {
 #define KERNELS(variant)                                                                             \
   {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention,                         \
    variant::branch_attention_backward, variant::swiglu, variant::merge_attention_states,             \
-   variant::candidate_head, variant::linear_logprob, variant::qk_norm_rope}
+   variant::candidate_head, variant::linear_logprob, variant::linear_logprob_in_panels<BFloat16>,    \
+   variant::qk_norm_rope}
 
 Kernels fitting() {
 #if WIDEST >= 256
@@ -265,7 +272,7 @@ T* as(void* to, T) { return static_cast<T*>(to); }
 
 extern "C" {
 
-int fbcpu_abi_version() { return 10; }
+int fbcpu_abi_version() { return 11; }
 
 // `narrow`: elements are bfloat16, else float32.
 int fbcpu_skinny_linear(
@@ -376,11 +383,14 @@ int fbcpu_candidate_head(
 }
 
 int fbcpu_linear_logprob(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias, const void* target,
     int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
-    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
-  return kernels.linear_logprob(x, x_stride, weight, weight_stride, bias, target, wide, ignore_index, scale, softcap,
-                                temperature, logprob, lse, entropy, largest, rows, width, vocabulary, threads);
+    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads, int narrow) {
+  auto run = [=](auto kernel, auto one) {
+    return kernel(as(x, one), x_stride, as(weight, one), weight_stride, as(bias, one), target, wide, ignore_index,
+                  {scale, softcap, temperature}, logprob, lse, entropy, largest, rows, width, vocabulary, threads);
+  };
+  return narrow ? run(kernels.linear_logprob_in_panels, BFloat16{}) : run(kernels.linear_logprob, 0.0f);
 }
 
 int fbcpu_qk_norm_rope(

@@ -71,7 +71,8 @@ INLINE void copied(const From* from, int64_t width, To* to) {
   if (i < width) store(to + i, load(from + i, width - i), width - i);
 }
 
-// How products take x and a weight's elements: STEP columns as a vector each, whose products add to lanes of sums.
+// How products take x and a weight's elements: STEP columns as a vector each, whose products add to lanes of sums, one
+// for each STEP / LANES columns; `everywhere` has so many in all lanes.
 template <typename Element>
 struct Widened {
   typedef Element W;
@@ -80,6 +81,7 @@ struct Widened {
   static constexpr int64_t STEP = LANES;
   INLINE Vector of(const float* x) { return load(x); }
   INLINE Vector of(const W* w, int64_t n) { return some(w, n); }
+  INLINE Vector everywhere(const X* x) { return Lanes{} + *x; }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum += a * b; }
 };
 
@@ -95,6 +97,11 @@ struct Factors<BFloat16> {
   INLINE Vector of(const BFloat16* x) { return (Vector)_mm512_loadu_si512(x); }
   INLINE Vector of(const BFloat16* w, int64_t n) {
     return n == STEP ? of(w) : (Vector)_mm512_maskz_loadu_epi16((1u << n) - 1, w);
+  }
+  INLINE Vector everywhere(const BFloat16* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    return (Vector)_mm512_set1_epi32(pair);
   }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, a, b); }
 };
@@ -932,16 +939,83 @@ static int candidate_head(
   return 0;
 }
 
-// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight x holds the products
-// already; softcap 0 is none.
-static int linear_logprob(
-    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
-    int wide, int64_t ignore_index, float scale, float softcap, float temperature, float* logprob, float* lse,
-    float* entropy, float* largest, int64_t rows, int64_t width, int64_t vocabulary, int threads) {
+// Of logits, or of none yet: the largest, sum exp(l - top) and sum (l - top) exp(l - top); NaN is never the largest.
+struct Statistics {
+  float top = -INFINITY;
+  double total = 0, weighted = 0;
+
+  void add(const Statistics& more) {
+    const bool rises = more.top > top;
+    const double fall = rises ? (double)top - more.top : (double)more.top - top;
+    if (more.top == -INFINITY || top == -INFINITY) {  // then that total is 0, or NaN
+      total += more.total;
+      weighted += more.weighted;
+    } else if (rises) {
+      weighted = (weighted + total * fall) * std::exp(fall) + more.weighted;
+      total = total * std::exp(fall) + more.total;
+    } else {
+      weighted += (more.weighted + more.total * fall) * std::exp(fall);
+      total += more.total * std::exp(fall);
+    }
+    if (rises) top = more.top;
+  }
+
+  void write(float picked, float* logprob, float* lse, float* entropy, float* largest) const {
+    const double log = std::log(total);
+    *lse = top + log;
+    *logprob = picked - (top + log);
+    *largest = top - (top + log);
+    *entropy = log - weighted / total;
+  }
+};
+
+// A row's products to logits, which may lie there; behind them -inf to whole lanes.
+template <typename B>
+INLINE Statistics to_logits(const float* x, const B* bias, const Change& change, int64_t count, float* logit) {
+  Lanes most = Lanes{} - INFINITY;
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int64_t n = count - i < LANES ? count - i : LANES;
+    Lanes l = some(x + i, n) * change.scale;
+    if (bias) l += some(bias + i, n);
+    if (change.softcap != 0) l = tangent(l / change.softcap) * change.softcap;
+    if (change.temperature != 1) l /= change.temperature;
+    store(logit + i, l);
+    for (int64_t j = i + n; j < i + LANES; ++j) logit[j] = -INFINITY;
+    l = load(logit + i);
+    most = l > most ? l : most;
+  }
+  Statistics of;
+  for (int i = 0; i < LANES; ++i) of.top = most[i] > of.top ? most[i] : of.top;
+  const float shift = of.top == -INFINITY ? 0 : of.top;
+  for (int64_t first = 0; first < count; first += 64 * LANES) {  // in stretches, as in `added`
+    Lanes sum = {}, product = {};
+    for (int64_t i = first; i < count && i < first + 64 * LANES; i += LANES) {
+      Lanes l = load(logit + i) - shift, e = exponential(l);
+      sum += e;
+      product += e * (l < FAR_BELOW ? Lanes{} + FAR_BELOW : l);
+    }
+    Quad sums = quarter(sum), products = quarter(product);
+    of.total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    of.weighted += (products[0] + products[1]) + (products[2] + products[3]);
+  }
+  return of;
+}
+
+INLINE bool targets_fit(const void* target, int wide, int64_t ignore_index, int64_t rows, int64_t vocabulary) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t id = entry(target, wide, row);
-    if (id != ignore_index && (id < 0 || id >= vocabulary)) return OUT_OF_RANGE;
+    if (id != ignore_index && (id < 0 || id >= vocabulary)) return false;
   }
+  return true;
+}
+
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight x holds the products
+// already.
+static int linear_logprob(
+    const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
+    int wide, int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest,
+    int64_t rows, int64_t width, int64_t vocabulary, int threads) {
+  if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t columns = padded(vocabulary), stride = padded(width);
   float* input = scratch(weight ? rows * (stride + columns) : columns);
   if (!input) return OUT_OF_MEMORY;
@@ -958,38 +1032,125 @@ static int linear_logprob(
       logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
       continue;
     }
-    Lanes most = Lanes{} - INFINITY;
-    for (int64_t i = 0; i < columns; i += LANES) {
-      const int64_t n = vocabulary - i < LANES ? vocabulary - i : LANES;
-      Lanes l = some(x + i, n) * scale;
-      if (bias) l += some(bias + i, n);
-      if (softcap != 0) l = tangent(l / softcap) * softcap;
-      if (temperature != 1) l /= temperature;
-      store(logit + i, l);
-      for (int64_t j = i + n; j < i + LANES; ++j) logit[j] = -INFINITY;
-      l = load(logit + i);
-      most = l > most ? l : most;
+    const Statistics of = to_logits(x, bias, change, vocabulary, logit);
+    of.write(logit[id], logprob + row, lse + row, entropy + row, largest + row);
+  }
+  return 0;
+}
+
+constexpr int64_t PANEL = 2 * LANES;             // columns of a head that are packed together
+constexpr int PANEL_ROWS = LANES == 16 ? 12 : 6;  // whose sums with a panel the registers hold
+constexpr int64_t CHUNK = 16 * LANES;            // logits of a row in memory, and of HELD rows
+constexpr int64_t HELD = 40 * 12;
+
+template <int D, int... L>
+INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  // of lanes that differ in bit D
+  const Lanes low = SHUFFLE(a, b, (L & D ? LANES + L - D : L)...);
+  b = SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
+  a = low;
+}
+
+template <int D = LANES / 2>
+INLINE void transposed(Lanes v[LANES]) {
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
+  if constexpr (D > 1) transposed<D / 2>(v);
+}
+
+// `columns` rows of a head, w, as a panel: of each STEP / LANES places in them a vector for LANES of the columns.
+template <typename F>
+INLINE void packed(const typename F::W* w, int64_t w_stride, int64_t columns, int64_t width, float* panel) {
+  for (int64_t k = 0; k < width; k += F::STEP)
+    for (int64_t first = 0; first < PANEL; first += LANES) {
+      Lanes v[LANES];
+      for (int i = 0; i < LANES; ++i)
+        v[i] = first + i < columns
+                   ? (Lanes)F::of(w + (first + i) * w_stride + k, width - k < F::STEP ? width - k : F::STEP)
+                   : Lanes{};
+      transposed(v);
+      for (int i = 0; i < LANES; ++i) store(panel + (k / F::STEP * LANES + i) * PANEL + first, v[i]);
     }
-    float top = most[0];
-    for (int i = 1; i < LANES; ++i) top = most[i] > top ? most[i] : top;
-    const float shift = top == -INFINITY ? 0 : top;
-    double total = 0, weighted = 0;
-    for (int64_t first = 0; first < columns; first += 64 * LANES) {  // in stretches, as in `added`
-      Lanes sum = {}, product = {};
-      for (int64_t i = first; i < columns && i < first + 64 * LANES; i += LANES) {
-        Lanes l = load(logit + i) - shift, e = exponential(l);
-        sum += e;
-        product += e * (l < FAR_BELOW ? Lanes{} + FAR_BELOW : l);
+}
+
+// out[r][c] = x[r] . column c of a panel, of padded rows of x; each sum in the order of its terms.
+template <typename F, int R>
+INLINE void panel_products(
+    const typename F::X* x, int64_t x_stride, const float* panel, float* out, int64_t out_stride) {
+  constexpr int64_t TAKEN = F::STEP / LANES;
+  Lanes low[R] = {}, high[R] = {};
+  for (int64_t k = 0; k < x_stride; k += TAKEN, panel += PANEL) {
+    const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const auto a = F::everywhere(x + r * x_stride + k);
+      F::add(a, b, low[r]);
+      F::add(a, c, high[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    store(out + r * out_stride, low[r]);
+    store(out + r * out_stride + LANES, high[r]);
+  }
+}
+
+// The same of many rows over a large vocabulary, whose logits never exist as a whole. Threads take stretches of it,
+// which depend on its size alone and so do the sums.
+template <typename T>
+static int linear_logprob_in_panels(
+    const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const void* target, int wide,
+    int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest, int64_t rows,
+    int64_t width, int64_t vocabulary, int threads) {
+  typedef Factors<T> F;
+  typedef typename F::X X;
+  if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
+  const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
+  const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width), held = std::min<int64_t>(rows, HELD);
+  const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
+  threads = (int)std::min<int64_t>(threads, stretches);
+  float* memory = scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
+  if (!memory) return OUT_OF_MEMORY;
+  auto statistics = (Statistics*)(memory + threads * owned);  // [stretches, rows]
+  auto picked = (float*)(statistics + stretches * rows);
+  share(stretches, 1, threads, [=](int64_t at, int64_t last) {
+    float *panel = memory + (threads > 1 ? part() : 0) * owned, *logit = panel + stride * PANEL;
+    X* input = (X*)(logit + held * CHUNK);
+    for (int64_t first = 0; first < rows; first += HELD) {
+      const int64_t n = std::min<int64_t>(rows - first, HELD);
+      padded_rows<F>(x + first * x_stride, x_stride, nullptr, 0, n, width, input);
+      for (int64_t s = at; s < last; ++s) {
+        Statistics* of = statistics + s * rows + first;
+        for (int64_t row = 0; row < n; ++row) of[row] = Statistics();
+        const int64_t stop = std::min(vocabulary, (s + 1) * stretch * CHUNK);
+        for (int64_t chunk = s * stretch * CHUNK; chunk < stop; chunk += CHUNK) {
+          const int64_t columns = std::min<int64_t>(vocabulary - chunk, CHUNK);
+          for (int64_t column = 0; column < columns; column += PANEL) {
+            packed<F>(weight + (chunk + column) * weight_stride, weight_stride, columns - column, width, panel);
+            float* to = logit + column;
+            int64_t row = 0;
+            for (; row + PANEL_ROWS <= n; row += PANEL_ROWS)
+              panel_products<F, PANEL_ROWS>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
+            for (; row + 3 <= n; row += 3)
+              panel_products<F, 3>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
+            for (; row < n; ++row) panel_products<F, 1>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
+          }
+          for (int64_t row = 0; row < n; ++row) {
+            float* of_row = logit + row * CHUNK;
+            of[row].add(to_logits(of_row, bias ? bias + chunk : bias, change, columns, of_row));
+            const int64_t id = entry(target, wide, first + row) - chunk;
+            if (id >= 0 && id < columns) picked[first + row] = of_row[id];
+          }
+        }
       }
-      Quad sums = quarter(sum), products = quarter(product);
-      total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
-      weighted += (products[0] + products[1]) + (products[2] + products[3]);
     }
-    const double log = std::log(total);
-    lse[row] = top + log;
-    logprob[row] = logit[id] - (top + log);
-    largest[row] = top - (top + log);
-    entropy[row] = log - weighted / total;
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    if (entry(target, wide, row) == ignore_index) {
+      logprob[row] = lse[row] = entropy[row] = largest[row] = 0;
+      continue;
+    }
+    Statistics of;
+    for (int64_t s = 0; s < stretches; ++s) of.add(statistics[s * rows + row]);
+    of.write(picked[row], logprob + row, lse + row, entropy + row, largest + row);
   }
   return 0;
 }

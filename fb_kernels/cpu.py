@@ -1,10 +1,10 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library when first asked, says why there is none.
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
-float32, the ops of a decode step for bfloat16 too, and for what is small, the rows of a decode step and the candidates
-of a training step, where plain operations cost more than their arithmetic; an op leaves sizes at which torch's threads
-are ahead to its reference. Linear layers and branches of one row run on torch's threads, whose OpenMP runtime it finds
-loaded (on others where torch has another runtime), all else on one thread.
+float32, the ops of a decode step and log-probs for bfloat16 too, and for what is small, the rows of a decode step and
+the candidates of a training step, where plain operations cost more than their arithmetic; an op leaves sizes at which
+torch's threads are ahead to its reference. Linear layers, log-probs and branches of one row run on torch's threads,
+whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -19,7 +19,7 @@ import torch
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 ROWS = 16  # the most of a linear layer: from there on oneDNN's blocks are ahead
 SHARE = 1 << 17  # products, the least of a thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
@@ -36,7 +36,7 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "swiglu": "pp qq",
     "merge_attention_states": "pp pp pp qqq",
     "candidate_head": "pq ppp f pi ppp qqq",
-    "linear_logprob": "pq pq pp iq fff pppp qqq i",
+    "linear_logprob": "pq pq pp iq fff pppp qqq ii",
     "qk_norm_rope": "pq pp ppq pi ppp pqq pqq pi qqqq f",
 }
 

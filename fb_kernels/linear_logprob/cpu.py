@@ -1,4 +1,7 @@
-"""The compiled kernel of `linear_logprob` for CPU tensors: float32, few rows over a small vocabulary."""
+"""The compiled kernels of `linear_logprob` for CPU tensors: few float32 rows over a small vocabulary, and bfloat16.
+
+That one reads the head as it is, by products of bfloat16 where the processor has them, and sums in float32.
+"""
 
 from __future__ import annotations
 
@@ -25,33 +28,41 @@ def linear_logprob(
     valid_vocab: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-prob, lse, entropy, largest log-prob), each of target's shape."""
-    found, float32 = cpu.library(), torch.float32
+    found, dtype = cpu.library(), hidden.dtype
     rows, (valid, width) = target.numel(), weight.shape
     if valid_vocab is not None:
         valid = valid_vocab
-    if isinstance(found, str) or not 0 < rows <= reference.FEW_ROWS or not 0 < valid <= reference.VOCAB_BLOCK:
+    narrow = dtype is torch.bfloat16
+    if isinstance(found, str) or not (rows > 0 and valid > 0 and (narrow or _few(hidden, rows, valid))):
         return NotImplemented
-    if rows * valid > LOGITS or not (hidden.dtype is weight.dtype is float32 and target.is_contiguous()):
-        return NotImplemented
-    if softcap is not None and softcap < LEAST:
+    if weight.dtype is not dtype or not target.is_contiguous() or (softcap is not None and softcap < LEAST):
         return NotImplemented
     bias_at = 0
     if bias is not None:
-        if bias.dtype is not float32 or not bias.is_contiguous():
+        if bias.dtype is not dtype or not bias.is_contiguous():
             return NotImplemented
         bias_at = bias.data_ptr()
     x = hidden if hidden.ndim == 2 else hidden.reshape(rows, width)
     (x_stride, x_step), (weight_stride, weight_step), weight_at = x.stride(), weight.stride(), weight.data_ptr()
-    if rows > cpu.ROWS or not (width and x_step == weight_step == 1):
+    along = x_step == weight_step == 1
+    if narrow and width and not along:
+        return NotImplemented
+    if not narrow and not (width and along and rows <= cpu.ROWS):
         x, x_stride, weight_at = linear(x, weight[:valid]), valid, 0  # its products, contiguous
-    logprob = torch.empty_like(target, dtype=float32)  # quicker than from a shape
+    logprob = torch.empty_like(target, dtype=torch.float32)  # quicker than from a shape
     lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
     code = found.fbcpu_linear_logprob(
         x.data_ptr(), x_stride, weight_at, weight_stride, bias_at, target.data_ptr(), target.dtype is torch.int64,
         ignore_index, logit_scale, softcap or 0.0, temperature, logprob.data_ptr(), lse.data_ptr(), entropy.data_ptr(),
-        largest.data_ptr(), rows, width, valid, cpu.threads(rows * width * valid),
+        largest.data_ptr(), rows, width, valid, cpu.threads(rows * width * valid), narrow,
     )  # fmt: skip
     if code:
         reference.check_targets("linear_logprob", target, ignore_index, valid)
         return NotImplemented
     return logprob, lse, entropy, largest
+
+
+def _few(hidden: Tensor, rows: int, valid: int) -> bool:
+    """Whether the call is one of float32 that is quicker on few threads."""
+    few = rows <= reference.FEW_ROWS and valid <= reference.VOCAB_BLOCK and rows * valid <= LOGITS
+    return few and hidden.dtype is torch.float32

@@ -5,19 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases.base import single
+from cases.base import Case, single
 from cases.branch_attention import one_row
 from cases.branch_attention_qkv import make as make_attention
 from cases.decoder_layer import make as make_layer
+from cases.linear_logprob import OP as LOGPROB
+from cases.linear_logprob import make as make_head
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from test_contract import evaluate, same
+from test_contract import check, evaluate, same
 from torch import Tensor
 from ways import VECTORS, running
 
@@ -121,6 +123,10 @@ WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         lambda ids, **rest: linear_logprob(torch.ones(2, 3), torch.ones(5, 3), torch.tensor(ids), **rest),
         [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
     ),
+    "linear_logprob of bfloat16": (
+        lambda ids: linear_logprob(torch.ones(2, 3).bfloat16(), torch.ones(5, 3).bfloat16(), torch.tensor(ids)),
+        [[0, 5], [-1, 9], [-100, 5], [2**40, 0]],
+    ),
     "qk_norm_rope": (
         lambda positions: qk_norm_rope(
             torch.ones(2, 6), None, None, torch.ones(4, 2), torch.ones(4, 2), torch.tensor(positions),
@@ -135,7 +141,7 @@ WRONG: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 def test_errors_are_those_of_the_reference(op: str, value: list[int]) -> None:
     said = []
     for which in ("cpu", "reference"):
-        with backend.override(which), pytest.raises(ValueError, match=f"^{op}: .*expected") as raised:
+        with backend.override(which), pytest.raises(ValueError, match=f"^{op.split()[0]}: .*expected") as raised:
             WRONG[op][0](value)
         said.append(str(raised.value))
     assert said[0] == said[1]
@@ -220,17 +226,31 @@ def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
     assert cpu.opened(tmp_path / "other.so") == "built from other sources: install it anew"
 
 
+def many_narrow_rows(rows: Sequence[int], width: int, vocabulary: int) -> Case:
+    """A call in bfloat16 with all that changes logits, and padding in the head."""
+    options = {"logit_scale": 0.4, "softcap": 5.0, "temperature": 0.7}
+    return LOGPROB.cast(make_head(rows, width, vocabulary, padding=3, options=options), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [((5, 97), 70, 260), ((16,), 33, 9000), ((3,), 0, 4100)])
+def test_log_probs_of_narrow_rows_past_a_block(rows: Sequence[int], width: int, vocabulary: int) -> None:
+    """Rows that are not all in memory at once, stretches of the vocabulary of several chunks."""
+    case = many_narrow_rows(rows, width, vocabulary)
+    check(LOGPROB, case, *evaluate(case))
+
+
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """Also where heads or rows do not share out evenly."""
     attended = one_row((5, 0, 300), (7, 0, 90), heads=(6, 3), width=64)
     layer = single(make_layer(3, model=130, inner=1000, half=32, kv_heads=3, repeat=3, held=200, wide_tables=True))
-    assert min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130) > 3 * cpu.SHARE  # enough for three threads
+    rows = many_narrow_rows((7,), 20, 3000)
+    assert min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130, 7 * 20 * 3000) > 3 * cpu.SHARE  # enough for three threads
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results, grads = evaluate(attended)
-            found.append([*results, *grads, *layer.fresh().run()])
+            found.append([*results, *grads, *layer.fresh().run(), *rows.run()])
     finally:
         torch.set_num_threads(before)
     assert all(same(each, found[0]) for each in found)

@@ -254,7 +254,7 @@ OP = Op(
         "reference": replace(REFERENCE, also=[{"rows": (48,), "width": 64, "vocabulary": 300}]),
         **TRITON,
         "cpu": Way(
-            (torch.float32,),
+            (torch.float32, torch.bfloat16),
             sizes(st.lists(st.integers(1, 5), max_size=2), WIDTHS, (1, 2, 3, 4, 5, 15, 16, 17, 64, 67, 130)),
             layouts=CONTIGUOUS,
             apart=("weight",),
