@@ -37,7 +37,7 @@ def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) 
     return "gluon" if chosen["gluon"] else "fused" if chosen["fused"] else "chunked"
 
 
-def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> Launch:
+def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int, biased: bool) -> Launch:
     """The fused kernel; its tile covers all rows up to 128, so that the weight is read once."""
     if dtype == torch.float32:
         block = min(max(next_power_of_2(rows), 16), 64)
@@ -51,6 +51,8 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> La
     else:
         default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8}
         default["num_stages"] = 4 if _capability() == 90 else 3  # of 48 KB each
+        if biased and _capability() >= 100:  # a thread holds columns of one row, and the bias of each
+            default |= {"BLOCK_V": 128, "num_warps": 4}
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
 
 
@@ -97,16 +99,19 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
         default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     elif form == "unaligned":
         default = {"BLOCK_M": 16 if width > 128 else 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}
-    elif _capability() < 90:
-        default = {"BLOCK_M": 32, "num_stages": 2} if width > 128 else {"BLOCK_M": 64, "num_stages": 3}
-        default |= {"BLOCK_N": 32, "num_warps": 8}
-    elif width > 128:
+    elif width > 128 and _capability() == 90:
         block = 32 if form.endswith("window") else 64  # a window's edges take registers
-        default = {"BLOCK_M": block, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3 if _capability() == 90 else 2}
+        default = {"BLOCK_M": block, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3}
+    elif width > 128:
+        default = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    elif _capability() < 90:
+        default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
     else:  # so do the masks of a head that is padded
         wide = _capability() == 90 and head_dim == width
         block = (128 if form == "plain" else 64) if wide else 32  # caps and a window's edges take registers
         default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 2 if wide else 3}
+        if repeat == 1 and _capability() > 90:  # 128 rows spill; two small programs fit a multiprocessor
+            default |= {"BLOCK_M": 64, "num_warps": 4}
     return _tuned("branch_attention", dtype, (width, repeat, form), default | _registers(form == "unaligned"))
 
 

@@ -68,7 +68,7 @@ def _case(
 
     size = dtype.itemsize
     columns_of = {
-        "fused": lambda: tuning.linear_logprob(dtype, rows, vocab, width)["BLOCK_V"],
+        "fused": lambda: tuning.linear_logprob(dtype, rows, vocab, width, bias)["BLOCK_V"],
         "chunked": lambda: tuning.linear_logprob_chunk(dtype)["BLOCK_V"],
         "gluon": lambda: math.prod(
             tuning.linear_logprob_gluon(dtype, vocab, width)[name] for name in ("TILES", "BLOCK_V")

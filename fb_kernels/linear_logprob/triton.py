@@ -426,7 +426,8 @@ def _forward(
         statistics = gluon.statistics(x, weight[:valid], bias, ids, picked, vocab_start, options)
         tiles = statistics.shape[1]
     elif form in ("fused", "gluon"):
-        launch, vector = tuning.linear_logprob(x.dtype, rows, valid, width), 16 // x.dtype.itemsize
+        launch = tuning.linear_logprob(x.dtype, rows, valid, width, bias is not None)
+        vector = 16 // x.dtype.itemsize
         tile = launch["BLOCK_V"] // (2 if launch["BLOCK_M"] * launch["BLOCK_V"] > 1 << 14 else 1)
         blocks = triton.cdiv(valid, launch["BLOCK_V"])
         tiles = blocks * (launch["BLOCK_V"] // tile)
