@@ -275,6 +275,8 @@ def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
             faults.append(f"a loop waits for each of its {loop.hgmma} HGMMA")
     if metadata.shared > arch.shared_block:
         faults.append(f"shared memory {metadata.shared} above {arch.shared_block}")
+    if not _fit(metadata.num_warps, registers):
+        faults.append(f"{metadata.num_warps} warps of {registers} registers a thread fit no multiprocessor")
     if name in case.matmul and arch.name == "sm_90" and variant == "aligned" and not hgmma:
         faults.append("no HGMMA")
     if name in case.exact and tf32:
@@ -307,16 +309,16 @@ def _predict(
     """Microseconds from bytes and FLOPs at the assumed rates, by how many multiprocessors the last wave leaves idle."""
     if cost is None:
         return None
-    resident = min(
-        2048 // (32 * warps),
-        65_536 // (32 * warps * -(-registers // 8) * 8),
-        32,
-        arch.shared_processor // (shared + 1024),
-    )
+    resident = min(2048 // (32 * warps), _fit(warps, registers), 32, arch.shared_processor // (shared + 1024))
     slots = max(resident, 1) * arch.processors
     filled = grid / slots
     efficiency = filled / math.ceil(filled) if filled > 1 else min(1.0, grid / arch.processors)
     return max(cost.bytes / arch.tbps / 1e6, cost.flops / arch.tflops / of_rate / 1e6) / efficiency
+
+
+def _fit(warps: int, registers: int) -> int:
+    """Programs for whose threads a multiprocessor has registers."""
+    return 65_536 // (32 * warps * -(-registers // 8) * 8)
 
 
 @cache  # shapes share machine code

@@ -95,6 +95,23 @@ command.main()
     assert "1 with a fault" in done.stdout
 
 
+def test_more_registers_than_a_multiprocessor_has_are_a_fault() -> None:
+    """`maxnreg` allows them, and only the launch would fail."""
+    code = """
+from unittest import mock
+from benchmarks.aot import compiler, swiglu
+hopper = next(arch for arch in compiler.ARCHITECTURES if arch.name == "sm_90")
+launch = {"BLOCK": 1 << 16, "num_warps": 16, "maxnreg": 255}
+with mock.patch.object(compiler.tuning, "swiglu", return_value=launch):
+    forward = compiler.launches(next(swiglu.cases()), hopper)[0]
+made = compiler.compiled(forward, "aligned")
+assert made.registers > 128, made
+assert made.faults == (f"16 warps of {made.registers} registers a thread fit no multiprocessor",), made
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=FOREIGN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_quick_choice_has_every_constant_and_type() -> None:
     code = """
 from benchmarks.aot.__main__ import OPS, launched
