@@ -82,30 +82,63 @@ struct Block {
   Element* operator[](int64_t r) const { return first + r / repeat * row + r % repeat * head; }
 };
 
-struct Heads {  // of every row
-  const float* data;
-  int64_t row, head;
-  const float* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
-  // From row r on, the heads that share key head g; of keys and values that one for each of them.
-  Block<const float> queries(int64_t r, int64_t g, int64_t repeat) const {
-    return {at(r, g * repeat), row, head, repeat};
+// Rows of one head that lie apart by one stride, or in pages.
+template <typename T>
+struct Keys {
+  const T* data;
+  int64_t row;
+  const int64_t* table;
+  int64_t page, apart, first;
+  const T* operator()(int64_t j) const {
+    j += first;
+    return table ? data + table[j / page] * apart + j % page * row : data + j * row;
   }
-  Block<const float> keys(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g), row, 0, repeat}; }
+  Keys from(int64_t j) const { return {data, row, table, page, apart, first + j}; }
+};
+
+template <typename T>
+struct Heads {  // of every row
+  const T* data;
+  int64_t row, head, apart;  // pages
+  const T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
+  // From row r on, the heads that share key head g; of keys and values that one for each of them.
+  Block<const T> queries(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g * repeat), row, head, repeat}; }
+  Block<const T> keys(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g), row, 0, repeat}; }
+  Keys<T> of(int64_t h) const { return {at(0, h), row, nullptr, 0, 0, 0}; }
+};
+
+// How products become scores; softcap 0 is none.
+struct Scoring {
+  float scale, softcap;
+  int64_t window;
 };
 
 struct Layout {
   const int64_t *branch, *group, *start, *length;  // [branches + 1], [groups + 1], [groups], [groups]
-  int64_t branches, groups, longest;               // prefix that is taken
+  int64_t branches, groups;
+  const int64_t* table;  // [groups, columns], null where a prefix is not paged
+  int64_t columns, pages, page;
+  int64_t longest;  // prefix that is taken
 
   int64_t first(int64_t g) const { return branch[group[g]]; }
+  int64_t branch_of(int64_t row) const { return std::upper_bound(branch, branch + branches, row) - branch - 1; }
 
-  bool fits(int64_t rows, int64_t held) const {
+  template <typename T>
+  Keys<T> keys(const Heads<T>& of, int64_t g, int64_t h) const {
+    return {of.at(0, h), of.row, table ? table + g * columns : table, page, of.apart, start[g]};
+  }
+
+  bool fits(int64_t rows) const {
+    const int64_t held = table ? columns * page : pages;
     if (branch[0] != 0 || branch[branches] != rows || group[0] != 0 || group[groups] != branches) return false;
     for (int64_t b = 0; b < branches; ++b)
       if (branch[b] > branch[b + 1]) return false;
     for (int64_t g = 0; g < groups; ++g) {
       if (group[g] > group[g + 1] || start[g] < 0 || length[g] < 0) return false;
-      if (length[g] && (start[g] > held || length[g] > held - start[g])) return false;
+      if (!length[g]) continue;
+      if (start[g] > held || length[g] > held - start[g]) return false;
+      for (int64_t at = table ? start[g] / page : 0; table && at <= (start[g] + length[g] - 1) / page; ++at)
+        if (table[g * columns + at] < 0 || table[g * columns + at] >= pages) return false;
     }
     return true;
   }
@@ -212,12 +245,12 @@ struct Step {
   decltype(&plain::decoder_layer<T>) decoder_layer;
   decltype(&plain::topk_entropy<T>) topk_entropy;
   decltype(&plain::rms_norm<T>) rms_norm;
+  decltype(&plain::branch_attention<T>) branch_attention;
 };
 
 struct Kernels {
   Step<float> single;
   Step<BFloat16> narrow;
-  decltype(&plain::branch_attention) branch_attention;
   decltype(&plain::branch_attention_backward) branch_attention_backward;
   decltype(&plain::swiglu) swiglu;
   decltype(&plain::merge_attention_states) merge_attention_states;
@@ -229,11 +262,11 @@ struct Kernels {
 
 #define STEP(variant, T) \
   {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
-   variant::rms_norm<T>}
+   variant::rms_norm<T>, variant::branch_attention<T>}
 
 #define KERNELS(variant)                                                                             \
-  {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention,                         \
-   variant::branch_attention_backward, variant::swiglu, variant::merge_attention_states,             \
+  {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention_backward,                \
+   variant::swiglu, variant::merge_attention_states,                                                 \
    variant::candidate_head, variant::linear_logprob, variant::linear_logprob_in_panels<BFloat16>,    \
    variant::qk_norm_rope}
 
@@ -272,7 +305,7 @@ T* as(void* to, T) { return static_cast<T*>(to); }
 
 extern "C" {
 
-int fbcpu_abi_version() { return 11; }
+int fbcpu_abi_version() { return 12; }
 
 // `narrow`: elements are bfloat16, else float32.
 int fbcpu_skinny_linear(
@@ -319,17 +352,23 @@ int fbcpu_decoder_layer(
 }
 
 int fbcpu_branch_attention(
-    const float* q, int64_t q_row, int64_t q_head, const float* k, int64_t k_row, int64_t k_head, const float* v,
-    int64_t v_row, int64_t v_head, const float* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
-    const float* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t held, const int64_t* branch,
-    const int64_t* group, const int64_t* start, const int64_t* length, int64_t branches, int64_t groups,
-    int64_t longest, float* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
-    int64_t width, float scale, int threads) {
-  Layout layout = {branch, group, start, length, branches, groups, longest};
-  if (!layout.fits(rows, held)) return OTHER_LAYOUT;
-  return kernels.branch_attention({q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
-                                  {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head},
-                                  layout, out, lse, done, rows, heads, kv_heads, width, scale, threads);
+    const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row, int64_t k_head, const void* v,
+    int64_t v_row, int64_t v_head, const void* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
+    int64_t prefix_k_page, const void* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t prefix_v_page,
+    const int64_t* branch, const int64_t* group, const int64_t* start, const int64_t* length, const int64_t* table,
+    int64_t branches, int64_t groups, int64_t columns, int64_t pages, int64_t page, void* out, float* lse,
+    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale, float softcap,
+    int64_t window, int threads, int narrow) {
+  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page, 0};
+  if (!layout.fits(rows)) return OTHER_LAYOUT;
+  return typed(narrow, [=, &layout](const auto& step, auto one) {
+    return step.branch_attention({as(q, one), q_row, q_head, 0}, {as(k, one), k_row, k_head, 0},
+                                 {as(v, one), v_row, v_head, 0},
+                                 {as(prefix_k, one), prefix_k_row, prefix_k_head, prefix_k_page},
+                                 {as(prefix_v, one), prefix_v_row, prefix_v_head, prefix_v_page}, layout,
+                                 {scale, softcap, window}, as(out, one), lse, done, rows, heads, kv_heads, width,
+                                 threads);
+  });
 }
 
 int fbcpu_branch_attention_backward(
@@ -340,11 +379,11 @@ int fbcpu_branch_attention_backward(
     const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
     float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
     int64_t width, float scale, int threads) {
-  Layout layout = {branch, group, start, length, branches, groups, longest};
-  if (!layout.fits(rows, held)) return OTHER_LAYOUT;
+  Layout layout = {branch, group, start, length, branches, groups, nullptr, 0, held, 0, longest};
+  if (!layout.fits(rows)) return OTHER_LAYOUT;
   return kernels.branch_attention_backward(
-      {grad, grad_row, grad_head}, {q, q_row, q_head}, {k, k_row, k_head}, {v, v_row, v_head},
-      {prefix_k, prefix_k_row, prefix_k_head}, {prefix_v, prefix_v_row, prefix_v_head}, layout, dq, dk, dv, dprefix_k,
+      {grad, grad_row, grad_head, 0}, {q, q_row, q_head, 0}, {k, k_row, k_head, 0}, {v, v_row, v_head, 0},
+      {prefix_k, prefix_k_row, prefix_k_head, 0}, {prefix_v, prefix_v_row, prefix_v_head, 0}, layout, dq, dk, dv, dprefix_k,
       dprefix_v, done, heads, kv_heads, width, scale, threads);
 }
 

@@ -670,6 +670,307 @@ static int decoder_layer(
   return 0;
 }
 
+constexpr int64_t PANEL = 2 * LANES;             // columns of a weight, or keys, that are packed together
+constexpr int PANEL_ROWS = LANES == 16 ? 12 : 6;  // whose sums with a panel the registers hold
+constexpr int FEW = LANES == 16 ? 4 : 2;          // where those are too many
+
+INLINE int64_t in_fews(int64_t rows) { return (rows + FEW - 1) / FEW * FEW; }
+
+template <int D, int... L>
+INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  // of lanes that differ in bit D
+  const Lanes low = SHUFFLE(a, b, (L & D ? LANES + L - D : L)...);
+  b = SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
+  a = low;
+}
+
+template <int D = LANES / 2>
+INLINE void transposed(Lanes v[LANES]) {
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
+  if constexpr (D > 1) transposed<D / 2>(v);
+}
+
+// Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES of the rows.
+template <typename F, typename At>
+INLINE void packed(const At& at, int64_t columns, int64_t width, float* panel) {
+  for (int64_t first = 0; first < PANEL; first += LANES)
+    for (int64_t k = 0; k < width; k += F::STEP) {
+      Lanes v[LANES];
+      for (int i = 0; i < LANES; ++i)
+        v[i] = first + i < columns ? (Lanes)F::of(at(first + i) + k, width - k < F::STEP ? width - k : F::STEP)
+                                   : Lanes{};
+      transposed(v);
+      for (int i = 0; i < LANES; ++i) store(panel + (k / F::STEP * LANES + i) * PANEL + first, v[i]);
+    }
+}
+
+// out[r][c] = x[r] . column c of a panel over `count` places, or added to it; each sum in the order of its terms.
+template <typename F, bool ADDED, int R>
+INLINE void panel_products(
+    const typename F::X* x, int64_t x_stride, int64_t count, const float* panel, float* out, int64_t out_stride) {
+  constexpr int64_t TAKEN = F::STEP / LANES;
+  Lanes low[R] = {}, high[R] = {};
+  for (int r = 0; ADDED && r < R; ++r) {
+    low[r] = load(out + r * out_stride);
+    high[r] = load(out + r * out_stride + LANES);
+  }
+  for (int64_t k = 0; k < count; k += TAKEN, panel += PANEL) {
+    const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const auto a = F::everywhere(x + r * x_stride + k);
+      F::add(a, b, low[r]);
+      F::add(a, c, high[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    store(out + r * out_stride, low[r]);
+    store(out + r * out_stride + LANES, high[r]);
+  }
+}
+
+// The same of any number of rows.
+template <typename F, bool ADDED>
+INLINE void panel_rows(
+    const typename F::X* x, int64_t x_stride, int64_t rows, int64_t count, const float* panel, float* out,
+    int64_t out_stride) {
+  int64_t row = 0;
+  for (; row + PANEL_ROWS <= rows; row += PANEL_ROWS)
+    panel_products<F, ADDED, PANEL_ROWS>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
+  for (; row + FEW <= rows; row += FEW)
+    panel_products<F, ADDED, FEW>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
+  for (; row < rows; ++row)
+    panel_products<F, ADDED, 1>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
+}
+
+constexpr int64_t KEYS = 256;                  // that a block of rows meets at a time
+constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
+constexpr int64_t QUERIES = 192;               // query heads of a block's rows, whose scores stay in a cache
+
+template <typename F>
+constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
+
+// Values at(0) to at(count) as panels of PANEL columns; what is not finite is 0 in them. Whether all is.
+template <typename F, typename At>
+INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* panel) {
+  constexpr int64_t TAKEN = F::STEP / LANES;
+  Lanes strange = {};
+  auto finite = [&](int64_t j, int64_t e) {
+    if (j >= count) return Lanes{};
+    Lanes v = some(at(j) + e, width - e < LANES ? width - e : LANES), none = v - v;
+    strange += none;
+    return none == 0 ? v : Lanes{};
+  };
+  for (int64_t j = 0; j < count; j += TAKEN)
+    for (int64_t e = 0; e < width; e += LANES) {
+      Lanes v = finite(j, e);
+      if (TAKEN == 2) v = (Lanes)(((Ints)v >> 16 & 0xffff) | (Ints)finite(j + 1, e));  // exact in their upper halves
+      store(panel + e / PANEL * value_panel<F>() + j / TAKEN * PANEL + e % PANEL, v);
+    }
+  float sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += strange[i];
+  return sum == 0;
+}
+
+template <typename T>
+INLINE bool all_finite(const T* x, int64_t width) {
+  Lanes sum = {};
+  for (int64_t e = 0; e < width; e += LANES) sum += some(x + e, width - e < LANES ? width - e : LANES) * 0.0f;
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += sum[i];
+  return total == 0;
+}
+
+// Scores of a row from products, in place, -inf but from `low` to `high`; the largest before it is multiplied by
+// `factor`, which is returned.
+INLINE float scored(float* score, int64_t low, int64_t high, int64_t count, const Scoring& how, float* largest) {
+  if (how.softcap != 0)
+    for (int64_t i = 0; i < count; i += LANES)
+      store(score + i, tangent(load(score + i) * how.scale / how.softcap) * how.softcap);
+  for (int64_t i = 0; i < low; ++i) score[i] = -INFINITY;
+  for (int64_t i = high; i < padded(count); ++i) score[i] = -INFINITY;
+  Lanes most = Lanes{} - INFINITY;
+  for (int64_t i = 0; i < count; i += LANES) {
+    Lanes s = load(score + i);
+    most = s > most ? s : most;
+  }
+  *largest = most[0];
+  for (int i = 1; i < LANES; ++i) *largest = most[i] > *largest ? most[i] : *largest;
+  return how.softcap != 0 ? 1.0f : how.scale;
+}
+
+// Rows of a block of one key head: queries, and of the keys so far the largest score, sum exp(s - top) and sum
+// exp(s - top) value.
+template <typename F>
+struct Attended {
+  typename F::X* query;
+  float *sum, *top, *total, *score, *key_panel, *panel;
+  int64_t width, stride, sum_stride, taken = 0;
+
+  static int64_t floats(int64_t rows, int64_t width) {
+    const int64_t panels = (width + PANEL - 1) / PANEL;
+    return padded(panels * value_panel<F>() + stride_of<F>(width) * PANEL +
+                  rows * (KEY_STRIDE + panels * PANEL + stride_of<F>(width) + 2));
+  }
+
+  Attended(float* memory, int64_t rows, int64_t width) : width(width), stride(stride_of<F>(width)) {
+    sum_stride = (width + PANEL - 1) / PANEL * PANEL;
+    panel = memory;
+    key_panel = panel + sum_stride / PANEL * value_panel<F>();
+    score = key_panel + stride * PANEL;
+    sum = score + rows * KEY_STRIDE;
+    query = (typename F::X*)(sum + rows * sum_stride);
+    top = sum + rows * (sum_stride + stride);
+    total = top + rows;
+  }
+
+  void begin(const Block<const typename F::W>& from, int64_t rows) {
+    taken = rows;
+    for (int64_t r = 0; r < rows + FEW - 1; ++r) {  // those that fill a panel's last rows are 0
+      if (r < rows) {
+        copied(from[r], width, query + r * stride);
+        pad<F>(query + r * stride, width);
+      } else {
+        std::memset(query + r * stride, 0, stride * sizeof *query);
+      }
+      std::memset(sum + r * sum_stride, 0, sum_stride * sizeof *sum);
+      top[r] = -INFINITY;
+      total[r] = 0;
+    }
+  }
+
+  // Rows from `first` on meet keys and values at(0) to at(count); range(r, low, high) says which row r sees. `few`:
+  // keys as they lie. Whether all values are finite.
+  template <typename Keys, typename Values, typename Range>
+  bool meet(
+      int64_t first, int64_t rows, const Keys& keys, const Values& values, int64_t count, bool few,
+      const Scoring& how, const Range& range) {
+    typedef typename F::X X;
+    float* scores = score + first * KEY_STRIDE;
+    const X* x = query + first * stride;
+    const int64_t made = first + rows == taken ? in_fews(rows) : rows;
+    if (few)
+      tiled<F>(x, rows, keys(0), keys.row, width, 0, count, scores, KEY_STRIDE);
+    else
+      for (int64_t c = 0; c < count; c += PANEL) {
+        packed<F>([&](int64_t i) { return keys(c + i); }, count - c, width, key_panel);
+        panel_rows<F, false>(x, stride, made, stride, key_panel, scores + c, KEY_STRIDE);
+      }
+    for (int64_t r = first; r < first + rows; ++r) {
+      float *of = score + r * KEY_STRIDE, largest;
+      int64_t low = 0, high = count;
+      range(r, low, high);
+      const float factor = scored(of, low, high, count, how, &largest), before = top[r];
+      top[r] = std::max(before, largest * factor);
+      const float shift = top[r] == -INFINITY ? 0 : top[r], kept = std::exp(before - shift);
+      Lanes added = {};
+      auto p = (X*)of;
+      for (int64_t i = 0; i < count; i += LANES) {
+        Lanes e = exponential(load(of + i) * factor - shift);
+        store(p + i, e);
+        added += e;
+      }
+      Quad four = quarter(added);
+      total[r] = total[r] * kept + ((four[0] + four[1]) + (four[2] + four[3]));
+      if (kept != 1)
+        for (int64_t e = 0; e < width; e += LANES)
+          store(sum + r * sum_stride + e, load(sum + r * sum_stride + e) * kept);
+    }
+    const bool finite = packed_values<F>(values, count, width, panel);
+    for (int64_t e = 0; e < width; e += PANEL)
+      panel_rows<F, true>((X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), made, count,
+                          panel + e / PANEL * value_panel<F>(), sum + first * sum_stride + e, sum_stride);
+    return finite;
+  }
+};
+
+// Attention of branches of any length: each block of a group's rows meets the group's prefix, then each branch's rows
+// meet their own. The keys that a row sees come in the same pieces in every block. `done`: rows that saw nothing but
+// finite values.
+template <typename T>
+static int branch_attention(
+    Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v, const Layout& layout, const Scoring& how,
+    T* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width,
+    int threads) {
+  typedef Factors<T> F;
+  const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
+  int64_t blocks = 0, products = 0;
+  for (int64_t g = 0; g < layout.groups; ++g) {
+    const int64_t taken = layout.first(g + 1) - layout.first(g);
+    blocks += (taken + most - 1) / most;
+    products += 2 * taken * heads * width * (layout.length[g] + 1);
+  }
+  threads = (int)std::max<int64_t>(1, std::min<int64_t>({threads, blocks * kv_heads, products / SHARE}));
+  const int64_t floats = Attended<F>::floats(room, width);
+  float* memory = scratch(threads * floats);
+  if (!memory) return OUT_OF_MEMORY;
+  if (rows) std::memset(done, 1, rows);
+  auto attend = [=, &layout, &how](Attended<F>& of, int64_t h, int64_t g, int64_t first, int64_t stop) {
+    const int64_t n = (stop - first) * repeat, length = layout.length[g];
+    int64_t began[QUERIES], least = 0;  // of each row its branch; the first key of the prefix that one sees
+    bool sound[QUERIES];
+    int64_t b = layout.branch_of(first);
+    for (int64_t row = first, at = b; row < stop; ++row) {
+      while (layout.branch[at + 1] <= row) ++at;
+      began[row - first] = layout.branch[at];
+      sound[row - first] = true;
+      const int64_t low = length + row - layout.branch[at] + 1 - how.window;
+      least = row == first ? low : std::min(least, low);
+    }
+    of.begin(q.queries(first, h, repeat), n);
+    const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
+    for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
+      const int64_t count = std::min(KEYS, length - at);
+      const bool finite = of.meet(0, n, shared_k.from(at), shared_v.from(at), count, false, how,
+                                  [&](int64_t r, int64_t& low, int64_t&) {
+                                    const int64_t row = first + r / repeat;
+                                    low = length + row - began[row - first] + 1 - how.window - at;
+                                    low = std::min(count, std::max<int64_t>(0, low));
+                                  });
+      for (int64_t row = first; row < stop && !finite; ++row) sound[row - first] = false;
+    }
+    for (; k.data && b < layout.branches && layout.branch[b] < stop; ++b) {
+      const int64_t start = layout.branch[b], from = std::max(first, start), to = std::min(stop, layout.branch[b + 1]);
+      const int64_t lowest = std::max(start, from + 1 - how.window);
+      for (int64_t at = start + (lowest - start) / KEYS * KEYS; from < to && at < to; at += KEYS) {
+        const int64_t count = std::min(KEYS, to - at);
+        const bool finite = of.meet((from - first) * repeat, (to - from) * repeat, k.of(h).from(at), v.of(h).from(at),
+                                    count, layout.branch[b + 1] - start < PANEL, how,
+                                    [&](int64_t r, int64_t& low, int64_t& high) {
+                                      const int64_t place = first + r / repeat + 1 - at;
+                                      low = std::min(count, std::max<int64_t>(0, place - how.window));
+                                      high = std::min(count, std::max<int64_t>(0, place));
+                                    });
+        for (int64_t row = at, strange = 0; row < to && !finite; ++row) {
+          strange |= row < at + count && !all_finite(v.at(row, h), width);
+          if (row >= first && strange) sound[row - first] = false;
+        }
+      }
+    }
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t row = first + r / repeat, head = h * repeat + r % repeat;
+      const float total = of.total[r], inverse = total == 0 ? 0 : 1 / total;
+      float *sum = of.sum + r * of.sum_stride, &log = lse[head * rows + row];
+      for (int64_t e = 0; e < width; e += LANES) store(sum + e, load(sum + e) * inverse);
+      copied(sum, width, out + (row * heads + head) * width);
+      log = of.top[r] + std::log(total);
+      if (!sound[row - first] || log != log || log == INFINITY || !all_finite(sum, width)) {
+#pragma omp atomic write
+        done[row] = 0;
+      }
+    }
+  };
+  share(blocks * kv_heads, 1, threads, [=, &layout](int64_t at, int64_t last) {
+    Attended<F> of(memory + (threads > 1 ? part() : 0) * floats, room, width);
+    int64_t task = 0;
+    for (int64_t h = 0; h < kv_heads; ++h)
+      for (int64_t g = 0; g < layout.groups; ++g)
+        for (int64_t row = layout.first(g), end = layout.first(g + 1); row < end; row += most, ++task)
+          if (at <= task && task < last) attend(of, h, g, row, std::min(end, row + most));
+  });
+  return 0;
+}
+
 // to[r] = from[r] * scale, padded with zeros to whole lanes.
 INLINE void gathered(const Block<const float>& from, int64_t rows, int64_t width, float scale, float* to) {
   for (int64_t r = 0; r < rows; ++r, to += padded(width)) {
@@ -680,7 +981,7 @@ INLINE void gathered(const Block<const float>& from, int64_t rows, int64_t width
   }
 }
 
-INLINE bool all_finite(const Block<float>& x, int64_t rows, int64_t width) {
+INLINE bool all_finite(const Block<float>& x, int64_t rows, int64_t width) {  // old
   Lanes sum = {};
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t e = 0; e < width; e += LANES) sum += load(x[r] + e, width - e < LANES ? width - e : LANES) * 0.0f;
@@ -724,32 +1025,11 @@ INLINE bool blocks(
   return true;
 }
 
-static int branch_attention(
-    Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* out, float* lse,
-    unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale, int threads) {
-  const int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat;
-  const int64_t score_stride = padded(layout.longest + 1), floats = most * (padded(width) + score_stride);
-  auto body = [&](float* query, int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
-    float* score = query + most * padded(width);
-    int64_t n = taken * repeat;
-    Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
-    Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
-    gathered(q.queries(first, g, repeat), n, width, scale, query);
-    all_products(query, n, keys, count, width, score, score_stride);
-    for (int64_t r = 0; r < n; ++r)
-      lse[(g * repeat + r % repeat) * rows + first + r / repeat] = softmax(score + r * score_stride, count + 1);
-    Block<float> to = {out + (first * heads + g * repeat) * width, heads * width, width, repeat};
-    all_weighted(score, score_stride, n, values, count, width, to);
-    return all_finite(to, n, width);
-  };
-  return blocks(layout, kv_heads, repeat, width, floats, threads, done, body) ? 0 : OUT_OF_MEMORY;
-}
-
 // With p the probabilities: ds = p (grad . v - sum p grad . v) and dq = scale ds k; of a row's own key and value
 // dk = scale ds q and dv = p grad, summed over the heads that share them; those of the prefix are added to what is
 // there, in the order of the groups, unless they are null.
 static int branch_attention_backward(
-    Heads grad, Heads q, Heads k, Heads v, Heads prefix_k, Heads prefix_v, const Layout& layout, float* dq, float* dk,
+    Heads<float> grad, Heads<float> q, Heads<float> k, Heads<float> v, Heads<float> prefix_k, Heads<float> prefix_v, const Layout& layout, float* dq, float* dk,
     float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width,
     float scale, int threads) {
   const int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
@@ -1038,60 +1318,8 @@ static int linear_logprob(
   return 0;
 }
 
-constexpr int64_t PANEL = 2 * LANES;             // columns of a head that are packed together
-constexpr int PANEL_ROWS = LANES == 16 ? 12 : 6;  // whose sums with a panel the registers hold
 constexpr int64_t CHUNK = 16 * LANES;            // logits of a row in memory, and of HELD rows
 constexpr int64_t HELD = 40 * 12;
-
-template <int D, int... L>
-INLINE void exchanged(Lanes& a, Lanes& b, std::integer_sequence<int, L...>) {  // of lanes that differ in bit D
-  const Lanes low = SHUFFLE(a, b, (L & D ? LANES + L - D : L)...);
-  b = SHUFFLE(a, b, (L & D ? LANES + L : L + D)...);
-  a = low;
-}
-
-template <int D = LANES / 2>
-INLINE void transposed(Lanes v[LANES]) {
-  for (int i = 0; i < LANES; ++i)
-    if (!(i & D)) exchanged<D>(v[i], v[i + D], std::make_integer_sequence<int, LANES>());
-  if constexpr (D > 1) transposed<D / 2>(v);
-}
-
-// `columns` rows of a head, w, as a panel: of each STEP / LANES places in them a vector for LANES of the columns.
-template <typename F>
-INLINE void packed(const typename F::W* w, int64_t w_stride, int64_t columns, int64_t width, float* panel) {
-  for (int64_t k = 0; k < width; k += F::STEP)
-    for (int64_t first = 0; first < PANEL; first += LANES) {
-      Lanes v[LANES];
-      for (int i = 0; i < LANES; ++i)
-        v[i] = first + i < columns
-                   ? (Lanes)F::of(w + (first + i) * w_stride + k, width - k < F::STEP ? width - k : F::STEP)
-                   : Lanes{};
-      transposed(v);
-      for (int i = 0; i < LANES; ++i) store(panel + (k / F::STEP * LANES + i) * PANEL + first, v[i]);
-    }
-}
-
-// out[r][c] = x[r] . column c of a panel, of padded rows of x; each sum in the order of its terms.
-template <typename F, int R>
-INLINE void panel_products(
-    const typename F::X* x, int64_t x_stride, const float* panel, float* out, int64_t out_stride) {
-  constexpr int64_t TAKEN = F::STEP / LANES;
-  Lanes low[R] = {}, high[R] = {};
-  for (int64_t k = 0; k < x_stride; k += TAKEN, panel += PANEL) {
-    const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const auto a = F::everywhere(x + r * x_stride + k);
-      F::add(a, b, low[r]);
-      F::add(a, c, high[r]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    store(out + r * out_stride, low[r]);
-    store(out + r * out_stride + LANES, high[r]);
-  }
-}
 
 // The same of many rows over a large vocabulary, whose logits never exist as a whole. Threads take stretches of it,
 // which depend on its size alone and so do the sums.
@@ -1104,7 +1332,7 @@ static int linear_logprob_in_panels(
   typedef typename F::X X;
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
-  const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width), held = std::min<int64_t>(rows, HELD);
+  const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width), held = in_fews(std::min<int64_t>(rows, HELD));
   const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
   threads = (int)std::min<int64_t>(threads, stretches);
   float* memory = scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));
@@ -1124,14 +1352,9 @@ static int linear_logprob_in_panels(
         for (int64_t chunk = s * stretch * CHUNK; chunk < stop; chunk += CHUNK) {
           const int64_t columns = std::min<int64_t>(vocabulary - chunk, CHUNK);
           for (int64_t column = 0; column < columns; column += PANEL) {
-            packed<F>(weight + (chunk + column) * weight_stride, weight_stride, columns - column, width, panel);
-            float* to = logit + column;
-            int64_t row = 0;
-            for (; row + PANEL_ROWS <= n; row += PANEL_ROWS)
-              panel_products<F, PANEL_ROWS>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
-            for (; row + 3 <= n; row += 3)
-              panel_products<F, 3>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
-            for (; row < n; ++row) panel_products<F, 1>(input + row * stride, stride, panel, to + row * CHUNK, CHUNK);
+            const T* w = weight + (chunk + column) * weight_stride;
+            packed<F>([=](int64_t i) { return w + i * weight_stride; }, columns - column, width, panel);
+            panel_rows<F, false>(input, stride, in_fews(n), stride, panel, logit + column, CHUNK);
           }
           for (int64_t row = 0; row < n; ++row) {
             float* of_row = logit + row * CHUNK;
