@@ -22,30 +22,37 @@ def branch_attention_qkv(
     held: Tensor,
     slots: Tensor | None = None,
     *,
+    block_table: Tensor | None = None,
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of rows that are each one more token behind one sequence: the next token, or candidates for it.
+    """Attention of rows that are each one more token behind a sequence: the next token, or candidates for it.
 
-    `qk_norm_rope` and, for one group of one-token branches over k_cache[:held], `branch_attention` in one: every row
-    sees what is held, in a window its last window - 1 keys, and itself, but not the other rows. torch.autocast casts
+    `qk_norm_rope` and `branch_attention`, of a group of one-token branches for each of G sequences, in one: every row
+    sees what its sequence holds, in a window its last window - 1 keys, and itself, but not the other rows. What a row
+    gets depends neither on the other sequences of a call nor on which pages a sequence has. torch.autocast casts
     nothing here, as in torch's operations in place.
 
     Args:
-        qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
+        qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v; N / G rows for each sequence in order.
         q_weight: [E] like qkv, or None for no norm.
         k_weight: [E] like qkv, or None for no norm.
         cos: [S, E] float of any dtype: the rotary table.
         sin: [S, E], cos's dtype.
         positions: [N] int32 or int64, rows of cos and sin.
-        k_cache: [slots, Hkv, E] like qkv; what lies from held on is never seen.
+        k_cache: [slots, Hkv, E] like qkv for one sequence, or pages [pages, page, Hkv, E] with a block table; what lies
+            behind what is held is never seen.
         v_cache: likewise.
-        held: [1] int32 or int64: how many of the cache's first rows count.
-        slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
+        held: [G] int32 or int64: how many of each sequence's tokens count, those at the beginning of the flat cache.
+        slots: [N] like positions: where each row's k and v are written, in pages page number * page + offset; negative
+            for nowhere. A row's slot lies behind what is held in the flat cache, in pages where none of the sequence's
+            held tokens lies, and it is for the caller to see to it that none of another sequence's does. No two rows
             may share a slot, and the caches no memory with each other or anything else. None writes nothing.
+        block_table: [G, n] like positions: token i of sequence g lies in page block_table[g, i // page] at i % page.
+            Pages without a token that is seen are never read: such entries may be anything. None for a flat cache.
         num_heads: Hq, a multiple of Hkv.
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
@@ -54,7 +61,7 @@ def branch_attention_qkv(
 
     Returns:
         [N, Hq, E] in qkv's dtype. For inference: no argument may require grad. On the CPU a position outside the table,
-        or held or a slot out of range, is a ValueError; on a device the rows that it concerns are NaN and write
+        or held, a page or a slot out of range, is a ValueError; on a device the rows that it concerns are NaN and write
         nothing.
 
     Raises:
@@ -62,14 +69,14 @@ def branch_attention_qkv(
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
     if (
-        eager((qkv, cos, sin, positions, k_cache, v_cache, held), (q_weight, k_weight, slots))
+        eager((qkv, cos, sin, positions, k_cache, v_cache, held), (q_weight, k_weight, slots, block_table))
         and checks.alike(qkv, q_weight, k_weight)
         and type(num_heads) is type(num_kv_heads) is int
         and num_heads > 0 < num_kv_heads
         and num_heads % num_kv_heads == 0
         and qkv.ndim == 2
-        and is_sequence(qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
-        and k_cache.shape[1] == num_kv_heads
+        and are_sequences(qkv, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window, scale)
+        and k_cache.shape[-2] == num_kv_heads
         and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * (head_dim := cos.shape[1])
         and (q_weight is None or q_weight.shape == (head_dim,))
         and (k_weight is None or k_weight.shape == (head_dim,))
@@ -77,7 +84,7 @@ def branch_attention_qkv(
     ):
         return _branch_attention_qkv.direct(
             qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, held, slots,
-            num_heads, num_kv_heads, eps, window, head_dim**-0.5 if scale is None else scale,
+            block_table, num_heads, num_kv_heads, eps, window, head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
     op = "branch_attention_qkv"
     checks.floating(op, "qkv", qkv)
@@ -86,11 +93,13 @@ def branch_attention_qkv(
     if num_heads % num_kv_heads:
         raise checks.error(op, "num_heads", f"a multiple of {num_kv_heads}", num_heads, "pass the model's heads")
     checks.shape(op, "qkv", qkv, (None, None), "[N, (Hq + 2 Hkv) E]", "flatten the leading dimensions")
-    scale = check_sequence(op, "qkv", qkv, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    given = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
+    scale = check_sequences(op, "qkv", qkv, *given, eps, window, scale)
     head_dim = cos.shape[1]
     width = (num_heads + 2 * num_kv_heads) * head_dim
     checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
-    checks.shape(op, "k_cache", k_cache, (None, num_kv_heads, head_dim), "[slots, Hkv, E]", "view the cache so")
+    if k_cache.shape[-2] != num_kv_heads:
+        raise checks.error(op, "k_cache", f"{num_kv_heads} heads, as num_kv_heads says", k_cache, "view the cache so")
     weights = (("q_weight", q_weight), ("k_weight", k_weight))
     for name, weight in weights:
         if weight is not None:
@@ -110,6 +119,7 @@ def branch_attention_qkv(
         v_cache,
         held,
         slots,
+        block_table,
         num_heads,
         num_kv_heads,
         eps,
@@ -118,7 +128,7 @@ def branch_attention_qkv(
     )
 
 
-def is_sequence(
+def are_sequences(
     rows: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -127,29 +137,38 @@ def is_sequence(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     eps: object,
     window: object,
     scale: object,
 ) -> bool:
-    """Whether plain tensors are tables and caches of one sequence, behind which rows [N, ..] stand."""
+    """Whether plain tensors are tables and caches of sequences, behind each of which as many rows of [N, ..] stand."""
     return (
         checks.alike(rows, k_cache, v_cache)
         and checks.alike(cos, sin)
-        and checks.beside(rows, positions, held, slots)
+        and checks.beside(rows, positions, held, slots, block_table)
         and cos.device == rows.device
         and cos.ndim == 2
         and cos.shape == sin.shape
         and cos.shape[1] % 2 == 0 < cos.shape[1]
         and positions.shape == rows.shape[:1]
-        and k_cache.ndim == 3
         and k_cache.shape == v_cache.shape
-        and k_cache.shape[2] == cos.shape[1]
-        and held.shape == (1,)
+        and k_cache.shape[-1] == cos.shape[1]
+        and held.ndim == 1
+        and (
+            k_cache.ndim == 3 and len(held) == 1
+            if block_table is None
+            else k_cache.ndim == 4
+            and k_cache.shape[1] > 0 < len(held)
+            and len(rows) % len(held) == 0
+            and block_table.ndim == 2
+            and len(block_table) == len(held)
+        )
         and (
             slots is None
             or (
                 slots.shape == rows.shape[:1]
-                and checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, held, slots)
+                and checks.disjoint((k_cache, v_cache), rows, cos, sin, positions, held, slots, block_table)
             )
         )
         and checks.above_zero(eps)
@@ -158,7 +177,7 @@ def is_sequence(
     )
 
 
-def check_sequence(
+def check_sequences(
     op: str,
     argument: str,
     rows: Tensor,
@@ -169,11 +188,12 @@ def check_sequence(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     eps: float,
     window: int | None,
     scale: float | None,
 ) -> float:
-    """The scale of the scores; raises in words where these are no sequence of the op's rows, which `argument` names."""
+    """The scale of the scores; raises in words where these do not fit the op's rows, which `argument` names."""
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, rows)
     checks.floating(op, "sin", sin, like=cos)
@@ -185,20 +205,34 @@ def check_sequence(
     count = rows.shape[0]
     checks.index(op, "positions", positions, like=rows)
     checks.shape(op, "positions", positions, (count,), "[N]", "give one position to each row")
+    letters = "[slots, Hkv, E]" if block_table is None else "[pages, page, Hkv, E]"
+    sizes = (*(None,) * (2 if block_table is None else 3), head_dim)
+    remedy = "give pages a block_table, and a flat cache none"
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.floating(op, name, cache, like=rows)
-        checks.shape(op, name, cache, (None, None, head_dim), "[slots, Hkv, E]", "view the cache so")
-    checks.shape(op, "v_cache", v_cache, tuple(k_cache.shape), "[slots, Hkv, E]", "give both caches one size")
+        checks.shape(op, name, cache, sizes, letters, remedy)
+    checks.shape(op, "v_cache", v_cache, tuple(k_cache.shape), letters, "give both caches one size")
     checks.index(op, "held", held, like=rows)
-    checks.shape(op, "held", held, (1,), "[1]", "give the sequence's length as a tensor")
+    if block_table is None:
+        checks.shape(op, "held", held, (1,), "[1]", "give several sequences pages, and a block_table")
+    else:
+        checks.shape(op, "held", held, (None,), "[G]", "give each sequence's length")
+        groups = held.shape[0]
+        if not groups or count % groups:
+            expected = f"[G] with G of 1 or more that divides N = {count}"
+            raise checks.error(op, "held", expected, held, "give every sequence as many rows")
+        if not k_cache.shape[1]:
+            raise checks.error(op, "k_cache", "pages of one slot or more", k_cache, "view the cache so")
+        checks.index(op, "block_table", block_table, like=rows)
+        checks.shape(op, "block_table", block_table, (groups, None), "[G, n]", "give one row to each sequence")
     if slots is not None:
         checks.index(op, "slots", slots, like=rows)
         checks.shape(op, "slots", slots, (count,), "[N]", "give one slot to each row")
         caches = (("k_cache", k_cache), ("v_cache", v_cache))
         for name, cache in caches:
             checks.writable(op, name, cache)
-        others = ((argument, rows), ("cos", cos), ("sin", sin))
-        checks.apart(op, caches, (*others, ("positions", positions), ("held", held), ("slots", slots)))
+        others = ((argument, rows), ("cos", cos), ("sin", sin), ("positions", positions))
+        checks.apart(op, caches, (*others, ("held", held), ("slots", slots), ("block_table", block_table)))
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if window is not None:
         checks.integer(op, "window", window, "leave it out for full attention", least=1)
@@ -209,7 +243,7 @@ def check_sequence(
 
 
 def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest: object) -> Tensor:
-    num_heads = rest[6]
+    num_heads = rest[7]
     assert isinstance(num_heads, int | torch.SymInt)
     return qkv.new_empty((qkv.shape[0], num_heads, cos.shape[1]))
 
@@ -217,8 +251,8 @@ def _fake(qkv: Tensor, _q: Tensor | None, _k: Tensor | None, cos: Tensor, *rest:
 _branch_attention_qkv = Op(
     "branch_attention_qkv",
     "(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor held, Tensor? slots, SymInt num_heads, SymInt num_kv_heads, float eps, "
-    "SymInt? window, float scale) -> Tensor",
+    "Tensor(b!) v_cache, Tensor held, Tensor? slots, Tensor? block_table, SymInt num_heads, SymInt num_kv_heads, "
+    "float eps, SymInt? window, float scale) -> Tensor",
     reference=reference.branch_attention_qkv,
     fake=_fake,
     triton=True,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
-from fb_kernels.branch_attention_qkv.reference import check_held
-from fb_kernels.qk_norm_rope.reference import check_positions, check_slots
+from fb_kernels.branch_attention_qkv.reference import check_sequences
+from fb_kernels.qk_norm_rope.reference import check_positions
 
 ROWS, KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
 
@@ -23,6 +23,7 @@ def branch_attention_qkv(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
@@ -30,6 +31,8 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
+    if block_table is not None:
+        return NotImplemented
     found, dtype = cpu.library(), qkv.dtype
     rows, width = qkv.shape[0], cos.shape[1]
     if isinstance(found, str) or not 0 < rows <= ROWS or not width:
@@ -53,12 +56,10 @@ def branch_attention_qkv(
         k_at = k_weight.data_ptr()
     if not positions.is_contiguous() or not (slots is None or slots.is_contiguous()):
         return NotImplemented
-    length = check_held(k_cache, held, slots)[0]
-    first = 0 if window is None else max(0, length + 1 - window)
+    first, length, _ = check_sequences(k_cache, held, slots, block_table, window)[0]
     if rows * (length - first) * min(2, torch.get_num_threads()) > KEYS:
         return NotImplemented
     if slots is not None:
-        check_slots(slots, k_cache.shape[0], "branch_attention_qkv")
         slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
     check_positions(positions, cos.shape[0], "branch_attention_qkv")
     out = qkv.new_empty((rows, num_heads, width))

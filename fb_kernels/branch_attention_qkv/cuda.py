@@ -19,6 +19,7 @@ def branch_attention_qkv(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
@@ -26,6 +27,8 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
+    if block_table is not None:
+        return NotImplemented
     found, rows, width, size = cuda.library(), qkv.shape[0], cos.shape[-1], k_cache.shape[0]
     floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
     indices = [x for x in (positions, held, slots) if x is not None]

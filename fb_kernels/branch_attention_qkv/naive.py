@@ -1,4 +1,4 @@
-"""What `branch_attention_qkv` means: `qk_norm_rope`, then `branch_attention` of one-token branches over one cache."""
+"""What `branch_attention_qkv` means: `qk_norm_rope`, then `branch_attention` of branches of one token."""
 
 import torch
 from torch import Tensor
@@ -14,33 +14,36 @@ def branch_attention_qkv(
     cos: Tensor,  # [S, E]
     sin: Tensor,
     positions: Tensor,  # [N]
-    k_cache: Tensor,  # [slots, Hkv, E]
+    k_cache: Tensor,  # [slots, Hkv, E], or pages [pages, page, Hkv, E]
     v_cache: Tensor,
-    held: Tensor,  # [1]
+    held: Tensor,  # [G]
     slots: Tensor | None = None,  # [N]
     *,
+    block_table: Tensor | None = None,  # [G, n]
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[N, Hq, E]: every row sees k_cache[:held] and itself; its k and v go to its slot of the caches."""
-    kv_out = None if slots is None else (k_cache, v_cache, slots)
+    """[N, Hq, E]: every row sees what its sequence holds and itself; its k and v go to its slot of the caches."""
+    if block_table is None:  # all slots are one page
+        k_cache, v_cache, block_table = k_cache[None], v_cache[None], torch.zeros(1, 1, dtype=torch.long)
     q, k, v = qk_norm_rope(
-        *(qkv, q_weight, k_weight, cos, sin, positions),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        eps=eps,
-        kv_out=kv_out,
+        *(qkv, q_weight, k_weight, cos, sin, positions), num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps
     )
+    if slots is not None:
+        page, kept = k_cache.shape[1], slots[slots >= 0].long()
+        k_cache[kept // page, kept % page] = k[slots >= 0]
+        v_cache[kept // page, kept % page] = v[slots >= 0]
+    first = torch.zeros_like(held) if window is None else (held.long() + 1 - window).clamp(min=0)  # key that is seen
     out, _ = branch_attention(
         *(q, k, v, k_cache, v_cache),
         cu_branch=torch.arange(len(q) + 1),
-        cu_group=torch.tensor([0, len(q)]),
-        prefix_start=torch.zeros_like(held),
-        prefix_len=held,
-        window=window,
+        cu_group=torch.arange(len(held) + 1) * (len(q) // len(held)),
+        prefix_start=first,
+        prefix_len=held - first,
+        block_table=block_table,
         scale=scale,
     )
     return out

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from fb_kernels import checks
 from fb_kernels.branch_attention.reference import _fold, _unfold, branch_attention
 from fb_kernels.precision import accumulation_dtype
-from fb_kernels.qk_norm_rope.reference import qk_norm_rope, qk_norm_rope_out
+from fb_kernels.qk_norm_rope.reference import check_slots, qk_norm_rope, qk_norm_rope_out
 
 OP = "branch_attention_qkv"
+LARGEST = torch.iinfo(torch.int32).max
+
+
+class Sequence(NamedTuple):
+    """What the rows of a sequence see of it, as the host's numbers."""
+
+    first: int  # key
+    held: int
+    pages: list[int]  # of the keys from `first` on; none of a flat cache
 
 
 def branch_attention_qkv(
@@ -24,6 +36,7 @@ def branch_attention_qkv(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
@@ -36,13 +49,11 @@ def branch_attention_qkv(
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, cos.shape[1])
     if _host_reads(qkv):
-        return _on_host(inputs, k_cache, v_cache, held, slots, options, window, scale)
-    sound, slots = sound_slots(cos, positions, k_cache, held, slots)
-    if slots is None:
-        q, k, v = qk_norm_rope(*inputs, *options)
-    else:
-        q, k, v = qk_norm_rope_out(*inputs, k_cache, v_cache, slots, *options)
-    out = branch_attention(q, k, v, k_cache, v_cache, *layout(qkv, held), None, 1, None, window, scale, None)[0]
+        return _on_host(inputs, k_cache, v_cache, held, slots, block_table, options, window, scale)
+    sound, slots = sound_slots(cos, positions, k_cache, held, slots, block_table, window)
+    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
+    indices = layout(qkv, held, block_table, window)
+    out = branch_attention(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)[0]
     return out.masked_fill(~sound[:, None, None], torch.nan)
 
 
@@ -50,36 +61,138 @@ def _host_reads(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def first_seen(held: Tensor, window: int | None) -> Tensor:
+    """[G]: the first key that a sequence's rows see; any number where `held` is below 0."""
+    return torch.zeros_like(held) if window is None else (held - (min(window, LARGEST) - 1)).clamp(min=0)
+
+
 def sound_slots(
-    cos: Tensor, positions: Tensor, k_cache: Tensor, held: Tensor, slots: Tensor | None
+    cos: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor | None,
+    window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows whose position, held and slot are in range [N], slots with -1 for the others); the host never looks."""
-    size, length = k_cache.shape[0], held[0]
-    sound = (length >= 0) & (length <= size) & (positions >= 0) & (positions < cos.shape[0])
+    """(rows whose position, sequence and slot are in range [N], slots with -1 for the others); the host never looks."""
+    rows, groups = len(positions), len(held)
+
+    def of_rows(x: Tensor) -> Tensor:  # [N, ..] of [G, ..]
+        return x if groups == 1 else x.repeat_interleave(rows // groups, 0, output_size=rows)
+
+    size = k_cache.shape[0]
+    if block_table is None:
+        sound = (held >= 0) & (held <= size)
+    else:
+        pages, page = k_cache.shape[:2]
+        size = pages * page
+        first, begin = first_seen(held, window)[:, None], torch.arange(block_table.shape[1], device=held.device) * page
+        read = (begin < held[:, None]) & (begin + page > first)  # [G, n]
+        sound = (held >= 0) & (held <= page * block_table.shape[1])
+        sound = sound & ~(read & ((block_table < 0) | (block_table >= pages))).any(1)
+    sound = of_rows(sound) & (positions >= 0) & (positions < cos.shape[0])
     if slots is None:
         return sound, None
-    sound = sound & ((slots < 0) | (slots >= length) & (slots < size))
+    if block_table is None:
+        taken = slots < held
+    else:
+        key = begin + (slots % page)[:, None]  # [N, n]: that would lie in the slot
+        taken = (of_rows(block_table) == (slots // page)[:, None]) & (key >= of_rows(first))
+        taken = (taken & (key < of_rows(held)[:, None])).any(1)
+    sound = sound & ((slots < 0) | ~taken & (slots < size))
     return sound, slots.where(sound, -1)
 
 
-def layout(qkv: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(cu_branch, cu_group, prefix_start, prefix_len): every row a branch of one group over the cache's beginning."""
-    rows = torch.arange(qkv.shape[0] + 1, dtype=torch.int32, device=qkv.device)
-    groups = torch.arange(2, dtype=torch.int32, device=qkv.device) * qkv.shape[0]
-    return rows, groups, torch.zeros_like(held), held
+def layout(
+    qkv: Tensor, held: Tensor, block_table: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The indices of `branch_attention`: every row a branch, a sequence's rows a group over the keys that they see."""
+    rows, groups = qkv.shape[0], held.shape[0]
+    bounds = torch.arange(rows + 1, dtype=held.dtype, device=qkv.device)
+    of_groups = torch.arange(groups + 1, dtype=held.dtype, device=qkv.device) * (rows // groups)
+    first = first_seen(held, window)
+    return bounds, of_groups, first, held if window is None else held - first, block_table
 
 
-def check_held(k_cache: Tensor, held: Tensor, slots: Tensor | None, op: str = OP) -> tuple[int, list[int]]:
-    """(held, slots) as the host's numbers, held within the cache and no slot below it (CPU only)."""
-    length, size = int(held), k_cache.shape[0]
-    if not 0 <= length <= size:
-        raise checks.error(op, "held", f"0 to {size}, the caches' rows", length, "count the sequence's tokens")
-    kept: list[int] = [] if slots is None else slots.tolist()
-    for slot in kept:
-        if 0 <= slot < length:
-            least = min(filter(lambda s: s >= 0, kept))
-            raise checks.error(op, "slots", f"slots from {length} on", least, "keep what is held")
-    return length, kept
+def kept(
+    project: Callable[..., Any],
+    project_out: Callable[..., Any],
+    inputs: tuple[Tensor | None, ...],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) by `qk_norm_rope` or, with k and v in their slots, by `qk_norm_rope_out`."""
+    if slots is None or not len(slots):
+        return project(*inputs, *options)
+    caches = [k_cache, v_cache]
+    if k_cache.ndim == 4:
+        if any(len(x) > 1 and x.stride(0) != x.shape[1] * x.stride(1) for x in caches):
+            q, k, v = project(*inputs, *options)
+            for cache, rows in zip(caches, (k, v), strict=True):
+                _write(cache, slots, rows)
+            return q, k, v
+        caches = [x.view(-1, *x.shape[2:]) for x in caches]
+    return project_out(*inputs, *caches, slots, *options)
+
+
+def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Rows to their slots of pages that do not lie one behind the other; the host never looks."""
+    page, written = cache.shape[1], slots >= 0
+    any_written = written.any()
+    # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
+    source = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())
+    target = torch.where(any_written, slots[source].long(), 0)
+    cache[target // page, target % page] = torch.where(any_written, rows[source], cache[0, 0])
+
+
+def check_sequences(
+    k_cache: Tensor,
+    held: Tensor,
+    slots: Tensor | None,
+    block_table: Tensor | None,
+    window: int | None,
+    op: str = OP,
+) -> list[Sequence]:
+    """What each sequence's rows see; held, table and slots are in range (CPU only)."""
+    capacity = size = k_cache.shape[0]
+    if block_table is not None:
+        pages, page = k_cache.shape[:2]
+        capacity, size = page * block_table.shape[1], page * pages
+    found = []
+    for g, length in enumerate(held.tolist()):
+        if not 0 <= length <= capacity:
+            got = f"{length} of sequence {g}"
+            raise checks.error(op, "held", f"0 to {capacity}, what there is room for", got, "count a sequence's tokens")
+        first, own = 0 if window is None else max(0, length + 1 - window), []
+        if block_table is not None and first < length:
+            own = block_table[g, first // page : (length - 1) // page + 1].tolist()
+            for number in own:
+                if not 0 <= number < pages:
+                    expected, got = f"pages from 0 below {pages} where tokens are held", f"{number} of sequence {g}"
+                    raise checks.error(op, "block_table", expected, got, "pad only behind what is held")
+        found.append(Sequence(first, length, own))
+    if slots is None:
+        return found
+    used = check_slots(slots, size, op)
+    assert used is not None
+    for row, slot in enumerate(used):
+        g = row * len(found) // len(used)
+        if slot >= 0 and _holds(found[g], slot, page if block_table is not None else None):
+            expected, got = "slots of no token that is held", f"{slot} of sequence {g}"
+            raise checks.error(op, "slots", expected, got, "keep what is held")
+    return found
+
+
+def _holds(sequence: Sequence, slot: int, page: int | None) -> bool:
+    """Whether a key that the sequence's rows see lies in a slot, or in a flat cache one before them."""
+    first, held, pages = sequence
+    if page is None:
+        return slot < held
+    keys = [column * page + slot % page for column, number in enumerate(pages, first // page) if number == slot // page]
+    return any(first <= key < held for key in keys)
 
 
 def _on_host(
@@ -88,28 +201,38 @@ def _on_host(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     options: tuple[int, int, float, str],
     window: int | None,
     scale: float,
 ) -> Tensor:
-    length, kept = check_held(k_cache, held, slots)
-    qkv = inputs[0]
-    if slots is None:
-        q, k, v = qk_norm_rope(*inputs, *options)
-    else:
-        q, k, v = qk_norm_rope_out(*inputs, k_cache, v_cache, slots, *options)
-    alone = kept == [length]  # the row's own key lies behind those it sees
-    first = 0 if window is None else max(0, length + 1 - window)
-    dtype = accumulation_dtype(qkv.dtype)
-    keys, values = (x[first : length + alone].to(dtype) for x in (k_cache, v_cache))
-    rows, kv_heads = len(q), options[1]
+    sequences = check_sequences(k_cache, held, slots, block_table, window)
+    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
+    if block_table is None:
+        first, length, _ = sequences[0]
+        alone = slots is not None and len(q) == 1 and int(slots) == length  # its own key lies behind those it sees
+        seen = [x[first : length + alone] for x in (k_cache, v_cache)]
+        return _attend(q, None if alone else (k, v), seen[0], seen[1], scale)
+    each, page, out = len(q) // len(sequences), k_cache.shape[1], torch.empty_like(q)
+    for g, (first, length, pages) in enumerate(sequences):
+        rows, begin = slice(g * each, (g + 1) * each), first % page
+        keys, values = (x[torch.tensor(pages, dtype=torch.long)].flatten(0, 1)[begin:] for x in (k_cache, v_cache))
+        keys, values = keys[: length - first], values[: length - first]
+        out[rows] = _attend(q[rows], (k[rows], v[rows]), keys, values, scale)
+    return out
+
+
+def _attend(q: Tensor, own: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Rows q [R, Hq, E] over keys and values [n, Hkv, E] and each row's own [R, Hkv, E], if not among them."""
+    dtype, (rows, heads, width), kv_heads = accumulation_dtype(q.dtype), q.shape, keys.shape[1]
+    keys, values = keys.to(dtype), values.to(dtype)
     query = q * scale if q.dtype == dtype else q.to(dtype).mul_(scale)
-    query = query.view(kv_heads, -1, q.shape[2]) if rows == 1 else _fold(query, kv_heads)  # [Hkv, rep N, E]
+    query = query.view(kv_heads, -1, width) if rows == 1 else _fold(query, kv_heads)  # [Hkv, rep R, E]
     scores = torch.bmm(query, keys.permute(1, 2, 0))
-    if alone:
+    if own is None:
         out = torch.bmm(scores.softmax(-1), values.transpose(0, 1))
     else:
-        own_k, own_v = (x.to(dtype).transpose(0, 1).repeat(1, q.shape[1] // kv_heads, 1) for x in (k, v))
+        own_k, own_v = (x.to(dtype).transpose(0, 1).repeat(1, heads // kv_heads, 1) for x in own)
         p = torch.cat([scores, torch.linalg.vecdot(query, own_k)[..., None]], -1).softmax(-1)
         out = torch.bmm(p[..., :-1], values.transpose(0, 1)).addcmul_(p[..., -1:], own_v)
     out = out.view(q.shape) if rows == 1 else _unfold(out, rows).contiguous()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fb_kernels.branch_attention.triton import branch_attention
-from fb_kernels.branch_attention_qkv.reference import layout, sound_slots
+from fb_kernels.branch_attention_qkv.reference import kept, layout, sound_slots
 from fb_kernels.qk_norm_rope.triton import qk_norm_rope, qk_norm_rope_out
 
 
@@ -21,6 +21,7 @@ def branch_attention_qkv(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     eps: float,
@@ -31,12 +32,10 @@ def branch_attention_qkv(
     if torch.float64 in (qkv.dtype, cos.dtype):
         return NotImplemented
     inputs, options = (qkv, q_weight, k_weight, cos, sin, positions), (num_heads, num_kv_heads, eps)
-    sound, slots = sound_slots(cos, positions, k_cache, held, slots)
-    if slots is None:
-        q, k, v = qk_norm_rope(*inputs, *options)
-    else:
-        q, k, v = qk_norm_rope_out(*inputs, k_cache, v_cache, slots, *options)
-    state = branch_attention(q, k, v, k_cache, v_cache, *layout(qkv, held), None, 1, None, window, scale, None)
+    sound, slots = sound_slots(cos, positions, k_cache, held, slots, block_table, window)
+    q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
+    indices = layout(qkv, held, block_table, window)
+    state = branch_attention(q, k, v, k_cache, v_cache, *indices, 1, None, None, scale, None)
     if state is NotImplemented:
         return NotImplemented
     return state[0].masked_fill_(~sound[:, None, None], torch.nan)

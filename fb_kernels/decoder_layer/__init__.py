@@ -1,4 +1,4 @@
-"""A whole layer of a Llama-like decoder for a few rows behind one sequence: a decode step's, or candidates'."""
+"""A whole layer of a Llama-like decoder for a few rows behind each sequence: a decode step's, or candidates'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fb_kernels import checks
 from fb_kernels._op import Op, eager
-from fb_kernels.branch_attention_qkv import check_sequence, is_sequence
+from fb_kernels.branch_attention_qkv import are_sequences, check_sequences
 from fb_kernels.decoder_layer import reference
 
 
@@ -50,27 +50,29 @@ def decoder_layer(
     held: Tensor,
     slots: Tensor | None = None,
     *,
+    block_table: Tensor | None = None,
     eps: float = 1e-6,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """One layer for rows that are each one more token behind one sequence: the next token, or candidates for it.
+    """One layer for rows that are each one more token behind a sequence: the next token, or candidates for it.
 
     `skinny_linear` with its norm, `branch_attention_qkv`, and three times `skinny_linear` for o and the MLP, in one
     call; what lies between them may keep more digits. The weights are taken for frozen, as `skinny_linear` has it.
     torch.autocast casts nothing here, as in torch's operations in place.
 
     Args:
-        hidden: [N, D] float, the residual stream.
+        hidden: [N, D] float, the residual stream; N / G rows for each of G sequences in order.
         weights: like hidden. Hkv and E are those of the cache, Hq is what o takes.
         cos: [S, E] float of any dtype: the rotary table.
         sin: [S, E], cos's dtype.
         positions: [N] int32 or int64, rows of cos and sin.
-        k_cache: [slots, Hkv, E] like hidden; what lies from held on is never seen.
+        k_cache: [slots, Hkv, E] like hidden for one sequence, or pages [pages, page, Hkv, E] with a block table.
         v_cache: likewise.
-        held: [1] int32 or int64: how many of the cache's first rows count.
-        slots: [N] like positions: where each row's k and v are written, from held on; negative for nowhere. No two rows
-            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
+        held: [G] int32 or int64: how many of each sequence's tokens count.
+        slots: [N] like positions: where each row's k and v are written, negative for nowhere; None writes nothing. What
+            may be written and where each token lies is said in `branch_attention_qkv`.
+        block_table: [G, n] like positions, the pages of each sequence; None for a flat cache.
         eps: of all norms, above 0.
         window: keys that a row sees, itself included; None for all.
         scale: of the scores; None for E ** -0.5.
@@ -85,27 +87,28 @@ def decoder_layer(
     """
     if (
         type(weights) is LayerWeights
-        and eager((hidden, cos, sin, positions, k_cache, v_cache, held), (slots, *weights))
+        and eager((hidden, cos, sin, positions, k_cache, v_cache, held), (slots, block_table, *weights))
         and checks.alike(hidden, *weights)
         and hidden.ndim == 2
-        and is_sequence(hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
-        and _sizes_fit(hidden.shape[1], weights, k_cache.shape[1], cos.shape[1])
+        and are_sequences(hidden, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window, scale)
+        and _sizes_fit(hidden.shape[1], weights, k_cache.shape[-2], cos.shape[1])
         and (slots is None or checks.disjoint((k_cache, v_cache), *weights))
     ):
         return _decoder_layer.direct(
-            hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, eps, window,
+            hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, block_table, eps, window,
             cos.shape[1] ** -0.5 if scale is None else scale,
         )  # fmt: skip
     op = "decoder_layer"
     checks.floating(op, "hidden", hidden)
     checks.shape(op, "hidden", hidden, (None, None), "[N, D]", "flatten the leading dimensions")
-    scale = check_sequence(op, "hidden", hidden, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    rest = (cos, sin, positions, k_cache, v_cache, held, slots, block_table)
+    scale = check_sequences(op, "hidden", hidden, *rest, eps, window, scale)
     if not isinstance(weights, LayerWeights):
         kind = type(weights).__name__
         raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
-    (_, kv_heads, width), model = k_cache.shape, hidden.shape[1]
+    (kv_heads, width), model = k_cache.shape[-2:], hidden.shape[1]
     if not kv_heads:
-        raise checks.error(op, "k_cache", "one head or more in [slots, Hkv, E]", k_cache, "view the cache so")
+        raise checks.error(op, "k_cache", "one head or more", k_cache, "view the cache so")
     for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
         if weight is not None or needed:
             checks.floating(op, f"weights.{name}", weight, like=hidden)
@@ -120,7 +123,7 @@ def decoder_layer(
     if slots is not None:
         checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), (("hidden", hidden), *given.items()))
     checks.no_grad(op, hidden=hidden, k_cache=k_cache, v_cache=v_cache, **given)
-    return _decoder_layer(hidden, *weights, cos, sin, positions, k_cache, v_cache, held, slots, eps, window, scale)
+    return _decoder_layer(hidden, *weights, *rest, eps, window, scale)
 
 
 def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +158,7 @@ _decoder_layer = Op(
     "(Tensor hidden, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? q_norm, Tensor? k_norm, Tensor o, "
     "Tensor? o_bias, Tensor post_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
     "Tensor cos, Tensor sin, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor held, Tensor? slots, "
-    "float eps, SymInt? window, float scale) -> Tensor",
+    "Tensor? block_table, float eps, SymInt? window, float scale) -> Tensor",
     reference=reference.decoder_layer,
     fake=_fake,
     cpu=True,

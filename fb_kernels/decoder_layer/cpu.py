@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
-from fb_kernels.branch_attention_qkv.reference import check_held
-from fb_kernels.qk_norm_rope.reference import check_positions, check_slots
+from fb_kernels.branch_attention_qkv.reference import check_sequences
+from fb_kernels.qk_norm_rope.reference import check_positions
 
 POINTERS = ctypes.c_void_p * 12
 
@@ -35,11 +35,14 @@ def decoder_layer(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     eps: float,
     window: int | None,
     scale: float,
 ) -> Tensor:
     """[N, D]: the whole layer in one call, on the threads of a linear layer."""
+    if block_table is not None:
+        return NotImplemented
     found, dtype = cpu.library(), hidden.dtype
     rows, model = hidden.shape
     attention, inner = o.shape[1], down.shape[1]
@@ -60,11 +63,9 @@ def decoder_layer(
         return NotImplemented
     if not positions.is_contiguous() or not (slots is None or slots.is_contiguous()):
         return NotImplemented
-    length = check_held(k_cache, held, slots, "decoder_layer")[0]
-    first = 0 if window is None else max(0, length + 1 - window)
+    first, length, _ = check_sequences(k_cache, held, slots, block_table, window, "decoder_layer")[0]
     slots_at = wide_slots = 0
     if slots is not None:
-        check_slots(slots, k_cache.shape[0], "decoder_layer")
         slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
     check_positions(positions, cos.shape[0], "decoder_layer")
     out = hidden.new_empty(rows, model)

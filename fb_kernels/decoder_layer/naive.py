@@ -12,11 +12,12 @@ def decoder_layer(  # type: ignore[no-untyped-def]
     cos: Tensor,  # [S, E]
     sin: Tensor,
     positions: Tensor,  # [N]
-    k_cache: Tensor,  # [slots, Hkv, E]
+    k_cache: Tensor,  # [slots, Hkv, E], or pages [pages, page, Hkv, E]
     v_cache: Tensor,
-    held: Tensor,  # [1]
+    held: Tensor,  # [G]
     slots: Tensor | None = None,  # [N]
     *,
+    block_table: Tensor | None = None,  # [G, n]
     eps: float = 1e-6,
     window: int | None = None,
     scale: float | None = None,
@@ -27,8 +28,9 @@ def decoder_layer(  # type: ignore[no-untyped-def]
     attended = branch_attention_qkv(
         skinny_linear(hidden, w.qkv, w.qkv_bias, norm_weight=w.input_norm, eps=eps),
         *(w.q_norm, w.k_norm, cos, sin, positions, k_cache, v_cache, held, slots),
+        block_table=block_table,
         num_heads=w.o.shape[1] // width,
-        num_kv_heads=k_cache.shape[1],
+        num_kv_heads=k_cache.shape[-2],
         eps=eps,
         window=window,
         scale=scale,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as plain_attention
-from fb_kernels.qk_norm_rope.reference import check_positions, check_slots
+from fb_kernels.qk_norm_rope.reference import check_positions
 from fb_kernels.skinny_linear import reference as plain_linear
 from fb_kernels.skinny_linear import skinny_linear
 
@@ -34,6 +34,7 @@ def decoder_layer(
     v_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
+    block_table: Tensor | None,
     eps: float,
     window: int | None,
     scale: float,
@@ -41,10 +42,8 @@ def decoder_layer(
     """[N, D]."""
     plain = hidden.is_cpu
     if plain and plain_attention._host_reads(hidden):
-        plain_attention.check_held(k_cache, held, slots, "decoder_layer")
+        plain_attention.check_sequences(k_cache, held, slots, block_table, window, "decoder_layer")
         check_positions(positions, cos.shape[0], "decoder_layer")
-        if slots is not None:
-            check_slots(slots, k_cache.shape[0], "decoder_layer")
     attend = plain_attention.branch_attention_qkv if plain else branch_attention_qkv
     linear = plain_linear.skinny_linear if plain else skinny_linear
     project = partial(linear, norm_weight=None, eps=eps, residual=None, swiglu=False, frozen=True)
@@ -59,8 +58,9 @@ def decoder_layer(
         v_cache,
         held,
         slots,
+        block_table=block_table,
         num_heads=o.shape[1] // cos.shape[1],
-        num_kv_heads=k_cache.shape[1],
+        num_kv_heads=k_cache.shape[-2],
         eps=eps,
         window=window,
         scale=scale,

@@ -82,7 +82,7 @@ def attend(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: 
     with torch.cuda.device(qkv.device) if qkv.is_cuda else nullcontext():
         return kernels.branch_attention_qkv(
             *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
-            *(indices.held, indices.slots, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
+            *(indices.held, indices.slots, None, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
         )
 
 

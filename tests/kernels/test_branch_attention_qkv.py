@@ -18,6 +18,8 @@ from fb_kernels import branch_attention_qkv, cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]
+PAGED = ["reference", "device", "triton"]
+PAGES = {"cuda": 64}  # what an implementation takes, others any
 
 
 def called(way: str, **sizes: Any) -> Case:
@@ -98,6 +100,67 @@ def test_out_of_range(way: str, changes: dict[str, Tensor], wrong: range | tuple
                 assert case.arguments[name][at].isfinite().all()
                 before.arguments[name][at] = case.arguments[name][at]
     assert same([case.arguments[name] for name in CACHES], [before.arguments[name] for name in CACHES])
+
+
+def in_pages(way: str, **sizes: Any) -> Case:
+    """Three sequences of two rows each in pages that an implementation takes; the first holds 150 tokens."""
+    held = 30 if way == "triton" else 150
+    return called(way, rows=2, held=held, page=PAGES.get(way, 16), sequences=3, **sizes)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("way", PAGED)
+def test_a_sequence_has_the_same_bits_in_any_company_and_pages(way: str, window: int | None) -> None:
+    case, page = in_pages(way, window=window), PAGES.get(way, 16)
+    given, pages = case.arguments, len(case.arguments["k_cache"])
+    order = torch.randperm(pages, dtype=torch.int32)  # where each page goes
+    moved = {name: torch.empty_like(given[name]).index_copy_(0, order.long(), given[name]) for name in CACHES}
+    table = torch.where((given["block_table"] >= 0) & (given["block_table"] < pages), given["block_table"], 0)
+    table, slots = order[table.long()], order[given["slots"].long() // page] * page + given["slots"] % page
+    slots = slots.where(given["slots"] >= 0, -1)
+    with running(way), OP.ways[way.partition(" ")[0]].small():
+        out, *caches = case.fresh().run()
+        for g in range(3):
+            rows = slice(2 * g, 2 * g + 2)
+            own = {name: given[name][rows].clone() for name in ("qkv", "positions")} | {"slots": slots[rows].clone()}
+            own |= {"held": given["held"][g : g + 1].clone(), "block_table": table[g : g + 1].clone()}
+            result, *kept = case.with_(**moved).fresh().run(**own)
+            assert torch.equal(result, out[rows])
+            for cache, before in zip(kept, caches, strict=True):
+                at, was = (x[rows][x[rows] >= 0].long() for x in (slots, given["slots"]))
+                assert torch.equal(cache.flatten(0, 1)[at], before.flatten(0, 1)[was])
+
+
+WRONG_PAGES = [
+    *(("held", 1, value, (2, 3)) for value in (-1, 10_000, (1 << 31) - 1, -(1 << 31))),
+    *(("block_table", (1, 0), value, (2, 3)) for value in (-1, 10_000, (1 << 31) - 1, -(1 << 31))),
+    *(("slots", 3, value, (3,)) for value in (None, 10_000_000, (1 << 31) - 1)),  # None: of a token that is held
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "rows"), WRONG_PAGES)
+@pytest.mark.parametrize("way", PAGED)
+def test_out_of_range_in_pages(
+    way: str, name: str, place: int | tuple[int, int], value: int | None, rows: tuple[int, ...]
+) -> None:
+    """As of a flat cache: it concerns the sequence, or its row."""
+    good, changed = in_pages(way, seed=3), in_pages(way, seed=3).arguments[name]
+    assert good.arguments["held"][1] > 1
+    changed[place] = int(good.arguments["block_table"][1, 0]) * PAGES.get(way, 16) + 1 if value is None else value
+    case = good.fresh().with_(**{name: changed})
+    with running(way):
+        if way == "reference" or way in CPU:
+            with pytest.raises(ValueError, match=rf"^branch_attention_qkv: {name}: expected "):
+                case.run()
+            assert same([case.arguments[name] for name in CACHES], [good.arguments[name] for name in CACHES])
+            return
+        (out, *caches), (want, *expected) = case.run(), good.fresh().run()
+    right = [row for row in range(6) if row not in rows]
+    assert out[list(rows)].isnan().all()
+    assert torch.equal(out[right], want[right])
+    for cache, full in zip(caches, expected, strict=True):
+        full.flatten(0, 1)[good.arguments["slots"][list(rows)].long()] = torch.nan
+        assert same([cache], [full])
 
 
 @pytest.mark.parametrize("rows", [1, 5])

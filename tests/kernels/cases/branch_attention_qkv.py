@@ -39,10 +39,18 @@ def make(
     unheld: float = math.nan,
     wide_tables: bool = False,
     index: torch.dtype = torch.int32,
+    page: int | None = None,
+    sequences: int = 1,
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """All rows, some or none are kept; the caches hold what is never to be seen from `held` on."""
+    """All rows, some or none are kept; the caches hold what is never to be seen from `held` on.
+
+    In pages each of the sequences has so many rows, and the first holds most; entries without a token that is seen are
+    wild.
+    """
+    sequences = sequences if page is not None else 1
+    each, rows = rows, rows * sequences
     width, source = 2 * half, generator(seed)
     shapes = [((repeat + 2) * kv_heads * width,), (held + spare, kv_heads, width), (held + spare, kv_heads, width)]
     qkv, *caches = normal(seed, (rows, *shapes[0]), *shapes[1:])
@@ -53,7 +61,7 @@ def make(
         caches[1] = caches[1].transpose(0, 1).contiguous().transpose(0, 1)
     slots = None
     if keep != "none":
-        slots = (held + torch.randperm(spare, generator=source)[:rows]).to(index)
+        slots = (held + torch.cat([torch.randperm(spare, generator=source)[:each] for _ in range(sequences)])).to(index)
         slots[1 :: 2 if keep == "some" else rows + 1] = -1
     arguments = {
         "qkv": qkv,
@@ -65,12 +73,53 @@ def make(
         **dict(zip(CACHES, caches, strict=True)),
         "held": torch.tensor([held], dtype=index),
         "slots": slots,
+        "block_table": None,
         "num_heads": repeat * kv_heads,
         "num_kv_heads": kv_heads,
     }
+    if page is not None:
+        first = max(0, held + 1 - (options.get("window") or held + 1))
+        arguments |= in_pages(caches, slots, first, held, spare, page, sequences, unheld, index, source)
     least = dict.fromkeys(TABLES, torch.float32) if wide_tables else {}
     written = () if slots is None else CACHES
     return Case("branch_attention_qkv", arguments | options, written=written, least=least)
+
+
+def in_pages(
+    flat: Sequence[Tensor],
+    slots: Tensor | None,
+    first: int,
+    held: int,
+    spare: int,
+    page: int,
+    sequences: int,
+    unheld: float,
+    index: torch.dtype,
+    source: torch.Generator,
+) -> dict[str, Any]:
+    """Sequences with keys and values of a flat cache, each others, in shuffled pages; they see as many from the end."""
+    count = -(-(held + spare) // page)  # of a sequence
+    order = torch.randperm(sequences * count + 2, generator=source)[: sequences * count].view(sequences, count)
+    lengths = [held if g == 0 else int(torch.randint(held + 1, (), generator=source)) for g in range(sequences)]
+    caches = [x.new_full((sequences * count + 2, page, *x.shape[1:]), unheld) for x in flat]
+    table = torch.tensor([-1, 0, 1 << 20])[torch.randint(3, (sequences, count + 1), generator=source)]
+    for g, length in enumerate(lengths):
+        at = torch.arange(length)
+        read = slice(max(0, first + length - held) // page, -(-length // page))
+        table[g, read] = order[g, read]
+        for cache, x in zip(caches, flat, strict=True):
+            cache[order[g, at // page], at % page] = x[:length].roll(g, -1)
+    if slots is not None:
+        each = len(slots) // sequences
+        token = slots - held + torch.tensor(lengths).repeat_interleave(each)
+        place = order.repeat_interleave(each, 0).gather(1, (token.clamp(min=0) // page)[:, None])[:, 0] * page
+        slots = (place + token % page).where(slots >= 0, slots).to(index)
+    return {
+        **dict(zip(CACHES, caches, strict=True)),
+        "held": torch.tensor(lengths, dtype=index),
+        "slots": slots,
+        "block_table": table.to(index),
+    }
 
 
 def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
@@ -84,10 +133,12 @@ def attention(case: Case) -> Case:
     """`branch_attention` of what is normed and rotated."""
     given = case.arguments
     q, k, v = qk_norm_rope(**{name: given[name] for name in INPUTS}, eps=given.get("eps", 1e-6))
-    layout = BranchLayout.of([[1] * len(q)], [(0, int(given["held"]))])
+    held, table, window = given["held"].tolist(), given["block_table"], given.get("window")
+    first = [0 if window is None else max(0, n + 1 - window) for n in held]
+    seen = [(start, n - start) for start, n in zip(first, held, strict=True)]
+    layout = BranchLayout.of([[1] * (len(q) // len(held))] * len(held), seen, block_table=table)
     prefix = {"prefix_k": given["k_cache"], "prefix_v": given["v_cache"], "layout": layout}
-    options = {name: given.get(name) for name in ("window", "scale")}
-    return Case("branch_attention", {"q": q, "k": k, "v": v} | prefix | options)
+    return Case("branch_attention", {"q": q, "k": k, "v": v, "scale": given.get("scale")} | prefix)
 
 
 def scales(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
@@ -101,10 +152,10 @@ def scales(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
     moved = 1 + eps * branch_attention.rounding(rotated).T[..., None]
     values = {name: magnitude(exact.arguments[name]) for name in ("v", "prefix_v")}
     out = branch_attention.states(exact, **values)[0] * moved
-    kept = [torch.zeros_like(case.arguments[name]) for name in case.written]
+    kept = [torch.zeros(case.arguments[name].shape, dtype=torch.float64) for name in case.written]
     for row, slot in enumerate(case.tensors.get("slots", ids()).tolist()):
         if slot >= 0:
-            kept[0][slot] = rotated.arguments["k"][row].amax(-1, keepdim=True)
+            kept[0].view(-1, *kept[0].shape[-2:])[slot] = rotated.arguments["k"][row].amax(-1, keepdim=True)
     return [out.amax(-1, keepdim=True), *kept]
 
 
@@ -117,6 +168,8 @@ def sizes(least: int, shapes: dict[str, st.SearchStrategy], **others: st.SearchS
         "keep": st.sampled_from(["none", "all", "some"]),
         "index": st.sampled_from([torch.int32, torch.int64]),
         "wide_tables": st.booleans(),
+        "page": st.sampled_from([None, None, 1, 3, 16, 64]),
+        "sequences": st.integers(1, 3),
         "window": st.none() | st.integers(1, 45),
         "scale": st.sampled_from([None, 0.3]),
         "seed": seeds,
@@ -138,6 +191,7 @@ COMPILED = sizes(
     spare=st.sampled_from([33, 90]),
     index=st.just(torch.int32),
     wide_tables=st.just(True),
+    page=st.none(),
     window=st.sampled_from([None, None, 1, 2, 63, 64, 65, 129, 1000, 2**32 + 5]),
 )
 
@@ -166,6 +220,28 @@ def shifted() -> Case:
     return case.with_(qkv=torch.cat([qkv.new_zeros(1), qkv.flatten()])[1:].view_as(qkv))
 
 
+def wrong_pages(heads: int, width: int) -> list[tuple[str, dict[str, Any], type[Exception]]]:
+    """Of pages in the place of a typical call's 13 slots, the first 5 of which are held."""
+    caches = {name: torch.ones(13, 1, heads, width) for name in CACHES}
+    pages = caches | {"block_table": ids(0, 1, 2, 3, 4, -1)[None]}
+    return [
+        ("held", {"held": ids(2, 3)}, ValueError),
+        ("k_cache", caches, ValueError),
+        ("k_cache", {"block_table": ids(0)[None]}, ValueError),
+        ("k_cache", pages | {name: torch.ones(13, 0, heads, width) for name in CACHES}, ValueError),
+        ("held", pages | {"held": ids(1, 1, 1, 1)}, ValueError),
+        ("held", pages | {"held": ids()}, ValueError),
+        ("held", pages | {"held": ids(7)}, ValueError),
+        ("held", pages | {"held": ids(5, -1), "block_table": pages["block_table"].repeat(2, 1)}, ValueError),
+        ("block_table", pages | {"block_table": ids(0, 1, 2, 3, 4)}, ValueError),
+        ("block_table", pages | {"block_table": torch.ones(1, 5)}, TypeError),
+        ("block_table", pages | {"held": ids(1, 1)}, ValueError),
+        ("block_table", pages | {"block_table": ids(0, 1, 2, 3, 13)[None]}, ValueError),
+        ("block_table", pages | {"held": ids(6)}, ValueError),
+        *(("slots", pages | {"slots": ids(5, slot, 7, 8, 9, 10)}, ValueError) for slot in (4, 13, 5)),
+    ]
+
+
 EVERY = (torch.float64, *LOW)
 HEADS, OTHER = torch.ones(6, 64), torch.arange(6)
 OP = Op(
@@ -174,7 +250,7 @@ OP = Op(
     sizes(0, FEW),
     truth,
     {
-        "reference": Way(EVERY, also=[{"held": 40, "half": 16}]),
+        "reference": Way(EVERY, also=[{"held": 40, "half": 16}, {"held": 40, "half": 16, "page": 16, "sequences": 5}]),
         "device": Way(EVERY),
         "triton": Way(
             sizes=sizes(0, FEW, rows=st.integers(0, 3), kv_heads=st.integers(1, 2)),
@@ -209,7 +285,7 @@ OP = Op(
         ),
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(1, VECTORS, wide_tables=st.just(True)),
+            sizes(1, VECTORS, wide_tables=st.just(True), page=st.none()),
             layouts=CONTIGUOUS,
             apart=("qkv", *CACHES),
             also=[
@@ -253,6 +329,7 @@ OP = Op(
         ("window", {"window": 0}, ValueError),
         ("scale", {"scale": math.nan}, ValueError),
         ("eps", {"eps": 0.0}, ValueError),
+        *wrong_pages(2, 64),
     ],
 )
 
@@ -266,4 +343,5 @@ EXAMPLES = {
     "branch_attention_qkv, written": lambda: Case(
         "branch_attention_qkv", arguments(4) | {"slots": ids(6, 5, 8, 7), "window": 4}, written=CACHES
     ),
+    "branch_attention_qkv, in pages": lambda: single(make(2, held=7, page=3, sequences=2, seed=7, wide_tables=True)),
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cases.base import CONTIGUOUS, LOW, Case, Op, Way, generator, ids, normal, seeds, single
+from cases.branch_attention_qkv import in_pages, wrong_pages
 from fb_kernels import LayerWeights
 from fb_kernels.decoder_layer.naive import decoder_layer as naive
 from fb_kernels.rms_norm.naive import rms_norm
@@ -36,10 +37,14 @@ def make(
     keep: str = "all",
     wide_tables: bool = False,
     index: torch.dtype = torch.int32,
+    page: int | None = None,
+    sequences: int = 1,
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """All rows, some or none are kept; the caches hold NaN from `held` on."""
+    """All rows, some or none are kept; the caches hold NaN from `held` on; sequences as in `branch_attention_qkv`."""
+    sequences = sequences if page is not None else 1
+    each, rows = rows, rows * sequences
     width, source = 2 * half, generator(seed)
     attention, kv = repeat * kv_heads * width, (held + spare, kv_heads, width)
     weights = [(attention + 2 * kv_heads * width, model), (model, attention), (2 * inner, model), (model, inner)]
@@ -52,7 +57,7 @@ def make(
         cache[held:] = math.nan
     slots = None
     if keep != "none":
-        slots = (held + torch.randperm(spare, generator=source)[:rows]).to(index)
+        slots = (held + torch.cat([torch.randperm(spare, generator=source)[:each] for _ in range(sequences)])).to(index)
         slots[1 :: 2 if keep == "some" else rows + 1] = -1
     norms = (q_norm, k_norm) if normed else (None, None)
     arguments = {
@@ -67,7 +72,11 @@ def make(
         **dict(zip(CACHES, caches, strict=True)),
         "held": torch.tensor([held], dtype=index),
         "slots": slots,
+        "block_table": None,
     }
+    if page is not None:
+        first = max(0, held + 1 - (options.get("window") or held + 1))
+        arguments |= in_pages(caches, slots, first, held, spare, page, sequences, math.nan, index, source)
     least = dict.fromkeys(TABLES, torch.float32) if wide_tables else {}
     return Case("decoder_layer", arguments | options, written=() if slots is None else CACHES, least=least)
 
@@ -82,7 +91,7 @@ def truth(case: Case, _: Sequence[Tensor]) -> list[Tensor]:
 def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor | None]:
     """Of out the stream and the sum of |terms| that are added to it; of what is kept what was projected."""
     given = OP.cast(case, torch.float64).arguments
-    hidden, weights, held = given["hidden"], given["weights"], int(given["held"])
+    hidden, weights = given["hidden"], given["weights"]
     if not hidden.numel():
         return [None] * len(truth)
     w = LayerWeights(*(None if x is None else magnitude(x) for x in weights))
@@ -92,7 +101,7 @@ def scales(case: Case, truth: Sequence[Tensor]) -> list[Tensor | None]:
 
     qkv = project(magnitude(rms_norm(hidden, weights.input_norm, 1e-6)[0]), w.qkv, w.qkv_bias)
     kept = qkv.amax() * (1 if w.k_norm is None else w.k_norm.amax())
-    value = max(float(qkv.amax()), float(given["v_cache"][:held].abs().amax())) if held else qkv.amax()
+    value = max(float(qkv.amax()), *given["v_cache"].nan_to_num(0).abs().flatten().tolist())
     stream = magnitude(hidden) + project(torch.full((len(hidden), w.o.shape[1]), float(value)).double(), w.o, w.o_bias)
     gate, up = project(magnitude(rms_norm(stream, w.post_norm, 1e-6)[0]), w.gate_up, w.gate_up_bias).chunk(2, -1)
     out = stream + project(gate * up, w.down, w.down_bias)
@@ -110,6 +119,8 @@ def sizes(least: int, shapes: dict[str, st.SearchStrategy], **others: st.SearchS
         "keep": st.sampled_from(["none", "all", "some"]),
         "index": st.sampled_from([torch.int32, torch.int64]),
         "wide_tables": st.booleans(),
+        "page": st.sampled_from([None, None, 1, 3, 16, 64]),
+        "sequences": st.integers(1, 3),
         "window": st.none() | st.integers(1, 45),
         "scale": st.sampled_from([None, 0.3]),
         "seed": seeds,
@@ -146,11 +157,17 @@ OP = Op(
     sizes(0, FEW),
     truth,
     {
-        "reference": Way(EVERY, also=[{"held": 40, "half": 16, "model": 70, "inner": 90}]),
+        "reference": Way(
+            EVERY,
+            also=[
+                {"held": 40, "half": 16, "model": 70, "inner": 90} | pages
+                for pages in ({}, {"page": 16, "sequences": 4})
+            ],
+        ),
         "device": Way(EVERY),
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(1, VECTORS, wide_tables=st.just(True)),
+            sizes(1, VECTORS, wide_tables=st.just(True), page=st.none()),
             layouts=CONTIGUOUS,
             apart=("hidden", *CACHES),
             also=[
@@ -197,6 +214,7 @@ OP = Op(
         ("window", {"window": 0}, ValueError),
         ("scale", {"scale": math.nan}, ValueError),
         ("eps", {"eps": 0.0}, ValueError),
+        *wrong_pages(2, 8),
     ],
 )
 
@@ -208,4 +226,5 @@ def _example(rows: int, **options: Any) -> Case:
 EXAMPLES = {
     "decoder_layer": lambda: _example(1, keep="none"),
     "decoder_layer, written": lambda: _example(4, window=4, normed=False, biased=False),
+    "decoder_layer, in pages": lambda: _example(2, held=7, page=3, sequences=2),
 }
