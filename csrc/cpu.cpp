@@ -150,20 +150,79 @@ struct Layout {
   }
 };
 
-// One sequence's rotary tables, keys and values, and where rows stand in them.
+struct Indices {
+  const void* data;  // or null
+  int wide;
+  int64_t operator[](int64_t i) const { return entry(data, wide, i); }
+};
+
+// Keys of a sequence that lie one behind the other: so many, from a slot of a page on.
+struct Stretch {
+  int64_t page, slot, count;
+};
+
+// Rotary tables, the keys and values of sequences in pages, and where rows stand in them: `each` behind every sequence.
 template <typename T>
-struct Sequence {
-  const float *cos, *sin;  // [S, width]
-  const void* positions;
-  int wide_positions;
+struct Sequences {
+  const float *cos, *sin;  // [length, width]
+  int64_t length;
+  Indices positions, slots;  // [rows]
   T* k;
-  int64_t k_slot, k_head;
+  int64_t k_page, k_slot, k_head;
   T* v;
-  int64_t v_slot, v_head, first, held;  // keys from `first` to `held` are seen
-  const void* slots;
-  int wide_slots;
-  int64_t heads, kv_heads, width;
+  int64_t v_page, v_slot, v_head, pages, page;
+  Indices held;   // [count]
+  Indices table;  // null where the cache is flat: one page of all slots
+  int64_t table_row, table_width, count, each, window, heads, kv_heads, width;  // window 0 is none
   float eps, scale;
+
+  int64_t first(int64_t s) const { return window ? std::max<int64_t>(0, held[s] - (window - 1)) : 0; }
+
+  int64_t seen(int64_t s) const { return held[s] - first(s); }
+
+  int64_t most_seen() const {
+    int64_t most = 0;
+    for (int64_t s = 0; s < count; ++s) most = std::max(most, seen(s));
+    return most;
+  }
+
+  int64_t page_at(int64_t s, int64_t column) const { return table.data ? table[s * table_row + column] : 0; }
+
+  // From a key on, as far as its page goes; of no keys nothing is read.
+  Stretch stretch(int64_t s, int64_t key) const {
+    if (key >= held[s]) return {0, 0, 0};
+    return {page_at(s, key / page), key % page, std::min(page - key % page, held[s] - key)};
+  }
+
+  bool holds(int64_t s, int64_t slot) const {  // a key that is seen; in a flat cache one before them too
+    if (!table.data) return slot < held[s];
+    for (int64_t key = first(s); key < held[s]; key += page - key % page) {
+      const Stretch found = stretch(s, key);
+      const int64_t place = slot - found.page * page - found.slot;
+      if (place >= 0 && place < found.count) return true;
+    }
+    return false;
+  }
+
+  // Whether all indices are in range, and no two rows have one slot.
+  bool fit() const {
+    const int64_t capacity = table.data ? table_width * page : page, rows = count * each;
+    for (int64_t s = 0; s < count; ++s) {
+      if (held[s] < 0 || held[s] > capacity) return false;
+      for (int64_t key = first(s); key < held[s]; key += page - key % page) {
+        const int64_t found = page_at(s, key / page);
+        if (found < 0 || found >= pages) return false;
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      if (positions[row] < 0 || positions[row] >= length) return false;
+      if (!slots.data || slots[row] < 0) continue;
+      if (slots[row] >= pages * page || holds(row / each, slots[row])) return false;
+      for (int64_t other = 0; other < row; ++other)
+        if (slots[other] == slots[row]) return false;
+    }
+    return true;
+  }
 };
 
 template <typename T>
@@ -178,6 +237,7 @@ struct Change {
 };
 
 constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
+constexpr int64_t MOST_KEYS = 1 << 14;  // of a flat cache, times rows: torch.bmm reads them once for all rows
 constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
 
 int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
@@ -305,7 +365,7 @@ T* as(void* to, T) { return static_cast<T*>(to); }
 
 extern "C" {
 
-int fbcpu_abi_version() { return 12; }
+int fbcpu_abi_version() { return 13; }
 
 // `narrow`: elements are bfloat16, else float32.
 int fbcpu_skinny_linear(
@@ -321,33 +381,38 @@ int fbcpu_skinny_linear(
 
 int fbcpu_branch_attention_qkv(
     const void* qkv, int64_t qkv_stride, const void* q_weight, const void* k_weight, const float* cos, const float* sin,
-    const void* positions, int wide_positions, void* k_cache, int64_t k_slot, int64_t k_head, void* v_cache,
-    int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, void* out,
-    int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale, int narrow) {
+    int64_t length, const void* positions, int wide_positions, void* k_cache, int64_t k_page, int64_t k_slot,
+    int64_t k_head, void* v_cache, int64_t v_page, int64_t v_slot, int64_t v_head, int64_t pages, int64_t page,
+    const void* held, int wide_held, const void* table, int wide_table, int64_t table_row, int64_t table_width,
+    const void* slots, int wide_slots, void* out, int64_t sequences, int64_t each, int64_t window, int64_t heads,
+    int64_t kv_heads, int64_t width, float eps, float scale, int threads, int narrow) {
   return typed(narrow, [=](const auto& step, auto one) {
     return step.branch_attention_qkv(
         as(qkv, one), qkv_stride, as(q_weight, one), as(k_weight, one),
-        {cos, sin, positions, wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head, first,
-         held, slots, wide_slots, heads, kv_heads, width, eps, scale},
-        as(out, one), rows);
+        {cos, sin, length, {positions, wide_positions}, {slots, wide_slots}, as(k_cache, one), k_page, k_slot, k_head,
+         as(v_cache, one), v_page, v_slot, v_head, pages, page, {held, wide_held}, {table, wide_table}, table_row,
+         table_width, sequences, each, window, heads, kv_heads, width, eps, scale},
+        as(out, one), threads);
   });
 }
 
 // `weights`: the addresses of the twelve of LayerWeights, in its order.
 int fbcpu_decoder_layer(
-    const void* hidden, int64_t hidden_stride, const void* weights, const float* cos, const float* sin,
-    const void* positions, int wide_positions, void* k_cache, int64_t k_slot, int64_t k_head, void* v_cache,
-    int64_t v_slot, int64_t v_head, int64_t first, int64_t held, const void* slots, int wide_slots, void* out,
-    int64_t rows, int64_t model, int64_t inner, int64_t heads, int64_t kv_heads, int64_t width, float eps, float scale,
-    int threads, int narrow) {
+    const void* hidden, int64_t hidden_stride, const void* weights, const float* cos, const float* sin, int64_t length,
+    const void* positions, int wide_positions, void* k_cache, int64_t k_page, int64_t k_slot, int64_t k_head,
+    void* v_cache, int64_t v_page, int64_t v_slot, int64_t v_head, int64_t pages, int64_t page, const void* held,
+    int wide_held, const void* table, int wide_table, int64_t table_row, int64_t table_width, const void* slots,
+    int wide_slots, void* out, int64_t sequences, int64_t each, int64_t window, int64_t heads, int64_t kv_heads,
+    int64_t width, float eps, float scale, int64_t model, int64_t inner, int threads, int narrow) {
   return typed(narrow, [=](const auto& step, auto one) {
     auto w = [=](int place) { return as(static_cast<const void* const*>(weights)[place], one); };
     return step.decoder_layer(
         as(hidden, one), hidden_stride,
         {w(0), w(1), w(2), w(3), w(4), w(5), w(6), w(7), w(8), w(9), w(10), w(11)},
-        {cos, sin, positions, wide_positions, as(k_cache, one), k_slot, k_head, as(v_cache, one), v_slot, v_head, first,
-         held, slots, wide_slots, heads, kv_heads, width, eps, scale},
-        as(out, one), rows, model, inner, threads);
+        {cos, sin, length, {positions, wide_positions}, {slots, wide_slots}, as(k_cache, one), k_page, k_slot, k_head,
+         as(v_cache, one), v_page, v_slot, v_head, pages, page, {held, wide_held}, {table, wide_table}, table_row,
+         table_width, sequences, each, window, heads, kv_heads, width, eps, scale},
+        as(out, one), model, inner, threads);
   });
 }
 

@@ -449,12 +449,15 @@ INLINE float softmax(float* score, int64_t count) {  // in place; returns the lo
   return top + std::log(sum);
 }
 
-// The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given.
+// The columns from e on of sum_j p[r][j] shared[j] + p[r][count] own[r]: V vectors, or `tail` columns where given. It
+// goes on from what is there, or ends with the own one, where so said.
 template <int R, int V, typename T>
 INLINE void weighted(
     const float* p, int64_t p_stride, const T* shared, int64_t stride, int64_t count, const float* const own[R],
-    int64_t e, int64_t tail, float* const to[R]) {
+    int64_t e, int64_t tail, float* const to[R], bool goes_on, bool ends) {
   Lanes acc[R][V] = {};
+  for (int r = 0; r < R && goes_on; ++r)
+    for (int i = 0; i < V; ++i) acc[r][i] = tail ? load(to[r] + e + i * LANES, tail) : load(to[r] + e + i * LANES);
   for (int64_t j = 0; j < count; ++j)
     for (int i = 0; i < V; ++i) {
       const T* from = shared + j * stride + e + i * LANES;
@@ -464,7 +467,7 @@ INLINE void weighted(
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < V; ++i) {
       const float* from = own[r] + e + i * LANES;
-      acc[r][i] += p[r * p_stride + count] * (tail ? load(from, tail) : load(from));
+      if (ends) acc[r][i] += p[r * p_stride + count] * (tail ? load(from, tail) : load(from));
       std::memcpy(to[r] + e + i * LANES, &acc[r][i], tail ? tail * sizeof(float) : sizeof(Lanes));
     }
 }
@@ -489,27 +492,31 @@ INLINE void all_products(
 template <int R, typename T>
 INLINE void some_weighted(
     const float* p, int64_t p_stride, int64_t first, const Seen<T>& seen, int64_t count, int64_t width,
-    const Block<float>& out) {
+    const Block<float>& out, bool goes_on, bool ends) {
   const float* own[R];
   float* to[R];
   for (int r = 0; r < R; ++r) own[r] = seen.own[first + r], to[r] = out[first + r];
   p += first * p_stride;
   int64_t e = 0;
   for (; e + 4 * LANES <= width; e += 4 * LANES)
-    weighted<R, 4>(p, p_stride, seen.shared, seen.stride, count, own, e, 0, to);
-  for (; e < width; e += LANES)
-    weighted<R, 1>(p, p_stride, seen.shared, seen.stride, count, own, e, width - e < LANES ? width - e : 0, to);
+    weighted<R, 4>(p, p_stride, seen.shared, seen.stride, count, own, e, 0, to, goes_on, ends);
+  for (; e < width; e += LANES) {
+    const int64_t tail = width - e < LANES ? width - e : 0;
+    weighted<R, 1>(p, p_stride, seen.shared, seen.stride, count, own, e, tail, to, goes_on, ends);
+  }
 }
 
-// out[r] = sum_j p[r][j] seen[j], the row's own at j = count.
+// out[r] = sum_j p[r][j] seen[j], the row's own at j = count; in parts, where it goes on, or does not end yet.
 template <typename T>
 INLINE void all_weighted(
     const float* p, int64_t p_stride, int64_t rows, const Seen<T>& seen, int64_t count, int64_t width,
-    const Block<float>& out) {
+    const Block<float>& out, bool goes_on = false, bool ends = true) {
   int64_t row = 0;
-  for (; row + MANY <= rows; row += MANY) some_weighted<MANY>(p, p_stride, row, seen, count, width, out);
-  for (; row + ROWS <= rows; row += ROWS) some_weighted<ROWS>(p, p_stride, row, seen, count, width, out);
-  for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out);
+  for (; row + MANY <= rows; row += MANY)
+    some_weighted<MANY>(p, p_stride, row, seen, count, width, out, goes_on, ends);
+  for (; row + ROWS <= rows; row += ROWS)
+    some_weighted<ROWS>(p, p_stride, row, seen, count, width, out, goes_on, ends);
+  for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out, goes_on, ends);
 }
 
 // The columns from e on of out[j] + sum_r p[r][j] x[r]: J places, V vectors, or `tail` columns where given.
@@ -554,50 +561,84 @@ INLINE void all_added(
 }
 
 template <typename T>
-INLINE int64_t scratch_of(const Sequence<T>& in) {  // floats
+INLINE int64_t scratch_of(const Sequences<T>& in) {  // floats
   const int64_t group = in.heads / in.kv_heads;
-  return (3 + 2 * group) * padded(in.width) + group * padded(in.held - in.first + 1);
+  return (3 + 2 * group) * padded(in.width) + group * padded(in.most_seen() + 1);
 }
 
 // Attention of a row's heads that share key head g, from its qkv to those heads of its output; buffer[scratch_of(in)].
 template <typename X, typename T, typename Out>
 INLINE void attended(
-    const X* qkv, const T* q_weight, const T* k_weight, const Sequence<T>& in, int64_t row, int64_t g, float* buffer,
+    const X* qkv, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row, int64_t g, float* buffer,
     Out* out) {
-  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, count = in.held - in.first;
-  const int64_t score_stride = padded(count + 1), place = entry(in.positions, in.wide_positions, row) * width;
+  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, place = in.positions[row];
+  const int64_t s = row / in.each, first = in.first(s), count = in.seen(s), score_stride = padded(count + 1);
+  const float *cos = in.cos + place * width, *sin = in.sin + place * width;
   float *own_key = buffer + stride, *own_value = own_key + stride, *query = own_value + stride;
   float *sum = query + group * stride, *score = sum + group * stride;
   for (int64_t h = 0; h < group; ++h) {
-    turned(qkv + (g * group + h) * width, q_weight, in.eps, in.cos + place, in.sin + place, width, in.scale, buffer,
-           query + h * stride);
+    turned(qkv + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, query + h * stride);
     pad<Widened<T>>(query + h * stride, width);
   }
-  turned(qkv + (in.heads + g) * width, k_weight, in.eps, in.cos + place, in.sin + place, width, 1.0f, buffer, own_key);
+  turned(qkv + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, own_key);
   pad<Widened<T>>(own_key, width);
   copied(qkv + (in.heads + in.kv_heads + g) * width, width, own_value);
-  const int64_t slot = in.slots ? entry(in.slots, in.wide_slots, row) : -1;
-  if (slot >= 0) {
-    copied(own_key, width, in.k + slot * in.k_slot + g * in.k_head);
-    copied(own_value, width, in.v + slot * in.v_slot + g * in.v_head);
+  if (in.slots.data && in.slots[row] >= 0) {
+    const int64_t page = in.slots[row] / in.page, slot = in.slots[row] % in.page;
+    copied(own_key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
+    copied(own_value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
   }
-  const Seen<T> keys = {in.k + in.first * in.k_slot + g * in.k_head, in.k_slot, {own_key, 0, 0, group}};
-  const Seen<T> values = {in.v + in.first * in.v_slot + g * in.v_head, in.v_slot, {own_value, 0, 0, group}};
-  all_products(query, group, keys, count, width, score, score_stride);
-  for (int64_t h = 0; h < group; ++h) softmax(score + h * score_stride, count + 1);
-  all_weighted(score, score_stride, group, values, count, width, {sum, 0, stride, group});
+  for (int64_t done = 0; done < count;) {
+    const Stretch at = in.stretch(s, first + done);
+    tiled<Widened<T>>(query, group, in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head, in.k_slot, width,
+                      0, at.count, score + done, score_stride);
+    done += at.count;
+  }
+  for (int64_t h = 0; h < group; ++h) {
+    float* of = score + h * score_stride;
+    row_products<Widened<float>, 1>(query + h * stride, own_key, 0, width, of + count);
+    softmax(of, count + 1);
+  }
+  int64_t done = 0;
+  do {
+    const Stretch at = in.stretch(s, first + done);
+    const T* from = in.v + at.page * in.v_page + at.slot * in.v_slot + g * in.v_head;
+    all_weighted<T>(score + done, score_stride, group, {from, in.v_slot, {own_value, 0, 0, group}}, at.count, width,
+                    {sum, 0, stride, group}, done > 0, done + at.count == count);
+    done += at.count;
+  } while (done < count);
   for (int64_t h = 0; h < group; ++h) copied(sum + h * stride, width, out + (g * group + h) * width);
+}
+
+// work(row, key head) of thread `me` of so many: a share by the keys that are seen, of which rows behind one sequence
+// read one head's one after the other.
+template <typename T, typename Work>
+INLINE void share_heads(const Sequences<T>& in, int64_t me, int64_t threads, const Work& work) {
+  int64_t total = 0, begun = 0;
+  for (int64_t s = 0; s < in.count; ++s) total += in.each * in.kv_heads * (in.seen(s) + 1);
+  for (int64_t s = 0; s < in.count; ++s)
+    for (int64_t g = 0; g < in.kv_heads; ++g)
+      for (int64_t row = s * in.each; row < (s + 1) * in.each; ++row, begun += in.seen(s) + 1)
+        if (begun * threads / total == me) work(row, g);
 }
 
 template <typename T>
 static int branch_attention_qkv(
-    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequence<T>& in, T* out,
-    int64_t rows) {
-  float* buffer = scratch(scratch_of(in));
-  if (!buffer) return OUT_OF_MEMORY;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t g = 0; g < in.kv_heads; ++g)
-      attended(qkv + row * qkv_stride, q_weight, k_weight, in, row, g, buffer, out + row * in.heads * in.width);
+    const T* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, T* out,
+    int threads) {
+  if (!in.fit()) return OUT_OF_RANGE;
+  int64_t keys = 0;  // of all rows
+  for (int64_t s = 0; s < in.count; ++s) keys += in.each * in.seen(s);
+  if (!in.table.data && keys * std::min(2, threads) > MOST_KEYS) return OTHER_LAYOUT;
+  threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, 2 * keys * in.heads * in.width / SHARE));
+  const int64_t owned = scratch_of(in);
+  float* memory = scratch(threads * owned);
+  if (!memory) return OUT_OF_MEMORY;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  share_heads(in, part(), parts(), [=, &in](int64_t row, int64_t g) {
+    attended(qkv + row * qkv_stride, q_weight, k_weight, in, row, g, memory + part() * owned,
+             out + row * in.heads * in.width);
+  });
   return 0;
 }
 
@@ -605,10 +646,12 @@ static int branch_attention_qkv(
 // others where the next step takes all of it. Sums take the order that they take in the ops that it is made of.
 template <typename T>
 static int decoder_layer(
-    const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequence<T>& in, T* out, int64_t rows,
-    int64_t model, int64_t inner, int threads) {
+    const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequences<T>& in, T* out, int64_t model,
+    int64_t inner, int threads) {
   typedef Factors<T> F;
   typedef typename F::X X;
+  if (!in.fit()) return OUT_OF_RANGE;
+  const int64_t rows = in.count * in.each;
   const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
   const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in)));
@@ -638,12 +681,9 @@ static int decoder_layer(
       project((X*)own, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
     });
 #pragma omp barrier
-    shared(rows * in.kv_heads, 1, [=](int64_t first, int64_t last) {
-      for (; first < last; ++first) {
-        const int64_t row = first / in.kv_heads, g = first % in.kv_heads;
-        attended(qkv + row * all, w.q_norm, w.k_norm, in, row, g, own, heads + row * heads_stride);
-        if (g == 0) pad<F>(heads + row * heads_stride, attention);
-      }
+    share_heads(in, me, of, [=](int64_t row, int64_t g) {
+      attended(qkv + row * all, w.q_norm, w.k_norm, in, row, g, own, heads + row * heads_stride);
+      if (g == 0) pad<F>(heads + row * heads_stride, attention);
     });
 #pragma omp barrier
     shared(model, TILE, [=](int64_t first, int64_t last) {

@@ -19,7 +19,7 @@ import torch
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 ROWS = 16  # the most of a linear layer: from there on oneDNN's blocks are ahead
 SHARE = 1 << 17  # products, the least of a thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
@@ -27,8 +27,8 @@ LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
 _SIGNATURES = {  # in the letters of `shared_library`
     "skinny_linear": "pq pq pp f pq pq qqq iii",
-    "branch_attention_qkv": "pq pp pp pi pqq pqq qq pi p qqqq ff i",
-    "decoder_layer": "pq p pp pi pqq pqq qq pi p qqq qqq ff ii",
+    "branch_attention_qkv": "pq pp ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff ii",
+    "decoder_layer": "pq p ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff qq ii",
     "branch_attention": "pqq pqq pqq pqqq pqqq ppppp qqqqq ppp qqqq ff q ii",
     "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f i",
     "topk_entropy": "pqqqq ppp i",

@@ -1,4 +1,4 @@
-"""The compiled kernel of `branch_attention_qkv` for CPU tensors: float32, bfloat16, a few rows over a short cache."""
+"""The compiled kernel of `branch_attention_qkv` for CPU tensors: float32, bfloat16, a few rows of each sequence."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 
 from fb_kernels import cpu
 from fb_kernels.branch_attention_qkv.reference import check_sequences
-from fb_kernels.qk_norm_rope.reference import check_positions
 
-ROWS, KEYS = 32, 1 << 14  # the most, and of rows times keys: torch.bmm reads them once for all rows
+ROWS = 32  # of a sequence, the most: torch.bmm reads keys once for all rows
 
 
 def branch_attention_qkv(
@@ -31,21 +30,19 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
-    if block_table is not None:
-        return NotImplemented
     found, dtype = cpu.library(), qkv.dtype
-    rows, width = qkv.shape[0], cos.shape[1]
-    if isinstance(found, str) or not 0 < rows <= ROWS or not width:
+    rows, sequences, width = qkv.shape[0], held.shape[0], cos.shape[1]
+    if isinstance(found, str) or not 0 < rows <= ROWS * sequences or not width:
         return NotImplemented
     if dtype not in cpu.STEP or not (
         k_cache.dtype is v_cache.dtype is dtype and cos.dtype is sin.dtype is torch.float32
     ):
         return NotImplemented
-    (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
+    where = places(k_cache, v_cache, held, slots, block_table)
     qkv_stride, qkv_step = qkv.stride()
-    if not (qkv_step == k_step == v_step == 1 and cos.is_contiguous() and sin.is_contiguous()):
+    if where is None or qkv_step != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
-    q_at = k_at = slots_at = wide_slots = 0
+    q_at = k_at = 0
     if q_weight is not None:
         if q_weight.dtype is not dtype or not q_weight.is_contiguous():
             return NotImplemented
@@ -54,19 +51,43 @@ def branch_attention_qkv(
         if k_weight.dtype is not dtype or not k_weight.is_contiguous():
             return NotImplemented
         k_at = k_weight.data_ptr()
-    if not positions.is_contiguous() or not (slots is None or slots.is_contiguous()):
+    if not positions.is_contiguous():
         return NotImplemented
-    first, length, _ = check_sequences(k_cache, held, slots, block_table, window)[0]
-    if rows * (length - first) * min(2, torch.get_num_threads()) > KEYS:
-        return NotImplemented
-    if slots is not None:
-        slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
-    check_positions(positions, cos.shape[0], "branch_attention_qkv")
     out = qkv.new_empty((rows, num_heads, width))
     code = found.fbcpu_branch_attention_qkv(
-        qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(),
-        positions.data_ptr(), positions.dtype is torch.int64, k_cache.data_ptr(), k_slot, k_head,
-        v_cache.data_ptr(), v_slot, v_head, first, length, slots_at, wide_slots,
-        out.data_ptr(), rows, num_heads, num_kv_heads, width, eps, scale, dtype is torch.bfloat16,
+        qkv.data_ptr(), qkv_stride, q_at, k_at, cos.data_ptr(), sin.data_ptr(), cos.shape[0],
+        positions.data_ptr(), positions.dtype is torch.int64, *where, out.data_ptr(), sequences, rows // sequences,
+        window or 0, num_heads, num_kv_heads, width, eps, scale, torch.get_num_threads(), dtype is torch.bfloat16,
     )  # fmt: skip
-    return NotImplemented if code else out
+    if code:
+        check_sequences(cos, positions, k_cache, held, slots, block_table, window)
+        return NotImplemented
+    return out
+
+
+def places(
+    k_cache: Tensor, v_cache: Tensor, held: Tensor, slots: Tensor | None, block_table: Tensor | None
+) -> tuple[int, ...] | None:
+    """Where keys and values lie and rows are kept, as the library takes it; None where that is not how it does."""
+    if block_table is None:
+        (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
+        k_page, v_page, pages, page = 0, 0, 1, k_cache.shape[0]
+        table = 0, 0, 0, 0
+    else:
+        (k_page, k_slot, k_head, k_step), (v_page, v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
+        pages, page = k_cache.shape[:2]
+        row, column = block_table.stride()
+        if column != 1 and block_table.shape[1] > 1:
+            return None
+        table = block_table.data_ptr(), block_table.dtype is torch.int64, row, block_table.shape[1]
+    if not (k_step == v_step == 1 and held.is_contiguous()):
+        return None
+    kept = 0, 0
+    if slots is not None:
+        if not slots.is_contiguous():
+            return None
+        kept = slots.data_ptr(), slots.dtype is torch.int64
+    return (
+        k_cache.data_ptr(), k_page, k_slot, k_head, v_cache.data_ptr(), v_page, v_slot, v_head, pages, page,
+        held.data_ptr(), held.dtype is torch.int64, *table, *kept,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from fb_kernels import checks
 from fb_kernels.branch_attention.reference import _fold, _unfold, branch_attention
 from fb_kernels.precision import accumulation_dtype
-from fb_kernels.qk_norm_rope.reference import check_slots, qk_norm_rope, qk_norm_rope_out
+from fb_kernels.qk_norm_rope.reference import check_positions, check_slots, qk_norm_rope, qk_norm_rope_out
 
 OP = "branch_attention_qkv"
 LARGEST = torch.iinfo(torch.int32).max
@@ -149,6 +149,8 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def check_sequences(
+    cos: Tensor,
+    positions: Tensor,
     k_cache: Tensor,
     held: Tensor,
     slots: Tensor | None,
@@ -156,7 +158,8 @@ def check_sequences(
     window: int | None,
     op: str = OP,
 ) -> list[Sequence]:
-    """What each sequence's rows see; held, table and slots are in range (CPU only)."""
+    """What each sequence's rows see; all indices are in range (CPU only)."""
+    check_positions(positions, cos.shape[0], op)
     capacity = size = k_cache.shape[0]
     if block_table is not None:
         pages, page = k_cache.shape[:2]
@@ -206,7 +209,7 @@ def _on_host(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    sequences = check_sequences(k_cache, held, slots, block_table, window)
+    sequences = check_sequences(inputs[3], inputs[5], k_cache, held, slots, block_table, window)
     q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
     if block_table is None:
         first, length, _ = sequences[0]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fb_kernels import cpu
+from fb_kernels.branch_attention_qkv.cpu import places
 from fb_kernels.branch_attention_qkv.reference import check_sequences
-from fb_kernels.qk_norm_rope.reference import check_positions
 
+ROWS = 64
 POINTERS = ctypes.c_void_p * 12
 
 
@@ -41,13 +42,11 @@ def decoder_layer(
     scale: float,
 ) -> Tensor:
     """[N, D]: the whole layer in one call, on the threads of a linear layer."""
-    if block_table is not None:
-        return NotImplemented
     found, dtype = cpu.library(), hidden.dtype
     rows, model = hidden.shape
-    attention, inner = o.shape[1], down.shape[1]
-    width, kv_heads = cos.shape[1], k_cache.shape[1]
-    if isinstance(found, str) or not 0 < rows <= cpu.ROWS or not (model and attention and inner):
+    sequences, attention, inner = held.shape[0], o.shape[1], down.shape[1]
+    width, kv_heads = cos.shape[1], k_cache.shape[-2]
+    if isinstance(found, str) or not 0 < rows <= ROWS or not (model and attention and inner):
         return NotImplemented
     if dtype not in cpu.STEP or not cos.dtype is sin.dtype is torch.float32:
         return NotImplemented
@@ -57,23 +56,20 @@ def decoder_layer(
     for weight in weights:
         if weight is not None and not weight.is_contiguous():
             return NotImplemented
-    (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
+    where = places(k_cache, v_cache, held, slots, block_table)
     hidden_stride, hidden_step = hidden.stride()
-    if not (hidden_step == k_step == v_step == 1 and cos.is_contiguous() and sin.is_contiguous()):
+    if where is None or hidden_step != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         return NotImplemented
-    if not positions.is_contiguous() or not (slots is None or slots.is_contiguous()):
+    if not positions.is_contiguous():
         return NotImplemented
-    first, length, _ = check_sequences(k_cache, held, slots, block_table, window, "decoder_layer")[0]
-    slots_at = wide_slots = 0
-    if slots is not None:
-        slots_at, wide_slots = slots.data_ptr(), slots.dtype is torch.int64
-    check_positions(positions, cos.shape[0], "decoder_layer")
     out = hidden.new_empty(rows, model)
     code = found.fbcpu_decoder_layer(
         hidden.data_ptr(), hidden_stride, POINTERS(*[None if x is None else x.data_ptr() for x in weights]),
-        cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), positions.dtype is torch.int64,
-        k_cache.data_ptr(), k_slot, k_head, v_cache.data_ptr(), v_slot, v_head, first, length, slots_at, wide_slots,
-        out.data_ptr(), rows, model, inner, attention // width, kv_heads, width, eps, scale,
-        cpu.threads(rows * 2 * inner * model), dtype is torch.bfloat16,
+        cos.data_ptr(), sin.data_ptr(), cos.shape[0], positions.data_ptr(), positions.dtype is torch.int64, *where,
+        out.data_ptr(), sequences, rows // sequences, window or 0, attention // width, kv_heads, width, eps, scale,
+        model, inner, cpu.threads(rows * 2 * inner * model), dtype is torch.bfloat16,
     )  # fmt: skip
-    return NotImplemented if code else out
+    if code:
+        check_sequences(cos, positions, k_cache, held, slots, block_table, window, "decoder_layer")
+        return NotImplemented
+    return out

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fb_kernels.branch_attention_qkv import branch_attention_qkv
 from fb_kernels.branch_attention_qkv import reference as plain_attention
-from fb_kernels.qk_norm_rope.reference import check_positions
 from fb_kernels.skinny_linear import reference as plain_linear
 from fb_kernels.skinny_linear import skinny_linear
 
@@ -42,8 +41,8 @@ def decoder_layer(
     """[N, D]."""
     plain = hidden.is_cpu
     if plain and plain_attention._host_reads(hidden):
-        plain_attention.check_sequences(k_cache, held, slots, block_table, window, "decoder_layer")
-        check_positions(positions, cos.shape[0], "decoder_layer")
+        given = (cos, positions, k_cache, held, slots, block_table, window)
+        plain_attention.check_sequences(*given, "decoder_layer")
     attend = plain_attention.branch_attention_qkv if plain else branch_attention_qkv
     linear = plain_linear.skinny_linear if plain else skinny_linear
     project = partial(linear, norm_weight=None, eps=eps, residual=None, swiglu=False, frozen=True)

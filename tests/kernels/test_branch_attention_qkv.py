@@ -18,7 +18,7 @@ from fb_kernels import branch_attention_qkv, cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]
-PAGED = ["reference", "device", "triton"]
+PAGED = ["reference", "device", "triton", *CPU]
 PAGES = {"cuda": 64}  # what an implementation takes, others any
 
 

@@ -44,6 +44,13 @@ for rows, held, width in itertools.product((0, 1, 3), (0, 2), (2, 6, 8)):
         torch.randn(rows, 8 * width), None, None, table, table, torch.zeros_like(slots), *caches, ids(held), slots,
         num_heads=4, num_kv_heads=2,
     )
+    pages, columns = torch.randn(2, 2 * held + 1, 3, 2, width), torch.arange(2 * held).view(2, held)
+    free = torch.cat([6 * held + torch.arange(rows), torch.arange(rows) - rows])
+    for window in (None, 2):
+        branch_attention_qkv(
+            torch.randn(2 * rows, 8 * width), None, None, table, table, torch.zeros_like(free), *pages,
+            ids(held, held // 2), free, block_table=columns, num_heads=4, num_kv_heads=2, window=window,
+        )
 for size, value in itertools.product((1, 7, 600), (0.0, float("nan"), -float("inf"))):
     topk_entropy(torch.full((2, size), value), min(size, 64))
 values = (1.0, 0.0, float("nan"), float("inf"), -float("inf"), -1e38)

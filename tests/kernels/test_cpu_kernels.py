@@ -243,6 +243,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     """Also where heads or rows do not share out evenly."""
     attended = one_row((5, 0, 300), (7, 0, 90), heads=(6, 3), width=64)
     layer = single(make_layer(3, model=130, inner=1000, half=32, kv_heads=3, repeat=3, held=200, wide_tables=True))
+    paged = single(make_layer(2, model=130, inner=1000, half=32, held=200, page=16, sequences=3, wide_tables=True))
     rows = many_narrow_rows((7,), 20, 3000)
     assert min(2 * 12 * 6 * 64 * 90, 3 * 2 * 1000 * 130, 7 * 20 * 3000) > 3 * cpu.SHARE  # enough for three threads
     before, found = torch.get_num_threads(), []
@@ -250,7 +251,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results, grads = evaluate(attended)
-            found.append([*results, *grads, *layer.fresh().run(), *rows.run()])
+            found.append([*results, *grads, *layer.fresh().run(), *paged.fresh().run(), *rows.run()])
     finally:
         torch.set_num_threads(before)
     assert all(same(each, found[0]) for each in found)

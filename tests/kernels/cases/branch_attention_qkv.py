@@ -285,7 +285,7 @@ OP = Op(
         ),
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(1, VECTORS, wide_tables=st.just(True), page=st.none()),
+            sizes(1, VECTORS, wide_tables=st.just(True)),
             layouts=CONTIGUOUS,
             apart=("qkv", *CACHES),
             also=[
@@ -294,6 +294,7 @@ OP = Op(
                     {"rows": 1, "half": 32, "held": 3000},
                     {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
                     {"heads_first": True},
+                    {"rows": 2, "half": 32, "held": 500, "page": 64, "sequences": 5},
                 )
             ],
             refused=[

@@ -167,7 +167,7 @@ OP = Op(
         "device": Way(EVERY),
         "cpu": Way(
             (torch.float32, torch.bfloat16),
-            sizes(1, VECTORS, wide_tables=st.just(True), page=st.none()),
+            sizes(1, VECTORS, wide_tables=st.just(True)),
             layouts=CONTIGUOUS,
             apart=("hidden", *CACHES),
             also=[
@@ -176,10 +176,11 @@ OP = Op(
                     {"rows": 1, "model": 576, "inner": 1536, "half": 32, "kv_heads": 3, "repeat": 3, "held": 300},
                     {"rows": 13, "spare": 20, "model": 130, "inner": 300, "half": 16},
                     {"rows": 16, "spare": 20, "held": 1200},
+                    {"rows": 8, "spare": 20, "held": 200, "page": 16, "sequences": 8},
                 )
             ],
             refused=[
-                lambda: single(make(17, spare=20, wide_tables=True)),
+                lambda: single(make(65, spare=65, wide_tables=True)),
                 *((lambda name=name: shrunk(name)) for name in ("down", "o_bias", "post_norm")),
             ],
         ),
