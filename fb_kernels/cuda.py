@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fb_kernels import shared_library
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -30,8 +30,8 @@ _SIGNATURES = {  # in the letters of `shared_library`; the last p of those that 
     "skinny_linear": "pq pq pp f pq pq iii iii p",
     "branch_attention": "pqq pp qq pp qqq ii pppp pqi iii pp p q iiii f i p",
     "branch_attention_workspace": "iiii iq",
-    "branch_attention_qkv": "pq pp ppq p pp qq pp pq p iiii i ff i p",
-    "branch_attention_qkv_workspace": "iiiq",
+    "branch_attention_qkv": "pq pp ppq p pp qq qq p pqq p pq p iiiii i ff i p",
+    "branch_attention_qkv_workspace": "iiiiq",
     "driver_version": "",
     "runtime_version": "",
 }

@@ -27,26 +27,32 @@ def branch_attention_qkv(
     scale: float,
 ) -> Tensor:
     """[N, Hq, E] of branches of one token: norm, rotation, attention; keys and values go to their slots."""
-    if block_table is not None:
-        return NotImplemented
-    found, rows, width, size = cuda.library(), qkv.shape[0], cos.shape[-1], k_cache.shape[0]
+    found, rows, width, sequences = cuda.library(), qkv.shape[0], cos.shape[-1], held.shape[0]
     floats = [x for x in (qkv, q_weight, k_weight, k_cache, v_cache) if x is not None]
-    indices = [x for x in (positions, held, slots) if x is not None]
+    indices = [x for x in (positions, held, slots, block_table) if x is not None]
     given = [x.dtype == qkv.dtype for x in floats] + [x.dtype == torch.int32 for x in indices]
     given += [x.dtype == torch.float32 for x in (cos, sin)]
-    given += [x.is_contiguous() for x in (q_weight, k_weight, cos, sin, *indices) if x is not None]
-    given += [x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == width) for x in (k_cache, v_cache)]
+    given += [x.is_contiguous() for x in (q_weight, k_weight, cos, sin, positions, held, slots) if x is not None]
+    given += [x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) == width) for x in (k_cache, v_cache)]
     given += [qkv.dtype in (torch.float16, torch.bfloat16), qkv.stride(1) == 1]
-    given += [size < 2 or k_cache.stride(0) == v_cache.stride(0)]
+    if block_table is None:
+        pages, page, page_stride, capacity, table = 1, k_cache.shape[0], 0, k_cache.shape[0], (0, 0)
+    else:
+        (pages, page), page_stride = k_cache.shape[:2], k_cache.stride(0)
+        capacity, table = page * block_table.shape[1], (block_table.stride(0), block_table.shape[1])
+        given += [block_table.stride(1) == 1 or block_table.shape[1] < 2]
+        given += [pages < 2 or page_stride == v_cache.stride(0)]
+    given += [page < 2 or k_cache.stride(-3) == v_cache.stride(-3)]
     assert not isinstance(found, str)
-    needed = found.fb_branch_attention_qkv_workspace(rows, num_heads, width, size)
+    needed = found.fb_branch_attention_qkv_workspace(sequences, rows // sequences, num_heads, width, capacity)
     if not all(given) or needed < 0:
         return NotImplemented
     out = torch.empty(rows, num_heads, width, dtype=qkv.dtype, device=qkv.device)
     partials = torch.empty(needed, dtype=torch.float32, device=qkv.device)
     taken = cuda.launch(
         "branch_attention_qkv", qkv, qkv, qkv.stride(0), q_weight, k_weight, cos, sin, len(cos), positions,
-        k_cache, v_cache, k_cache.stride(0), size, held, slots, out, out.stride(0), partials,
-        rows, num_heads, num_kv_heads, width, min(window or 0, 2**31 - 1), eps, scale, cuda.DTYPES[qkv.dtype],
+        k_cache, v_cache, page_stride, k_cache.stride(-3), pages, page, held, block_table, *table, slots,
+        out, out.stride(0), partials, sequences, rows // sequences, num_heads, num_kv_heads, width,
+        min(window or 0, 2**31 - 1), eps, scale, cuda.DTYPES[qkv.dtype],
     )  # fmt: skip
     return out if taken else NotImplemented

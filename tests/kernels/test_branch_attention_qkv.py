@@ -18,7 +18,6 @@ from fb_kernels import branch_attention_qkv, cuda
 
 WAYS = names(OP)
 CPU = [way for way in WAYS if way.startswith("cpu")]
-PAGED = ["reference", "device", "triton", *CPU]
 PAGES = {"cuda": 64}  # what an implementation takes, others any
 
 
@@ -109,7 +108,7 @@ def in_pages(way: str, **sizes: Any) -> Case:
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("way", PAGED)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_sequence_has_the_same_bits_in_any_company_and_pages(way: str, window: int | None) -> None:
     case, page = in_pages(way, window=window), PAGES.get(way, 16)
     given, pages = case.arguments, len(case.arguments["k_cache"])
@@ -139,7 +138,7 @@ WRONG_PAGES = [
 
 
 @pytest.mark.parametrize(("name", "place", "value", "rows"), WRONG_PAGES)
-@pytest.mark.parametrize("way", PAGED)
+@pytest.mark.parametrize("way", WAYS)
 def test_out_of_range_in_pages(
     way: str, name: str, place: int | tuple[int, int], value: int | None, rows: tuple[int, ...]
 ) -> None:

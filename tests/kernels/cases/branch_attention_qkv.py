@@ -191,7 +191,7 @@ COMPILED = sizes(
     spare=st.sampled_from([33, 90]),
     index=st.just(torch.int32),
     wide_tables=st.just(True),
-    page=st.none(),
+    page=st.sampled_from([None, 64, 128]),
     window=st.sampled_from([None, None, 1, 2, 63, 64, 65, 129, 1000, 2**32 + 5]),
 )
 
@@ -267,7 +267,15 @@ OP = Op(
                 | {"wide_tables": True}
                 for rows, repeat, half, held in ((1, 1, 128, 2200), (17, 4, 128, 30), (32, 16, 32, 67))
             ]
-            + [{"held": 0, "spare": 0, "keep": "none", "half": 32, "wide_tables": True}],
+            + [
+                {"half": 32, "wide_tables": True} | each
+                for each in (
+                    {"held": 0, "spare": 0, "keep": "none"},
+                    {"held": 0, "spare": 0, "keep": "none", "page": 64, "sequences": 2},
+                    {"rows": 16, "held": 700, "spare": 20, "page": 64, "sequences": 4, "kv_heads": 1},
+                    {"rows": 1, "held": 2200, "page": 192, "sequences": 9, "kv_heads": 1, "window": 1500},
+                )
+            ],
             refused=[
                 lambda: retyped("qkv", *CACHES, "q_weight", "k_weight", dtype=torch.float32).with_(
                     **{name: torch.ones(LENGTH, 64).double() for name in TABLES}
@@ -279,6 +287,11 @@ OP = Op(
                 lambda: in_16_bits().with_(slots=torch.stack([ids(5, 6, 7)] * 2, 1)[:, 0]),
                 shifted,
                 lambda: in_16_bits(rows=33, spare=33),
+                lambda: in_16_bits(rows=33, spare=33, page=64, sequences=2),
+                lambda: in_16_bits(page=16, sequences=2),
+                lambda: in_16_bits(page=64, sequences=2, index=torch.int64),
+                lambda: relaid("block_table", held=70, page=64, sequences=2),
+                lambda: relaid("k_cache", page=64, sequences=2),
                 lambda: in_16_bits(half=48),
                 lambda: in_16_bits(rows=1, repeat=17),
             ],
