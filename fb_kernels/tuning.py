@@ -132,9 +132,9 @@ def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
     tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8}
-    if _capability() == 90 and dtype != torch.float32:  # one warpgroup: two would compute the same scores
+    if _capability() == 90:  # one warpgroup: two would compute the same scores
         tile |= {"BLOCK_N": 32 if form.endswith("window") else 64, "num_warps": 4}
-    if width > 128 or form == "unaligned":
+    if width > 128 or form == "unaligned" or dtype == torch.float32:  # for want of registers
         tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16, "num_warps": 8}
     default = tile | {"CHUNK": 128, "num_stages": 2 if form == "unaligned" else 3}
     default |= _registers(form == "unaligned" or width > 128)
