@@ -157,7 +157,7 @@ def branch_attention_backward(dtype: torch.dtype, head_dim: int, repeat: int, ro
     keys = min(max(next_power_of_2(rows), 16), 32 >> min(halvings, 1))
     default = {"BLOCK_M": block_m, "BLOCK_N": 16 if halvings else 32, "KEYS": keys, "KEY_ROWS": keys}
     default |= {"num_warps": 8, "num_stages": 1 if form == "unaligned" else 2}
-    if halvings or _capability() >= 100:
+    if halvings or _capability() != 90:
         default["maxnreg"] = 255  # else the assembler spills a few to have a second program on a multiprocessor
     return _tuned("branch_attention_backward", dtype, (width, block_m, keys, form), default)
 
