@@ -608,7 +608,7 @@ def branch_attention_backward(
             max(16, tuning.next_power_of_2(width)),
             tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
         )
-        some = 32 if aligned else 8  # addresses of their own take registers
+        some = max(1, (4096 if aligned else 1024) // block_e)  # addresses of their own take registers
         _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, some),)](
             grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
             ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=some, num_warps=4,
