@@ -30,6 +30,7 @@ from fb_kernels.topk_entropy import naive as topk_entropy
 Outputs = Tensor | tuple[Tensor, ...]
 EPS = 1e-6
 DRAWN = 1 << 23  # numbers: more take longer to draw than the calls
+PAGE = 64
 OFFSETS = ("cu_branch", "cu_group", "prefix_start", "prefix_len")
 SIZES = ("small", "checked", "timed")  # of a CPU; of a GPU where the definition is to follow; as a model has them
 
@@ -293,15 +294,27 @@ def _branch_attention(size: int) -> Iterator[Call]:
         )
 
 
+def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, ...]]:
+    """(pages, (positions, held, slots, block_table)) of rows behind sequences in pages of PAGE."""
+    held, groups = torch.tensor(lengths, dtype=torch.int32), len(lengths)
+    columns = -(-(max(lengths) + each) // PAGE)
+    order = torch.randperm(groups * columns, generator=torch.Generator().manual_seed(groups))
+    table = order.view(groups, columns).int()
+    token = held[:, None] + torch.arange(each, dtype=torch.int32)
+    slots = table.gather(1, (token // PAGE).long()) * PAGE + token % PAGE
+    return groups * columns, (held.repeat_interleave(each), held, slots.flatten(), table)
+
+
 def _branch_attention_qkv(size: int) -> Iterator[Call]:
     held, heads, kv_heads, width = ((20, 4, 2, 64), (300, 16, 8, 128), (2048, 16, 8, 128))[size]
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": EPS}
 
     def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
         def run(qkv: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Outputs:
-            k_cache, v_cache, cos, sin, positions, length, slots = rest
+            k_cache, v_cache, cos, sin, positions, length, slots, *table = rest
             tables = (x.to(qkv.dtype) for x in (cos, sin)) if definition else (cos, sin)
-            out = function(qkv, q, k, *tables, positions, k_cache, v_cache, length, slots, **options)
+            pages = {"block_table": table[0] if table else None}
+            out = function(qkv, q, k, *tables, positions, k_cache, v_cache, length, slots, **pages, **options)
             return out, k_cache, v_cache
 
         return run
@@ -323,6 +336,24 @@ def _branch_attention_qkv(size: int) -> Iterator[Call]:
             flops=4.0 * rows * heads * width * held,
             bytes=4.0 * held * kv_heads * width,
         )
+    for rows, lengths in ((1, (held, held // 2, 1, held)), (16, (held, held - 1))):
+        pages, indices = _sequences(lengths, rows)
+        count = rows * len(lengths)
+        yield Call(
+            "branch_attention_qkv",
+            f"G={len(lengths)} N={count} Hq={heads} Hkv={kv_heads} E={width} P={held} (in pages)",
+            ordered(ops.branch_attention_qkv, False),
+            ordered(branch_attention_qkv.branch_attention_qkv, True),
+            (
+                *(_randn(count, (heads + 2 * kv_heads) * width), 1 + _randn(width) / 8, 1 + _randn(width, seed=1) / 8),
+                *(_randn(pages, PAGE, kv_heads, width, seed=seed) for seed in (1, 2)),
+                *_angles(held + 1, width),
+            ),
+            indices,
+            wide=2,
+            flops=4.0 * rows * heads * width * sum(lengths),
+            bytes=4.0 * sum(lengths) * kv_heads * width,
+        )
 
 
 def _decoder_layer(size: int) -> Iterator[Call]:
@@ -340,31 +371,40 @@ def _decoder_layer(size: int) -> Iterator[Call]:
                 *(input_norm, qkv, None, q_norm, k_norm, o, None, post_norm, gate_up, None, down, None)
             )
             tables = (x.to(hidden.dtype) for x in (cos, sin)) if definition else (cos, sin)
-            positions, length, slots = rest[12:]
-            out = function(hidden, weights, *tables, positions, k_cache, v_cache, length, slots, eps=EPS)
+            positions, length, slots, *table = rest[12:]
+            pages = {"block_table": table[0] if table else None}
+            out = function(hidden, weights, *tables, positions, k_cache, v_cache, length, slots, **pages, eps=EPS)
             return out, k_cache, v_cache
 
         return run
 
-    for rows in (1, 13):
+    for rows, lengths in ((1, ()), (13, ()), (1, (held, held // 2, 1, held))):
         one = torch.full((rows,), held, dtype=torch.int32)
+        indices: tuple[Tensor, ...] = (one, one[:1], held + torch.arange(rows, dtype=torch.int32))
+        shape: tuple[int, ...] = (held + rows,)
+        count, pages = rows * max(1, len(lengths)), 0
+        if lengths:
+            pages, indices = _sequences(lengths, rows)
+            shape = (pages, PAGE)
         matrices = [(outputs, model), (model, attention), (2 * inner, model), (model, inner)]
         qkv, o, gate_up, down = (_randn(*shape) / shape[1] ** 0.5 for shape in matrices)
         norms = [1 + _randn(n, seed=seed) / 8 for seed, n in enumerate((model, width, width, model))]
         yield Call(
             "decoder_layer",
-            f"N={rows} D={model} F={inner} P={held}",
+            f"G={len(lengths)} " * bool(lengths)
+            + f"N={count} D={model} F={inner} P={held}"
+            + " (in pages)" * bool(lengths),
             ordered(ops.decoder_layer, False),
             ordered(decoder_layer.decoder_layer, True),
             (
-                *(_randn(rows, model), norms[0], qkv, norms[1], norms[2], o, norms[3], gate_up, down),
-                *(_randn(held + rows, kv_heads, width, seed=seed, heavy=rows + 5) for seed in (1, 2)),
+                *(_randn(count, model), norms[0], qkv, norms[1], norms[2], o, norms[3], gate_up, down),
+                *(_randn(*shape, kv_heads, width, seed=seed, heavy=0 if lengths else rows + 5) for seed in (1, 2)),
                 *_angles(held + 1, width),
             ),
-            (one, one[:1], held + torch.arange(rows, dtype=torch.int32)),
+            indices,
             wide=2,
-            flops=2.0 * rows * sum(a * b for a, b in matrices),
-            bytes=2.0 * sum(a * b for a, b in matrices) + 4.0 * held * kv_heads * width,
+            flops=2.0 * count * sum(a * b for a, b in matrices),
+            bytes=2.0 * sum(a * b for a, b in matrices) + 4.0 * sum(lengths or (held,)) * kv_heads * width,
         )
 
 

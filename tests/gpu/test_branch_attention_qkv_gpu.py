@@ -77,12 +77,20 @@ def tables(width: int, device: str) -> tuple[Tensor, Tensor]:
     return angle.cos().to(device), angle.sin().to(device)
 
 
-def attend(size: Size, indices: Indices, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, *weights: Tensor) -> Tensor:
+def attend(
+    size: Size,
+    indices: Indices,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *weights: Tensor,
+    block_table: Tensor | None = None,
+) -> Tensor:
     q_weight, k_weight = weights or (None, None)
     with torch.cuda.device(qkv.device) if qkv.is_cuda else nullcontext():
         return kernels.branch_attention_qkv(
             *(qkv, q_weight, k_weight, *tables(size.width, str(qkv.device)), indices.positions, k_cache, v_cache),
-            *(indices.held, indices.slots, None, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
+            *(indices.held, indices.slots, block_table, size.heads, size.kv_heads, EPS, size.window, size.width**-0.5),
         )
 
 
@@ -179,6 +187,32 @@ def a_row_alone_has_the_same_bits(size: Size, dtype: torch.dtype, device: str = 
         assert torch.equal(attend(size, single, qkv[one], *others)[0], out[row])
 
 
+def pages_are_flat_caches(size: Size, dtype: torch.dtype, device: str = DEVICE, page: int = 64) -> None:
+    """Sequences of other lengths, in shuffled pages: each has the bits that it has alone over a flat cache."""
+    lengths = [size.held, size.held // 2, 0, size.held]
+    indices = [Indices.of(size._replace(held=held), device) for held in lengths]
+    columns = -(-(size.held + 2 * size.rows) // page)
+    source = torch.Generator().manual_seed(0)
+    table = torch.randperm(columns * len(lengths), generator=source).view(-1, columns).to(device)
+    shape = (columns * len(lengths), page, size.kv_heads, size.width)
+    pools = [randn(*shape, dtype=dtype, device=device, seed=seed) for seed in (0, 1)]
+    for g, held in enumerate(lengths):  # what is not held is never seen
+        for pool in pools:
+            pool[table[g, held // page], held % page :] = torch.nan
+            pool[table[g, held // page + 1 :]] = torch.nan
+    heads = size.heads + 2 * size.kv_heads
+    qkv = randn(len(lengths) * size.rows, heads * size.width, dtype=dtype, device=device, seed=2)
+    flat, rows = [[pool[each].flatten(0, 1) for pool in pools] for each in table], qkv.split(size.rows)
+    slots = [table[g][of.slots.long() // page] * page + of.slots % page for g, of in enumerate(indices)]
+    several = Indices(
+        torch.cat([of.positions for of in indices]), torch.cat([of.held for of in indices]), torch.cat(slots).int()
+    )
+    got = attend(size, several, qkv, *pools, block_table=table.int())
+    for g, of in enumerate(indices):
+        assert torch.equal(attend(size, of, rows[g], *flat[g]), got[g * size.rows : (g + 1) * size.rows])
+        assert all(same(pool[table[g]].flatten(0, 1), own) for pool, own in zip(pools, flat[g], strict=True))
+
+
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("size", SIZES)
 def test_matches_the_reference(size: str, dtype: torch.dtype) -> None:
@@ -192,7 +226,9 @@ def test_promises(promise: Callable[[Case], None], size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [touches_its_slots_only, bad_rows_are_nan, a_row_alone_has_the_same_bits], ids=lambda f: f.__name__
+    "check",
+    [touches_its_slots_only, bad_rows_are_nan, a_row_alone_has_the_same_bits, pages_are_flat_caches],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("size", ["small", "16x2048", "wide"])
 def test_rows(size: str, check: Callable[[Size, torch.dtype], None]) -> None:
