@@ -116,7 +116,7 @@ struct Scoring {
 struct Layout {
   const int64_t *branch, *group, *start, *length;  // [branches + 1], [groups + 1], [groups], [groups]
   int64_t branches, groups;
-  const int64_t* table;  // [groups, columns], null where a prefix is not paged
+  const int64_t* table;            // [groups, columns], columns -1 and `pages` keys where a prefix is not paged
   int64_t columns, pages, page;
   int64_t longest;  // prefix that is taken
 
@@ -129,7 +129,7 @@ struct Layout {
   }
 
   bool fits(int64_t rows) const {
-    const int64_t held = table ? columns * page : pages;
+    const int64_t held = columns < 0 ? pages : columns * page;
     if (branch[0] != 0 || branch[branches] != rows || group[0] != 0 || group[groups] != branches) return false;
     for (int64_t b = 0; b < branches; ++b)
       if (branch[b] > branch[b + 1]) return false;
@@ -444,7 +444,7 @@ int fbcpu_branch_attention_backward(
     const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
     float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
     int64_t width, float scale, int threads) {
-  Layout layout = {branch, group, start, length, branches, groups, nullptr, 0, held, 0, longest};
+  Layout layout = {branch, group, start, length, branches, groups, nullptr, -1, held, 0, longest};
   if (!layout.fits(rows)) return OTHER_LAYOUT;
   return kernels.branch_attention_backward(
       {grad, grad_row, grad_head, 0}, {q, q_row, q_head, 0}, {k, k_row, k_head, 0}, {v, v_row, v_head, 0},

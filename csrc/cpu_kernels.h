@@ -933,6 +933,8 @@ static int branch_attention(
     T* out, float* lse, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width,
     int threads) {
   typedef Factors<T> F;
+  if (rows) std::memset(done, 1, rows);
+  if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
   int64_t blocks = 0, products = 0;
   for (int64_t g = 0; g < layout.groups; ++g) {
@@ -944,7 +946,6 @@ static int branch_attention(
   const int64_t floats = Attended<F>::floats(room, width);
   float* memory = scratch(threads * floats);
   if (!memory) return OUT_OF_MEMORY;
-  if (rows) std::memset(done, 1, rows);
   auto attend = [=, &layout, &how](Attended<F>& of, int64_t h, int64_t g, int64_t first, int64_t stop) {
     const int64_t n = (stop - first) * repeat, length = layout.length[g];
     int64_t began[QUERIES], least = 0;  // of each row its branch; the first key of the prefix that one sees

@@ -70,7 +70,7 @@ def _run(
     done = torch.empty(rows, dtype=torch.bool)
     code = getattr(found, f"fbcpu_{name}")(
         *places, *(x if x is None else x.data_ptr() for x in wide), len(branch) - 1, len(group) - 1,
-        0 if table is None else table.shape[1], *prefix.shape[: 1 if table is None else 2],
+        -1 if table is None else table.shape[1], *prefix.shape[: 1 if table is None else 2],
         *([0] if table is None else []), *(x.data_ptr() for x in results), done.data_ptr(), rows, heads,
         prefix.shape[-2], width, scale, softcap or 0.0, ALL if window is None else window, torch.get_num_threads(),
         q.dtype == torch.bfloat16,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS
 from torch import Tensor
 
-from cases.base import INDICES, WIDTHS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
+from cases.base import INDICES, ROWS, Case, Op, Way, generator, ids, launched, normal, randn, seeds, single
 from fb_kernels import BranchLayout
-from fb_kernels.branch_attention import cpu, reference, triton_backward, triton_layout
+from fb_kernels.branch_attention import reference, triton_backward, triton_layout
 from fb_kernels.branch_attention.naive import branch_attention as naive
 from fb_kernels.precision import accumulation_dtype
 from fb_kernels.testing import magnitude, poison_
@@ -176,18 +176,6 @@ def sizes(
     )
 
 
-ONE_ROW = st.fixed_dictionaries(
-    {
-        "groups": groups(st.integers(0, 5).map(lambda rows: [1] * rows), 21, 1).filter(lambda x: any(g[0] for g in x)),
-        "heads": st.tuples(st.integers(1, 5), st.integers(1, 3)).map(lambda x: (x[0] * x[1], x[1])),
-        "width": WIDTHS,
-        "index": st.sampled_from([torch.int32, torch.int64]),
-        "scale": st.sampled_from([None, 0.3]),
-        "seed": seeds,
-    }
-)
-
-
 COMPILED = st.fixed_dictionaries(
     {
         "groups": groups(st.integers(0, 20).map(lambda rows: [1] * rows), 330, 1),
@@ -248,6 +236,12 @@ def relaid(name: str, layout: str = "steps of 2") -> Case:
     """The same with a tensor of other strides."""
     case = in_16_bits(page=4)
     return case.with_(**{name: LAYOUTS[layout](case.tensors[name])})
+
+
+def spread(name: str) -> Case:
+    """Float32, one tensor with gaps between its elements."""
+    case = single(make(**TYPICAL))
+    return case.with_(**{name: LAYOUTS["steps of 2"](case.tensors[name])})
 
 
 MIXED: Groups = [([3, 1], 0, 6), ([1, 1], 6, 3)]  # branches of one row in a group of their own, for the CPU's kernel
@@ -323,23 +317,16 @@ OP = Op(
             ],
         ),
         "cpu": Way(
-            (torch.float32,),
-            ONE_ROW,
-            layouts=("offset", "rows apart"),
+            (torch.float32, torch.bfloat16),
+            layouts=ROWS,
             also=[
-                {"groups": [([1] * 67, 0, 9)], "heads": (2, 1)},
-                *(
-                    {"groups": [([1, 1], 2, 5), ([1], 0, 9)], "page": 9, "heads_first": first, "spare": 0}
-                    for first in (False, True)
-                ),
+                *SPANNING,
+                {"groups": [([300, 5], 0, 700), ([], 0, 3), ([1] * 70, 4, 300)], "heads": (2, 1), "return_lse": False},
+                {"groups": [([2], 0, 3)], "heads": (200, 1)},
             ],
             refused=[
-                lambda: single(make([([1, 2], 0, 3)])),
-                lambda: one_row((2, 0, 3), own=False),
-                lambda: one_row((2, 0, 3), window=2),
-                lambda: one_row((2, 0, 3), softcap=9.0),
-                lambda: one_row((2, 0, 3), page=2),
-                lambda: one_row((1, 0, cpu.PREFIX + 1)),
+                lambda: OP.cast(make(**TYPICAL), torch.float16),
+                *((lambda name=name: spread(name)) for name in ("q", "k", "prefix_v")),
             ],
         ),
     },
