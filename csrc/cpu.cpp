@@ -101,9 +101,8 @@ struct Heads {  // of every row
   const T* data;
   int64_t row, head, apart;  // pages
   const T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
-  // From row r on, the heads that share key head g; of keys and values that one for each of them.
+  // From row r on, the heads that share key head g.
   Block<const T> queries(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g * repeat), row, head, repeat}; }
-  Block<const T> keys(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g), row, 0, repeat}; }
   Keys<T> of(int64_t h) const { return {at(0, h), row, nullptr, 0, 0, 0}; }
 };
 
@@ -118,7 +117,6 @@ struct Layout {
   int64_t branches, groups;
   const int64_t* table;            // [groups, columns], columns -1 and `pages` keys where a prefix is not paged
   int64_t columns, pages, page;
-  int64_t longest;  // prefix that is taken
 
   int64_t first(int64_t g) const { return branch[group[g]]; }
   int64_t branch_of(int64_t row) const { return std::upper_bound(branch, branch + branches, row) - branch - 1; }
@@ -143,10 +141,10 @@ struct Layout {
     return true;
   }
 
-  bool takes(int64_t g) const {  // branches of one row
-    for (int64_t b = group[g]; b < group[g + 1]; ++b)
-      if (branch[b + 1] - branch[b] != 1) return false;
-    return length[g] <= longest;
+  int64_t products(int64_t width) const {  // a lower bound
+    int64_t sum = 0;
+    for (int64_t g = 0; g < groups; ++g) sum += 2 * (first(g + 1) - first(g)) * width * (length[g] + 1);
+    return sum;
   }
 };
 
@@ -238,9 +236,6 @@ struct Change {
 
 constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
 constexpr int64_t MOST_KEYS = 1 << 14;  // of a flat cache, times rows: torch.bmm reads them once for all rows
-constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
-
-int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
 
 // Here and not among the variants: instances of templates belong to the whole library.
 void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // the k-th largest is the last of them
@@ -306,12 +301,12 @@ struct Step {
   decltype(&plain::topk_entropy<T>) topk_entropy;
   decltype(&plain::rms_norm<T>) rms_norm;
   decltype(&plain::branch_attention<T>) branch_attention;
+  decltype(&plain::branch_attention_backward<T>) branch_attention_backward;
 };
 
 struct Kernels {
   Step<float> single;
   Step<BFloat16> narrow;
-  decltype(&plain::branch_attention_backward) branch_attention_backward;
   decltype(&plain::swiglu) swiglu;
   decltype(&plain::merge_attention_states) merge_attention_states;
   decltype(&plain::candidate_head) candidate_head;
@@ -322,11 +317,10 @@ struct Kernels {
 
 #define STEP(variant, T) \
   {variant::skinny_linear<T>, variant::branch_attention_qkv<T>, variant::decoder_layer<T>, variant::topk_entropy<T>, \
-   variant::rms_norm<T>, variant::branch_attention<T>}
+   variant::rms_norm<T>, variant::branch_attention<T>, variant::branch_attention_backward<T>}
 
 #define KERNELS(variant)                                                                             \
-  {STEP(variant, float), STEP(variant, BFloat16), variant::branch_attention_backward,                \
-   variant::swiglu, variant::merge_attention_states,                                                 \
+  {STEP(variant, float), STEP(variant, BFloat16), variant::swiglu, variant::merge_attention_states,  \
    variant::candidate_head, variant::linear_logprob, variant::linear_logprob_in_panels<BFloat16>,    \
    variant::qk_norm_rope}
 
@@ -424,7 +418,7 @@ int fbcpu_branch_attention(
     int64_t branches, int64_t groups, int64_t columns, int64_t pages, int64_t page, void* out, float* lse,
     unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, float scale, float softcap,
     int64_t window, int threads, int narrow) {
-  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page, 0};
+  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page};
   if (!layout.fits(rows)) return OTHER_LAYOUT;
   return typed(narrow, [=, &layout](const auto& step, auto one) {
     return step.branch_attention({as(q, one), q_row, q_head, 0}, {as(k, one), k_row, k_head, 0},
@@ -437,19 +431,24 @@ int fbcpu_branch_attention(
 }
 
 int fbcpu_branch_attention_backward(
-    const float* grad, int64_t grad_row, int64_t grad_head, const float* q, int64_t q_row, int64_t q_head,
-    const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head,
-    const float* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head, const float* prefix_v, int64_t prefix_v_row,
-    int64_t prefix_v_head, int64_t held, const int64_t* branch, const int64_t* group, const int64_t* start,
-    const int64_t* length, int64_t branches, int64_t groups, int64_t longest, float* dq, float* dk, float* dv,
-    float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads,
-    int64_t width, float scale, int threads) {
-  Layout layout = {branch, group, start, length, branches, groups, nullptr, -1, held, 0, longest};
+    const void* grad, int64_t grad_row, int64_t grad_head, const void* out, int64_t out_row, int64_t out_head,
+    const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row, int64_t k_head, const void* v,
+    int64_t v_row, int64_t v_head, const void* prefix_k, int64_t prefix_k_row, int64_t prefix_k_head,
+    int64_t prefix_k_page, const void* prefix_v, int64_t prefix_v_row, int64_t prefix_v_head, int64_t prefix_v_page,
+    const int64_t* branch, const int64_t* group, const int64_t* start, const int64_t* length, const int64_t* table,
+    int64_t branches, int64_t groups, int64_t columns, int64_t pages, int64_t page, const float* lse, float* dq,
+    float* dk, float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads,
+    int64_t kv_heads, int64_t width, float scale, float softcap, int64_t window, int threads, int narrow) {
+  Layout layout = {branch, group, start, length, branches, groups, table, columns, pages, page};
   if (!layout.fits(rows)) return OTHER_LAYOUT;
-  return kernels.branch_attention_backward(
-      {grad, grad_row, grad_head, 0}, {q, q_row, q_head, 0}, {k, k_row, k_head, 0}, {v, v_row, v_head, 0},
-      {prefix_k, prefix_k_row, prefix_k_head, 0}, {prefix_v, prefix_v_row, prefix_v_head, 0}, layout, dq, dk, dv, dprefix_k,
-      dprefix_v, done, heads, kv_heads, width, scale, threads);
+  return typed(narrow, [=, &layout](const auto& step, auto one) {
+    return step.branch_attention_backward(
+        {as(grad, one), grad_row, grad_head, 0}, {as(out, one), out_row, out_head, 0}, {as(q, one), q_row, q_head, 0},
+        {as(k, one), k_row, k_head, 0}, {as(v, one), v_row, v_head, 0},
+        {as(prefix_k, one), prefix_k_row, prefix_k_head, prefix_k_page},
+        {as(prefix_v, one), prefix_v_row, prefix_v_head, prefix_v_page}, layout, {scale, softcap, window}, lse, dq, dk,
+        dv, dprefix_k, dprefix_v, done, rows, heads, kv_heads, width, threads);
+  });
 }
 
 int fbcpu_topk_entropy(

@@ -519,47 +519,6 @@ INLINE void all_weighted(
   for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out, goes_on, ends);
 }
 
-// The columns from e on of out[j] + sum_r p[r][j] x[r]: J places, V vectors, or `tail` columns where given.
-template <int J, int V>
-INLINE void added(
-    const float* p, int64_t p_stride, const float* x, int64_t stride, int64_t rows, int64_t tail, float* out,
-    int64_t out_stride) {
-  Lanes acc[J][V];
-  for (int j = 0; j < J; ++j)
-    for (int i = 0; i < V; ++i) {
-      const float* from = out + j * out_stride + i * LANES;
-      acc[j][i] = tail ? load(from, tail) : load(from);
-    }
-  for (int64_t r = 0; r < rows; ++r)
-    for (int i = 0; i < V; ++i) {
-      Lanes value = load(x + r * stride + i * LANES);
-      for (int j = 0; j < J; ++j) acc[j][i] += p[r * p_stride + j] * value;
-    }
-  for (int j = 0; j < J; ++j)
-    for (int i = 0; i < V; ++i)
-      std::memcpy(out + j * out_stride + i * LANES, &acc[j][i], tail ? tail * sizeof(float) : sizeof(Lanes));
-}
-
-template <int J>
-INLINE void some_added(
-    const float* p, int64_t p_stride, const float* x, int64_t rows, int64_t width, float* out, int64_t out_stride) {
-  int64_t stride = padded(width), e = 0;
-  for (; e + 4 * LANES <= width; e += 4 * LANES)
-    added<J, 4>(p, p_stride, x + e, stride, rows, 0, out + e, out_stride);
-  for (; e < width; e += LANES)
-    added<J, 1>(p, p_stride, x + e, stride, rows, width - e < LANES ? width - e : 0, out + e, out_stride);
-}
-
-// out[j] += sum_r p[r][j] x[r] for the shared ones; x is padded to whole lanes.
-INLINE void all_added(
-    const float* p, int64_t p_stride, const float* x, int64_t rows, int64_t count, int64_t width, float* out,
-    int64_t out_stride) {
-  int64_t j = 0;
-  for (; j + ROWS <= count; j += ROWS)
-    some_added<ROWS>(p + j, p_stride, x, rows, width, out + j * out_stride, out_stride);
-  for (; j < count; ++j) some_added<1>(p + j, p_stride, x, rows, width, out + j * out_stride, out_stride);
-}
-
 template <typename T>
 INLINE int64_t scratch_of(const Sequences<T>& in) {  // floats
   const int64_t group = in.heads / in.kv_heads;
@@ -744,21 +703,31 @@ INLINE void packed(const At& at, int64_t columns, int64_t width, float* panel) {
     }
 }
 
+// Rows of x, and their places, lie so far apart.
+template <typename X>
+struct Factor {
+  const X* data;
+  int64_t row, place;
+};
+
 // out[r][c] = x[r] . column c of a panel over `count` places, or added to it; each sum in the order of its terms.
 template <typename F, bool ADDED, int R>
 INLINE void panel_products(
-    const typename F::X* x, int64_t x_stride, int64_t count, const float* panel, float* out, int64_t out_stride) {
+    const Factor<typename F::X>& x, int64_t first, int64_t count, const float* panel, int64_t panel_stride, float* out,
+    int64_t out_stride) {
+  const typename F::X* of = x.data + first * x.row;
+  out += first * out_stride;
   constexpr int64_t TAKEN = F::STEP / LANES;
   Lanes low[R] = {}, high[R] = {};
   for (int r = 0; ADDED && r < R; ++r) {
     low[r] = load(out + r * out_stride);
     high[r] = load(out + r * out_stride + LANES);
   }
-  for (int64_t k = 0; k < count; k += TAKEN, panel += PANEL) {
+  for (int64_t k = 0; k < count; k += TAKEN, panel += panel_stride) {
     const auto b = (typename F::Vector)load(panel), c = (typename F::Vector)load(panel + LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const auto a = F::everywhere(x + r * x_stride + k);
+      const auto a = F::everywhere(of + r * x.row + k * x.place);
       F::add(a, b, low[r]);
       F::add(a, c, high[r]);
     }
@@ -772,15 +741,14 @@ INLINE void panel_products(
 // The same of any number of rows.
 template <typename F, bool ADDED>
 INLINE void panel_rows(
-    const typename F::X* x, int64_t x_stride, int64_t rows, int64_t count, const float* panel, float* out,
+    const Factor<typename F::X>& x, int64_t rows, int64_t count, const float* panel, int64_t panel_stride, float* out,
     int64_t out_stride) {
   int64_t row = 0;
   for (; row + PANEL_ROWS <= rows; row += PANEL_ROWS)
-    panel_products<F, ADDED, PANEL_ROWS>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
+    panel_products<F, ADDED, PANEL_ROWS>(x, row, count, panel, panel_stride, out, out_stride);
   for (; row + FEW <= rows; row += FEW)
-    panel_products<F, ADDED, FEW>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
-  for (; row < rows; ++row)
-    panel_products<F, ADDED, 1>(x + row * x_stride, x_stride, count, panel, out + row * out_stride, out_stride);
+    panel_products<F, ADDED, FEW>(x, row, count, panel, panel_stride, out, out_stride);
+  for (; row < rows; ++row) panel_products<F, ADDED, 1>(x, row, count, panel, panel_stride, out, out_stride);
 }
 
 constexpr int64_t KEYS = 256;                  // that a block of rows meets at a time
@@ -810,6 +778,18 @@ INLINE bool packed_values(const At& at, int64_t count, int64_t width, float* pan
   float sum = 0;
   for (int i = 0; i < LANES; ++i) sum += strange[i];
   return sum == 0;
+}
+
+// score[r][j] = x[r] . keys(j), of keys as they lie where there are few.
+template <typename F, typename At>
+INLINE void key_products(
+    const typename F::X* x, int64_t stride, int64_t rows, const At& keys, int64_t count, int64_t width, bool few,
+    float* panel, float* score) {
+  if (few) return tiled<F>(x, rows, keys(0), keys.row, width, 0, count, score, KEY_STRIDE);
+  for (int64_t j = 0; j < count; j += PANEL) {
+    packed<F>([&](int64_t i) { return keys(j + i); }, count - j, width, panel);
+    panel_rows<F, false>({x, stride, 1}, rows, stride, panel, PANEL, score + j, KEY_STRIDE);
+  }
 }
 
 template <typename T>
@@ -889,13 +869,7 @@ struct Attended {
     float* scores = score + first * KEY_STRIDE;
     const X* x = query + first * stride;
     const int64_t made = first + rows == taken ? in_fews(rows) : rows;
-    if (few)
-      tiled<F>(x, rows, keys(0), keys.row, width, 0, count, scores, KEY_STRIDE);
-    else
-      for (int64_t c = 0; c < count; c += PANEL) {
-        packed<F>([&](int64_t i) { return keys(c + i); }, count - c, width, key_panel);
-        panel_rows<F, false>(x, stride, made, stride, key_panel, scores + c, KEY_STRIDE);
-      }
+    key_products<F>(x, stride, few ? rows : made, keys, count, width, few, key_panel, scores);
     for (int64_t r = first; r < first + rows; ++r) {
       float *of = score + r * KEY_STRIDE, largest;
       int64_t low = 0, high = count;
@@ -918,15 +892,52 @@ struct Attended {
     }
     const bool finite = packed_values<F>(values, count, width, panel);
     for (int64_t e = 0; e < width; e += PANEL)
-      panel_rows<F, true>((X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), made, count,
-                          panel + e / PANEL * value_panel<F>(), sum + first * sum_stride + e, sum_stride);
+      panel_rows<F, true>({(X*)scores, KEY_STRIDE * sizeof(float) / sizeof(X), 1}, made, count,
+                          panel + e / PANEL * value_panel<F>(), PANEL, sum + first * sum_stride + e, sum_stride);
     return finite;
   }
 };
 
-// Attention of branches of any length: each block of a group's rows meets the group's prefix, then each branch's rows
-// meet their own. The keys that a row sees come in the same pieces in every block. `done`: rows that saw nothing but
-// finite values.
+// The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
+// branch. meet(own, at, count, from, to, few, range): rows `from` to `to` meet `count` keys from `at` on, of which row r
+// of those sees the ones that range(r, low, high) says; `few` where their branch is short.
+template <typename Meet>
+INLINE void each_piece(
+    const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, const Meet& meet) {
+  const int64_t length = layout.length[g];
+  int64_t began[QUERIES], least = 0, b = layout.branch_of(first);  // each row's branch; the first key that one sees
+  for (int64_t row = first, at = b; row < stop; ++row) {
+    while (layout.branch[at + 1] <= row) ++at;
+    began[row - first] = layout.branch[at];
+    const int64_t low = length + row - layout.branch[at] + 1 - how.window;
+    least = row == first ? low : std::min(least, low);
+  }
+  for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
+    const int64_t count = std::min(KEYS, length - at);
+    meet(false, at, count, first, stop, false, [&](int64_t row, int64_t& low, int64_t& high) {
+      low = std::min(count, std::max<int64_t>(0, length + row - began[row - first] + 1 - how.window - at));
+      high = count;
+    });
+  }
+  for (; own && b < layout.branches && layout.branch[b] < stop; ++b) {
+    const int64_t start = layout.branch[b], end = layout.branch[b + 1];
+    const int64_t from = std::max(first, start), to = std::min(stop, end), seen = from + 1 - how.window - start;
+    for (int64_t at = start + std::max<int64_t>(0, seen) / KEYS * KEYS; from < to && at < to; at += KEYS) {
+      const int64_t count = std::min(KEYS, to - at);
+      meet(true, at, count, from, to, end - start < PANEL, [&](int64_t row, int64_t& low, int64_t& high) {
+        low = std::min(count, std::max<int64_t>(0, row + 1 - how.window - at));
+        high = std::min(count, std::max<int64_t>(0, row + 1 - at));
+      });
+    }
+  }
+}
+
+// Threads that so many pieces of so much work are shared by.
+INLINE int sharing(int threads, int64_t pieces, int64_t products) {
+  return (int)std::max<int64_t>(1, std::min<int64_t>({threads, pieces, products / SHARE}));
+}
+
+// Attention of branches of any length. `done`: rows that saw nothing but finite values.
 template <typename T>
 static int branch_attention(
     Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v, const Layout& layout, const Scoring& how,
@@ -936,58 +947,30 @@ static int branch_attention(
   if (rows) std::memset(done, 1, rows);
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
-  int64_t blocks = 0, products = 0;
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    const int64_t taken = layout.first(g + 1) - layout.first(g);
-    blocks += (taken + most - 1) / most;
-    products += 2 * taken * heads * width * (layout.length[g] + 1);
-  }
-  threads = (int)std::max<int64_t>(1, std::min<int64_t>({threads, blocks * kv_heads, products / SHARE}));
+  int64_t blocks = 0;
+  for (int64_t g = 0; g < layout.groups; ++g) blocks += (layout.first(g + 1) - layout.first(g) + most - 1) / most;
+  threads = sharing(threads, blocks * kv_heads, layout.products(heads * width));
   const int64_t floats = Attended<F>::floats(room, width);
   float* memory = scratch(threads * floats);
   if (!memory) return OUT_OF_MEMORY;
   auto attend = [=, &layout, &how](Attended<F>& of, int64_t h, int64_t g, int64_t first, int64_t stop) {
-    const int64_t n = (stop - first) * repeat, length = layout.length[g];
-    int64_t began[QUERIES], least = 0;  // of each row its branch; the first key of the prefix that one sees
+    const int64_t n = (stop - first) * repeat;
     bool sound[QUERIES];
-    int64_t b = layout.branch_of(first);
-    for (int64_t row = first, at = b; row < stop; ++row) {
-      while (layout.branch[at + 1] <= row) ++at;
-      began[row - first] = layout.branch[at];
-      sound[row - first] = true;
-      const int64_t low = length + row - layout.branch[at] + 1 - how.window;
-      least = row == first ? low : std::min(least, low);
-    }
+    for (int64_t row = first; row < stop; ++row) sound[row - first] = true;
     of.begin(q.queries(first, h, repeat), n);
     const Keys<T> shared_k = layout.keys(prefix_k, g, h), shared_v = layout.keys(prefix_v, g, h);
-    for (int64_t at = std::max<int64_t>(0, least) / KEYS * KEYS; at < length; at += KEYS) {
-      const int64_t count = std::min(KEYS, length - at);
-      const bool finite = of.meet(0, n, shared_k.from(at), shared_v.from(at), count, false, how,
-                                  [&](int64_t r, int64_t& low, int64_t&) {
-                                    const int64_t row = first + r / repeat;
-                                    low = length + row - began[row - first] + 1 - how.window - at;
-                                    low = std::min(count, std::max<int64_t>(0, low));
-                                  });
-      for (int64_t row = first; row < stop && !finite; ++row) sound[row - first] = false;
-    }
-    for (; k.data && b < layout.branches && layout.branch[b] < stop; ++b) {
-      const int64_t start = layout.branch[b], from = std::max(first, start), to = std::min(stop, layout.branch[b + 1]);
-      const int64_t lowest = std::max(start, from + 1 - how.window);
-      for (int64_t at = start + (lowest - start) / KEYS * KEYS; from < to && at < to; at += KEYS) {
-        const int64_t count = std::min(KEYS, to - at);
-        const bool finite = of.meet((from - first) * repeat, (to - from) * repeat, k.of(h).from(at), v.of(h).from(at),
-                                    count, layout.branch[b + 1] - start < PANEL, how,
-                                    [&](int64_t r, int64_t& low, int64_t& high) {
-                                      const int64_t place = first + r / repeat + 1 - at;
-                                      low = std::min(count, std::max<int64_t>(0, place - how.window));
-                                      high = std::min(count, std::max<int64_t>(0, place));
-                                    });
-        for (int64_t row = at, strange = 0; row < to && !finite; ++row) {
-          strange |= row < at + count && !all_finite(v.at(row, h), width);
-          if (row >= first && strange) sound[row - first] = false;
-        }
+    each_piece(layout, how, k.data, g, first, stop, [&](bool own, int64_t at, int64_t count, int64_t from, int64_t to,
+                                                        bool few, const auto& range) {
+      const Keys<T> keys = (own ? k.of(h) : shared_k).from(at), values = (own ? v.of(h) : shared_v).from(at);
+      if (of.meet((from - first) * repeat, (to - from) * repeat, keys, values, count, few, how,
+                  [&](int64_t r, int64_t& low, int64_t& high) { range(first + r / repeat, low, high); }))
+        return;
+      bool strange = !own;
+      for (int64_t row = own ? at : from; row < to; ++row) {
+        strange = strange || (row < at + count && !all_finite(v.at(row, h), width));
+        if (row >= from && strange) sound[row - first] = false;
       }
-    }
+    });
     for (int64_t r = 0; r < n; ++r) {
       const int64_t row = first + r / repeat, head = h * repeat + r % repeat;
       const float total = of.total[r], inverse = total == 0 ? 0 : 1 / total;
@@ -1012,107 +995,116 @@ static int branch_attention(
   return 0;
 }
 
-// to[r] = from[r] * scale, padded with zeros to whole lanes.
-INLINE void gathered(const Block<const float>& from, int64_t rows, int64_t width, float scale, float* to) {
-  for (int64_t r = 0; r < rows; ++r, to += padded(width)) {
-    const float* x = from[r];
-    int64_t e = 0;
-    for (; e + LANES <= width; e += LANES) store(to + e, load(x + e) * scale);
-    if (e < width) store(to + e, load(x + e, width - e) * scale);
-  }
-}
-
-INLINE bool all_finite(const Block<float>& x, int64_t rows, int64_t width) {  // old
-  Lanes sum = {};
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t e = 0; e < width; e += LANES) sum += load(x[r] + e, width - e < LANES ? width - e : LANES) * 0.0f;
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += sum[i];
-  return total == 0;
-}
-
-// The groups that are taken, some rows and one key head at a time, heads on so many threads at most: body(memory of the
-// thread, first row, rows, key head, first key, keys) says whether all it wrote is finite, `done` whether that is so of
-// all of a row's group. A head's groups come in order. False where there is no memory of so many floats a thread.
-template <typename Body>
-INLINE bool blocks(
-    const Layout& layout, int64_t kv_heads, int64_t repeat, int64_t width, int64_t floats, int threads,
-    unsigned char* done, Body body) {
-  const int64_t most = rows_at_once(repeat);
-  int64_t products = 0;
-  for (int64_t g = 0; g < layout.groups; ++g) {
-    const int64_t first = layout.first(g), rows = layout.first(g + 1) - first;
-    const bool taken = layout.takes(g);
-    if (rows) std::memset(done + first, taken, rows);  // of no rows there is no memory
-    if (taken) products += 2 * rows * kv_heads * repeat * width * (layout.length[g] + 1);
-  }
-  threads = (int)std::max<int64_t>(1, std::min<int64_t>({threads, kv_heads, products / SHARE}));
-  float* memory = scratch(threads * floats);
-  if (!memory) return false;
-  share(kv_heads, 1, threads, [=, &layout](int64_t head, int64_t last) {
-    float* own = memory + (threads > 1 ? part() : 0) * floats;
-    for (; head < last; ++head)
-      for (int64_t g = 0; g < layout.groups; ++g) {
-        const int64_t first = layout.first(g), end = layout.first(g + 1);
-        bool well = layout.takes(g);
-        for (int64_t row = first; row < end && well; row += most)
-          well = body(own, row, end - row < most ? end - row : most, head, layout.start[g], layout.length[g]);
-        for (int64_t row = first; row < end && !well; ++row) {
+// With p the probabilities: ds = p (grad . v - grad . out) and dq = scale ds k, dk = scale ds q and dv = p grad, summed
+// over the rows that see a key; those of the prefix are added to what is there, in the order of the groups, unless they
+// are null. `done`: rows of groups in which all is finite.
+template <typename T>
+static int branch_attention_backward(
+    Heads<T> grad, Heads<T> out, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v,
+    const Layout& layout, const Scoring& how, const float* lse, float* dq, float* dk, float* dv, float* dprefix_k,
+    float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int threads) {
+  typedef Widened<T> F;
+  if (rows) std::memset(done, 1, rows);
+  if (!rows || !heads) return 0;
+  const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
+  const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
+  const int64_t panels = stride / PANEL * value_panel<F>();
+  const int64_t floats = room * (2 * span + stride + 2 * (KEY_STRIDE + 1)) + span * PANEL + panels + KEYS * stride;
+  const bool apart = !dprefix_k || !dprefix_v;  // then groups have no sum in common
+  const int64_t pieces = kv_heads * (apart ? layout.groups : 1);
+  threads = sharing(threads, pieces, layout.products(heads * width));
+  float* memory = scratch(threads * padded(floats));
+  if (!memory) return OUT_OF_MEMORY;
+  auto block = [=, &layout, &how](float* query, int64_t h, int64_t g, int64_t first, int64_t stop) {
+    const int64_t n = (stop - first) * repeat;
+    float *slope = query + room * span, *sum = slope + room * span, *score = sum + room * stride;
+    float *ds = score + room * KEY_STRIDE, *log = ds + room * KEY_STRIDE, *delta = log + room;
+    float *key_panel = delta + room, *panel = key_panel + span * PANEL, *part = panel + panels;
+    std::memset(query, 0, room * (2 * span + stride) * sizeof(float));
+    const Block<const T> queries = q.queries(first, h, repeat), slopes = grad.queries(first, h, repeat);
+    const Block<const T> outs = out.queries(first, h, repeat);
+    for (int64_t r = 0; r < n; ++r) {
+      copied(queries[r], width, query + r * span);
+      copied(slopes[r], width, slope + r * span);
+      const float of = lse[(h * repeat + r % repeat) * rows + first + r / repeat];
+      log[r] = of == -INFINITY ? 0 : of;
+      delta[r] = (float)added(width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
+    }
+    bool finite = true;
+    // To each of `count` rows of `to` sum_r p[r][j] x[r].
+    auto collect = [&](const float* p, const float* x, int64_t from, int64_t taken, int64_t count, float* to) {
+      for (int64_t e = 0; e < width; e += PANEL)
+        panel_rows<F, false>({p + from * KEY_STRIDE, 1, KEY_STRIDE}, count, taken, x + from * span + e, span,
+                             part + e, stride);
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t e = 0; e < width; e += LANES) {
+          const int64_t m = width - e < LANES ? width - e : LANES;
+          float* at = to + j * kv_heads * width + e;
+          store(at, some(at, m) + load(part + j * stride + e), m);
+        }
+    };
+    each_piece(layout, how, k.data, g, first, stop, [&](bool own, int64_t at, int64_t count, int64_t from, int64_t to,
+                                                        bool few, const auto& range) {
+      const Keys<T> keys = (own ? k.of(h) : layout.keys(prefix_k, g, h)).from(at);
+      const Keys<T> values = (own ? v.of(h) : layout.keys(prefix_v, g, h)).from(at);
+      const int64_t begin = (from - first) * repeat, taken = (to - from) * repeat;
+      auto multiply = [&](const float* x, const Keys<T>& with, float* into) {
+        x += begin * span, into += begin * KEY_STRIDE;
+        key_products<F>(x, span, taken, with, count, width, few, key_panel, into);
+      };
+      multiply(query, keys, score);
+      multiply(slope, values, ds);
+      for (int64_t r = begin; r < begin + taken; ++r) {
+        float *p = score + r * KEY_STRIDE, *d = ds + r * KEY_STRIDE;
+        int64_t low, high;
+        range(first + r / repeat, low, high);
+        for (int64_t i = 0; i < count; i += LANES) {
+          Lanes s = load(p + i) * how.scale, slant = Lanes{} + how.scale;
+          if (how.softcap != 0) {
+            const Lanes t = tangent(s / how.softcap);
+            s = t * how.softcap;
+            slant *= 1.0f - t * t;
+          }
+          const Lanes e = exponential(s - log[r]);
+          store(p + i, e);
+          store(d + i, e * (load(d + i) - delta[r]) * slant);
+        }
+        for (float* masked : {p, d}) {
+          for (int64_t i = 0; i < low; ++i) masked[i] = 0;
+          for (int64_t i = high; i < count; ++i) masked[i] = 0;
+        }
+      }
+      finite = packed_values<F>(values, count, width, panel) && finite;
+      finite = packed_values<F>(keys, count, width, panel) && finite;
+      for (int64_t e = 0; e < width; e += PANEL)
+        panel_rows<F, true>({ds + begin * KEY_STRIDE, KEY_STRIDE, 1}, taken, count, panel + e / PANEL * value_panel<F>(),
+                            PANEL, sum + begin * stride + e, stride);
+      const int64_t place = ((own ? at : layout.start[g] + at) * kv_heads + h) * width;
+      if (own || dprefix_k) collect(ds, query, begin, taken, count, (own ? dk : dprefix_k) + place);
+      if (own || dprefix_v) collect(score, slope, begin, taken, count, (own ? dv : dprefix_v) + place);
+    });
+    for (int64_t r = 0; r < n; ++r) {
+      copied(sum + r * stride, width, dq + ((first + r / repeat) * heads + h * repeat + r % repeat) * width);
+      finite = finite && all_finite(sum + r * stride, width);
+    }
+    return finite;
+  };
+  share(pieces, 1, threads, [=, &layout](int64_t piece, int64_t last) {
+    float* own = memory + (threads > 1 ? part() : 0) * padded(floats);
+    for (; piece < last; ++piece)
+      for (int64_t g = apart ? piece % layout.groups : 0; g < (apart ? piece % layout.groups + 1 : layout.groups); ++g) {
+        const int64_t h = apart ? piece / layout.groups : piece, start = layout.first(g), end = layout.first(g + 1);
+        bool finite = true;
+        for (int64_t row = start; row < end; row += most) finite = block(own, h, g, row, std::min(end, row + most)) && finite;
+        for (int64_t row = start; row < end && k.data && finite; ++row)
+          for (const float* of : {dk, dv}) finite = finite && all_finite(of + (row * kv_heads + h) * width, width);
+        for (int64_t row = start; row < end && !finite; ++row) {
 #pragma omp atomic write
           done[row] = 0;
         }
       }
   });
-  return true;
-}
-
-// With p the probabilities: ds = p (grad . v - sum p grad . v) and dq = scale ds k; of a row's own key and value
-// dk = scale ds q and dv = p grad, summed over the heads that share them; those of the prefix are added to what is
-// there, in the order of the groups, unless they are null.
-static int branch_attention_backward(
-    Heads<float> grad, Heads<float> q, Heads<float> k, Heads<float> v, Heads<float> prefix_k, Heads<float> prefix_v, const Layout& layout, float* dq, float* dk,
-    float* dv, float* dprefix_k, float* dprefix_v, unsigned char* done, int64_t heads, int64_t kv_heads, int64_t width,
-    float scale, int threads) {
-  const int64_t repeat = heads / kv_heads, most = rows_at_once(repeat) * repeat, stride = padded(width);
-  const int64_t score_stride = padded(layout.longest + 1), floats = 2 * most * (stride + score_stride);
-  auto body = [&](float* query, int64_t first, int64_t taken, int64_t g, int64_t start, int64_t count) {
-    float *slope = query + most * stride, *p = slope + most * stride, *ds = p + most * score_stride;
-    int64_t n = taken * repeat;
-    Seen<float> keys = {prefix_k.at(start, g), prefix_k.row, k.keys(first, g, repeat)};
-    Seen<float> values = {prefix_v.at(start, g), prefix_v.row, v.keys(first, g, repeat)};
-    gathered(q.queries(first, g, repeat), n, width, scale, query);
-    Block<float> to_k = {dk + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
-    Block<float> to_v = {dv + (first * kv_heads + g) * width, kv_heads * width, 0, 1};
-    gathered(grad.queries(first, g, repeat), n, width, 1.0f, slope);
-    all_products(query, n, keys, count, width, p, score_stride);
-    all_products(slope, n, values, count, width, ds, score_stride);
-    for (int64_t r = 0; r < n; ++r) {
-      float *of = p + r * score_stride, *to = ds + r * score_stride, sum = 0;
-      softmax(of, count + 1);
-      for (int64_t i = count + 1; i < padded(count + 1); ++i) to[i] = 0;
-      Lanes total = {};
-      for (int64_t i = 0; i <= count; i += LANES) total += load(of + i) * load(to + i);
-      for (int i = 0; i < LANES; ++i) sum += total[i];
-      for (int64_t i = 0; i <= count; i += LANES) store(to + i, load(of + i) * (load(to + i) - sum));
-      float *own_k = to_k[r / repeat], *own_v = to_v[r / repeat];
-      for (int64_t e = 0; e < width; ++e) {
-        own_k[e] = (r % repeat ? own_k[e] : 0) + to[count] * query[r * stride + e];  // scale is in it
-        own_v[e] = (r % repeat ? own_v[e] : 0) + of[count] * slope[r * stride + e];
-      }
-    }
-    if (dprefix_k && dprefix_v) {
-      const int64_t at = (start * kv_heads + g) * width;
-      all_added(ds, score_stride, query, n, count, width, dprefix_k + at, kv_heads * width);
-      all_added(p, score_stride, slope, n, count, width, dprefix_v + at, kv_heads * width);
-    }
-    for (int64_t r = 0; r < n; ++r)
-      for (int64_t i = 0; i <= count; i += LANES)
-        store(ds + r * score_stride + i, load(ds + r * score_stride + i) * scale);
-    Block<float> to = {dq + (first * heads + g * repeat) * width, heads * width, width, repeat};
-    all_weighted(ds, score_stride, n, keys, count, width, to);
-    return all_finite(to, n, width) && all_finite(to_k, taken, width) && all_finite(to_v, taken, width);
-  };
-  return blocks(layout, kv_heads, repeat, width, floats, threads, done, body) ? 0 : OUT_OF_MEMORY;
+  return 0;
 }
 
 // Indices that may be among the k largest are collected until there is no more room, then all but k are dropped.
@@ -1395,7 +1387,7 @@ static int linear_logprob_in_panels(
           for (int64_t column = 0; column < columns; column += PANEL) {
             const T* w = weight + (chunk + column) * weight_stride;
             packed<F>([=](int64_t i) { return w + i * weight_stride; }, columns - column, width, panel);
-            panel_rows<F, false>(input, stride, in_fews(n), stride, panel, logit + column, CHUNK);
+            panel_rows<F, false>({input, stride, 1}, in_fews(n), stride, panel, PANEL, logit + column, CHUNK);
           }
           for (int64_t row = 0; row < n; ++row) {
             float* of_row = logit + row * CHUNK;

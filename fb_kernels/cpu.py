@@ -30,7 +30,7 @@ _SIGNATURES = {  # in the letters of `shared_library`
     "branch_attention_qkv": "pq pp ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff ii",
     "decoder_layer": "pq p ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff qq ii",
     "branch_attention": "pqq pqq pqq pqqq pqqq ppppp qqqqq ppp qqqq ff q ii",
-    "branch_attention_backward": "pqq pqq pqq pqq pqq pqq q pppp qqq pppppp qqqq f i",
+    "branch_attention_backward": "pqq pqq pqq pqq pqq pqqq pqqq ppppp qqqqq ppppppp qqqq ff q ii",
     "topk_entropy": "pqqqq ppp i",
     "rms_norm": "ppp f pp qq i",
     "swiglu": "pp qq",

@@ -38,8 +38,21 @@ def branch_attention_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v)."""
-    return reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
+    """(dq, dk, dv, dprefix_k, dprefix_v); groups that see what is not finite are computed by the reference."""
+    *layout_and_numbers, prefix_grads = options
+    grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # that of a sum is expanded
+    wanted = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
+    grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
+    given = (grad, state, q, k, v, prefix_k, prefix_v)
+    done = _run("branch_attention_backward", given, tuple(layout_and_numbers), (lse.contiguous(), *grads))
+    if done is None:
+        return NotImplemented
+    found = [x.to(q.dtype) for x in grads]
+    if not done.all():
+        exact = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
+        rows = [torch.where(done[:, None, None], *pair) if pair[0].numel() else pair[1] for pair in zip(found[:3], exact)]
+        found = [*rows, *exact[3:]]  # those of the prefix of all rows: what is not finite may be added already
+    return found[0], found[1], found[2], found[3], found[4]
 
 
 def _run(
