@@ -32,6 +32,9 @@ from fb_core import (
     hf,
 )
 from fb_core.decoding import LowLatencyDecoder
+from fb_core.engine.loop import Loop
+from fb_core.engine.model import Part
+from fb_core.engine.pages import pages_of
 from fb_core.pool import Pool
 from fb_core.selectors import ScoringSelector, State
 
@@ -98,23 +101,40 @@ class HuggingFace:
 
 
 class Ours:
-    """The same steps over the runtime's buffers."""
+    """The same steps over the engine's pages."""
 
-    def __init__(self, model: PreTrainedModel, context: Tensor) -> None:
-        fast = decoder(model)._fast
-        assert fast is not None
-        self.step, self.context = fast.step, context
-        self.step.begin(context, 0)
+    def __init__(self, loop: Loop, context: Tensor) -> None:
+        self.step, self.context = loop.step, context.tolist()
+        taken = loop.model.pages.take(self.context, loop.model.length)
+        assert taken is not None
+        self.pages, held = taken
+        loop.model.extend([Part(self.context[held:-1], held, self.pages)])
+        self.step.put(0, self.context, self.pages, loop.model.length, math.inf)
+
+    def again(self) -> None:
+        """Behind the context."""
+        self.step.go_on(0, 0, self.context[-1], len(self.context) - 1)
+
+    def next(self) -> float:
+        """The entropy of one step more."""
+        while self.step.enqueued <= self.step.ahead:
+            self.step.run(1)
+        return self.step.outcomes(1)[0].entropy
+
+    def once(self) -> Tensor:
+        """The logits of one step."""
+        self.again()
+        self.step.run(1)
+        return self.step.logits.clone()
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        self.step.take(len(self.context) - 1, int(self.context[-1]), 0)
-        begun = self.step._begun
-        self.step.run()  # alone, for its logits
-        first = self.step.logits.clone()
+        while self.step.enqueued:
+            self.step.outcomes(1)
+        begun, first = self.step.begun, self.once()
         for _ in range(STEPS - self.step.ahead):
-            self.step.outcome()
-        assert self.step._begun - begun == STEPS
+            self.next()
+        assert self.step.begun - begun == STEPS
         return first
 
 
@@ -252,31 +272,24 @@ def rerank_truth(
 def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int) -> None:
     reranker = peers.as_trained(endless)
     ids = tokens(endless, context)
-    fast = decoder(endless, FutureBridgeSelector(reranker))._fast
-    assert fast is not None
-    step, merged = fast.step, fast.merged
+    loop = decoder(endless, FutureBridgeSelector(reranker)).loop
+    assert loop is not None
+    merged, ours = loop.merged, Ours(loop, ids)
     assert merged is not None
-    step.begin(ids, 0)
-    step.outcome()
     candidates = some_candidates(endless)
     prefix = peers.prefill(endless, ids)
     state, wide, expected = rerank_truth(endless, reranker, ids, candidates)
     plain = peers.rerank_repeated_cache(*state, prefix)
     logits = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
-    views = [hf.Prefix(step.model.kv, start=0, length=context)]
-
-    def one_step() -> Tensor:
-        step.take(context - 1, int(ids[-1]), 0)
-        step.run()
-        return step.logits.clone()
-
+    views = [hf.Prefix(loop.model.kv, 0, context, tuple(ours.pages[: pages_of(context)]))]
+    ours.once()  # keeps the last token's keys
     compare(
         "rerank_event",
         f"K={CANDIDATES} P={context} (deployed)",
         {
             OURS: Implementation(lambda: merged.scores_many(views, [candidates])[0], expected),
             "one greedy step": Implementation(
-                one_step, logits, tolerance=harness.allowed_error(next_logits(endless, ids), logits)
+                ours.once, logits, tolerance=harness.allowed_error(next_logits(endless, ids), logits)
             ),
             "PEFT over the repeated cache": Implementation(
                 partial(peers.rerank_repeated_cache, *state, prefix), expected
@@ -341,11 +354,11 @@ class NaivePEFT(ScoringSelector):
 
 def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
     """The policy that would ask EVENTS times in a greedy generation."""
-    fast = decoder(slm)._fast
-    assert fast is not None
-    step = fast.step
-    step.begin(ids, 0)
-    entropies = [step.outcome()[2] for _ in range(new)]
+    loop = decoder(slm).loop
+    assert loop is not None
+    ours = Ours(loop, ids)
+    ours.again()
+    entropies = [ours.next() for _ in range(new)]
     return RequestPolicy.calibrate(entropies, 1 - shapes.EVENTS / new)
 
 

@@ -12,6 +12,7 @@ from fb_core.extras import require
 
 if TYPE_CHECKING:
     from fb_core.decoding import CollaborativeDecoder, Generation, LowLatencyDecoder
+    from fb_core.engine.engine import Engine
     from fb_core.http import ServerError
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fb_core.decoding": ("CollaborativeDecoder", "Generation", "LowLatencyDecoder"),
+    "fb_core.engine.engine": ("Engine",),
     "fb_core.http": ("ServerError",),
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
@@ -81,6 +83,7 @@ __all__ = [
     "CertainLLM",
     "CollaborativeDecoder",
     "CompatibilityScorer",
+    "Engine",
     "Event",
     "FutureBridgeSelector",
     "Generation",

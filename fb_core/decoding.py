@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
-from fb_core.engine.loop import FastLoop, has_native
+from fb_core.engine.loop import Loop, Task, check_own, has_native
+from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
-from fb_core.pool import Event, PoolKind, candidate_pool
+from fb_core.pool import Event, PoolKind
 from fb_core.selectors import Selector, State
 
-OnError = Literal["raise", "slm"]
 MAX_LENGTH = 8192
 
 
@@ -73,13 +75,15 @@ class CollaborativeDecoder:
             models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
             models must take equally many ids. Texts are decoded by it.
         batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
-        max_length: where given, prompts run one after another, each as fast as it can: keys, values and the sequence
-            lie in buffers of so many tokens (the models' positions bound them too), a step is always the same
-            operations on the device, a reranker of scope "candidate" runs with merged weights over the very same
-            buffers, and a large model in this process is kept in step. Tokens and events stay the same, to rounding.
-            Families other than Llama, Mistral, Qwen2 and Qwen3 run as without it; a warning says so. Of threads that
-            share such a decoder one generates at a time and the others wait, `on_token` and streamers being part of
-            that turn.
+        max_length: where given, sequences of up to so many tokens (the models' positions bound them too) run in the
+            fast loop: keys and values lie in pages, a step is always the same operations on the device, a reranker of
+            scope "candidate" runs with merged weights over the very same pages, and a large model in this process is
+            kept in step. Tokens and events stay the same, to rounding. Families other than Llama, Mistral, Qwen2 and
+            Qwen3 run as without it; a warning says so. Of threads that share such a decoder one generates at a time
+            and the others wait, `on_token` and streamers being part of that turn (`Engine` takes all of them at once).
+        max_batch: prompts that `generate_many` runs together in the fast loop.
+        kv_memory: bytes for keys and values of the models in this process; None for what `max_batch` sequences of
+            `max_length` tokens need, half of the memory that is free at most.
         on_llm_error: what an LLM that does not answer (an OSError, as `ServerError` is) means: "raise" ends the call
             with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
             are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
@@ -105,6 +109,8 @@ class CollaborativeDecoder:
         tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
         batch_tokens: int = 65536,
         max_length: int | None = None,
+        max_batch: int = 1,
+        kv_memory: int | None = None,
         on_llm_error: OnError = "raise",
     ) -> None:
         self.pair = Pair(slm, llm, tokenizer)
@@ -117,6 +123,7 @@ class CollaborativeDecoder:
             ("llm_k", llm_k, 1),
             ("max_events", max_events, 0),
             ("batch_tokens", batch_tokens, 1),
+            ("max_batch", max_batch, 1),
         ):
             check_least(name, count, least)
         if max_length is not None and max_length < 2:
@@ -131,20 +138,30 @@ class CollaborativeDecoder:
         if selector is not None:
             selector.check_slm(slm)
         self.slm = slm
-        self.llm = self.pair.llm
-        self.selector = selector
         self.policy = policy
-        self.pool = pool
         self.max_events = max_events
         self.batch_tokens = batch_tokens
-        self.on_llm_error = on_llm_error
         self.vocabulary = self.pair.vocabulary
-        self.slm_k = min(slm_k, self.vocabulary)
-        self.llm_k = min(llm_k, self.vocabulary)
-        self._fast: FastLoop | None = None
+        self._intervention = Intervention(
+            self.pair.llm, selector, pool, min(slm_k, self.vocabulary), min(llm_k, self.vocabulary), on_llm_error
+        )
+        self.loop: Loop | None = None
+        """What runs on pages, where `max_length` was given and the SLM has a native decoder."""
+        self._turn = threading.Lock()
+        self._at_work: int | None = None  # the thread whose turn it is
         if max_length is not None and has_native("slm", slm):
-            self._fast = FastLoop(self.pair, selector, policy, max_length)
-            self.llm, self.selector = self._fast.llm, self._fast.selector
+            self.loop = Loop(self.pair, self._intervention, policy, rows=max_batch, length=max_length, memory=kv_memory)
+            self._intervention = self.loop.intervention
+
+    @property
+    def llm(self) -> LLM | None:
+        """Where candidates come from: the given one, kept in step where it can be."""
+        return self._intervention.llm
+
+    @property
+    def selector(self) -> Selector | None:
+        """Who takes a candidate: the given one, over the decoder's pages where it can be."""
+        return self._intervention.selector
 
     def generate(
         self,
@@ -179,15 +196,15 @@ class CollaborativeDecoder:
             on_token(row.tokens[-1], last)
             return False
 
-        return self._decode([input_ids], max_new_tokens, told=told)[0]
+        return self.decode(input_ids, max_new_tokens, told)
 
     def generate_many(
         self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
     ) -> list[Generation]:
         """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.
 
-        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them. On buffers
-        prompts run one after another.
+        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them. In the
+        fast loop `max_batch` of them run together, each of which asks for itself.
 
         Args:
             prompts: [P] int64 each, of any lengths.
@@ -270,7 +287,7 @@ class CollaborativeDecoder:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes set aside beside the models: "buffers" of keys and values, "merged" weights, captured "graphs"."""
-        return {"buffers": 0, "merged": 0, "graphs": 0} if self._fast is None else self._fast.memory
+        return {"buffers": 0, "merged": 0, "graphs": 0} if self.loop is None else self.loop.memory
 
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
         """Take another reranker, from a PEFT directory, in the memory of the one at work: no graph is captured anew.
@@ -280,12 +297,22 @@ class CollaborativeDecoder:
             ValueError: no reranker runs on buffers, the adapter is of scope "sequence" or for another model, or a call
                 from inside a generation.
         """
-        if self._fast is None or self._fast.merged is None:
+        if self.loop is None or self.loop.merged is None:
             raise ValueError(
                 "load_adapter: expected a decoder whose reranker runs merged, got one without; "
                 "make it with a FutureBridgeSelector"
             )
-        self._fast.load_adapter(directory)
+        with self._alone():
+            self.loop.load_adapter(directory)
+
+    def decode(
+        self,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int,
+        told: Callable[[hf.Running], bool],
+    ) -> Generation:
+        """As `generate`; `told` hears of every token, and True ends it."""
+        return self._decode([input_ids], max_new_tokens, told=told)[0]
 
     def _decode(
         self,
@@ -301,15 +328,16 @@ class CollaborativeDecoder:
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
         ends = hf.eos_ids(self.slm) if ends is None else ends
         stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
-        if self._fast is None:
+        if self.loop is None:
             rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens)
         else:
-            rows = self._fast.run(checked, stop, self.policy, self.max_events, self._events)
-        generations = []
-        for row in rows:
-            new = torch.tensor(row.new, device=self.slm.device)
-            generations.append(Generation(new, row.events, self.pair.text(new)))
-        return generations
+            rows = self._together(checked, stop)
+        return [self.generation(row) for row in rows]
+
+    def generation(self, row: hf.Running) -> Generation:
+        """What a sequence has become."""
+        new = torch.tensor(row.new, device=self.slm.device)
+        return Generation(new, row.events, self.pair.text(new))
 
     def _choose(self, step: hf.Step) -> list[int]:
         """One token a row, greedy or the selector's where the policy asks; its event joins the row's others."""
@@ -321,36 +349,55 @@ class CollaborativeDecoder:
         kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
         for place in asking:
             ids = step.rows[place].tokens
-            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), row=place)
+            prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))
             states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
-        for place, event in zip(asking, self._events(states, logits[asking]), strict=True):
+        for place, event in zip(asking, self._intervention(states, logits[asking]), strict=True):
             step.rows[place].events.append(event)
             tokens[place] = event.token
         return tokens
 
-    def _events(self, states: Sequence[State], logits: Tensor) -> list[Event]:
-        """The event of every state, with the SLM's logits [n, V] there."""
-        prompts = [state.tokens for state in states]
-        try:
-            pools = candidate_pool(logits, self.llm, prompts, self.pool, self.slm_k, self.llm_k)
-        except OSError as problem:
-            if self.on_llm_error == "raise":
-                raise
-            error = f"{type(problem).__name__}: {problem}"
-            return [
-                Event.alone(state.step, state.entropy, row, error) for state, row in zip(states, logits, strict=True)
-            ]
-        assert self.selector is not None
-        chosen = self.selector.choose_many(states, pools)
-        events = []
-        for state, pool, (choice, scores) in zip(states, pools, chosen, strict=True):
-            if not hasattr(choice, "__index__") or not 0 <= int(choice) < len(pool):
-                raise ValueError(
-                    f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
-                    "return a place in the pool"
-                )
-            events.append(Event.of(state.step, state.entropy, pool, int(choice), scores))
-        return events
+    def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:
+        """Continue prompts by the fast loop, as many at once as it has rows."""
+        loop = self.loop
+        assert loop is not None
+        check_own(self.policy)
+        if min(self.policy.top_k, self.vocabulary) != loop.step.top_k:
+            raise ValueError(
+                f"top_k: expected {loop.step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
+                "decoder for that policy"
+            )
+        rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+        tasks = [Task(row, stop, self.policy.threshold, self.max_events) for row in rows]
+        for task in tasks:
+            loop.check(task)
+        with self._alone():
+            loop.forget()
+            try:
+                for task in tasks:
+                    loop.submit(task)
+                while loop.busy:
+                    for task in loop.tick():
+                        if task.error is not None:
+                            raise task.error
+            finally:
+                loop.clear()
+        return rows
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """This thread's turn at the loop."""
+        me = threading.get_ident()
+        if self._at_work == me:  # it would wait for itself
+            raise ValueError(
+                "generate: expected a decoder at rest, got a call from inside its own generation (on_token, streamer, "
+                "selector or LLM); make a second decoder for that"
+            )
+        with self._turn:
+            self._at_work = me
+            try:
+                yield
+            finally:
+                self._at_work = None
 
 
 class LowLatencyDecoder(CollaborativeDecoder):

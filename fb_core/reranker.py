@@ -179,7 +179,7 @@ class TokenReranker(nn.Module):
             [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
             device,
             prefix=kv,
-            pages=[prefix.row for prefix in prefixes] if paged else None,
+            pages=[prefix.pages for prefix in prefixes] if paged else None,
         )
         positions = torch.cat(
             [

@@ -87,7 +87,7 @@ def forward(
             groups.append((lengths, start, position))
     if not targets:
         return [[[] for _ in states] for _, states in pack]
-    layout = hf.Layout.build(groups, device, prefix=prefix, pages=None if prefix is None else [0] * len(groups))
+    layout = hf.Layout.build(groups, device, prefix=prefix, pages=None if prefix is None else [[0]] * len(groups))
     hidden = hf.packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
     head = hf.lm_head(model)
     logprob, _, *others = linear_logprob(

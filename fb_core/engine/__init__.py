@@ -1,1 +1,1 @@
-"""The fast loop: one sequence over buffers of a fixed size, each step the same few operations."""
+"""The fast loop: one or many sequences over pages of keys and values, each step the same few operations."""

@@ -1,75 +1,121 @@
-"""The fast loop of decoding: one sequence after another over buffers of a fixed size."""
+"""The fast loop of decoding: sequences enter, run together, halt for events on their own, and leave."""
 
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.in_step import InStepLLM
+from fb_core.engine.large import PagedLLM
 from fb_core.engine.merged import MergedReranker, MergedSelector
-from fb_core.engine.sequence import DecodeStep, StaticModel
-from fb_core.llm import LocalLLM
+from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
+from fb_core.engine.pages import SIZE, pages_of
+from fb_core.engine.step import DecodeStep
+from fb_core.intervention import Intervention
+from fb_core.llm import LLM, LocalLLM
 from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, not_finite
-from fb_core.pool import Event
+from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import CertainLLM, FutureBridgeSelector, Selector, State
 from fb_kernels import Halt
 
-Events = Callable[[Sequence[State], Tensor], list[Event]]
+COMPANY = 4
+"""Steps that an event waits for others, where the LLM is in this process and one forward serves them all."""
+PAUSE = 0.05
+"""Seconds that the loop waits for an LLM elsewhere where nothing else is to be done."""
+Ask = Callable[[Sequence[State], Tensor], Sequence[Pool] | OSError]
 
 
-class FastLoop:
-    """One sequence: of threads that share the loop one generates at a time and the others wait.
+@dataclass(eq=False)
+class Asking:
+    """An event that is not served yet."""
+
+    state: State
+    logits: Tensor  # [1, V] the SLM's
+    since: int  # runs of the step
+    answer: Future[list[Pool] | OSError] | None  # of an LLM elsewhere
+
+
+@dataclass(eq=False)
+class Task:
+    """A sequence that is to be continued, and what has come of it.
+
+    Args:
+        row: prompt and new tokens.
+        stop: when it ends.
+        threshold: nats.
+        max_events: of this sequence.
+    """
+
+    row: hf.Running
+    stop: hf.Stop
+    threshold: float
+    max_events: int
+    error: Exception | None = None
+    done: bool = False
+    pages: list[int] | None = None  # None until it is admitted
+    held: int = 0  # tokens whose keys and values lie in its pages
+    place: int | None = None  # its row of the step, None until its prompt is taken
+    since: int = 0  # runs before this one say nothing of it
+    asking: Asking | None = None
+
+
+class Loop:
+    """Sequences that run together; not safe to share between threads.
 
     Args:
         pair: its SLM has a native decoder.
-        selector: one of a reranker of scope "candidate" runs merged.
-        policy: when the device halts for an event.
-        max_length: tokens that memory is set aside for.
-
-    Attributes:
-        llm: the pair's, kept in step where it is in this process and has a native decoder.
-        selector: the same one, over the buffers where it can be.
-        merged: its reranker, where it runs merged.
+        intervention: how events are made.
+        policy: when the device halts for an event; its `top_k` counts.
+        rows: sequences that run together.
+        length: tokens of a sequence at most.
+        memory: bytes for keys and values of the models in this process; None for what `rows` sequences of `length`
+            tokens need, half of the memory that is free at most.
+        prefill: tokens of prompts that enter between two steps, while others run.
 
     Raises:
         ValueError: a policy that the device cannot follow.
     """
 
-    def __init__(self, pair: Pair, selector: Selector | None, policy: RequestPolicy, max_length: int) -> None:
-        _check_own(policy)
-        slots = min(max_length, hf.max_positions(pair.slm) or max_length)
-        model = StaticModel(pair.slm, slots)
-        self.step = DecodeStep(model, pair.vocabulary, policy, hf.eos_ids(pair.slm))
-        self.llm = pair.llm
-        if type(pair.llm) is LocalLLM and has_native("llm", pair.llm.model):
-            self.llm = InStepLLM(pair.llm.model, slots, valid_vocab=pair.llm.vocabulary)
-        self.merged: MergedReranker | None = None
-        self.selector = None if selector is None else self._on_buffers(selector)
-        self._turn = threading.Lock()
-        self._at_work: int | None = None  # the thread whose turn it is
-
-    def _on_buffers(self, selector: Selector) -> Selector:
-        if type(selector) is CertainLLM:
-            return CertainLLM(self._on_buffers(selector.selector), selector.certainty)
-        if type(selector) is FutureBridgeSelector and selector.reranker.scope == "candidate":
-            over = MergedSelector(selector.reranker, self.step.model)
-            self.merged = over.merged
-            return over
-        return selector
+    def __init__(
+        self,
+        pair: Pair,
+        intervention: Intervention,
+        policy: RequestPolicy,
+        *,
+        rows: int,
+        length: int,
+        memory: int | None = None,
+        prefill: int = CHUNK,
+    ) -> None:
+        check_own(policy)
+        length = min(length, hf.max_positions(pair.slm) or length)
+        count = _pages(pair, rows, length, memory)
+        self.model, llm, selector, self.merged = over_pages(pair, intervention.selector, length, count)
+        self.intervention = replace(intervention, llm=llm, selector=selector)
+        self.step = DecodeStep(self.model, pair.vocabulary, policy, hf.eos_ids(pair.slm), rows)
+        self.prefill = prefill
+        self.waiting: deque[Task] = deque()
+        self.entering: deque[Task] = deque()  # they have pages
+        self.rows: list[Task] = []  # of the step, in order
+        self._runs: deque[list[Task]] = deque()  # whose outcome was not asked for: the rows then
+        elsewhere = llm is not None and not isinstance(llm, LocalLLM)
+        self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of "buffers", "merged" weights and "graphs"."""
-        models = [self.step.model, *([self.llm.static] if isinstance(self.llm, InStepLLM) else [])]
+        llm = self.intervention.llm
+        models = [self.model, *([llm.paged] if isinstance(llm, PagedLLM) else [])]
         return {
             "buffers": sum(model.nbytes for model in models),
             "merged": 0 if self.merged is None else self.merged.nbytes,
@@ -78,100 +124,278 @@ class FastLoop:
 
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
         """Another reranker in the place of the merged one; raises as `CollaborativeDecoder.load_adapter`."""
-        reranker = TokenReranker.from_pretrained(directory, self.step.model.model).eval()
+        reranker = TokenReranker.from_pretrained(directory, self.model.model).eval()
         assert self.merged is not None
-        with self._alone():
-            self.merged.load(reranker)
-            selector = self.selector.selector if isinstance(self.selector, CertainLLM) else self.selector
-            assert isinstance(selector, MergedSelector)
-            selector.reranker = reranker
+        self.merged.load(reranker)
+        selector = self.intervention.selector
+        selector = selector.selector if isinstance(selector, CertainLLM) else selector
+        assert isinstance(selector, MergedSelector)
+        selector.reranker = reranker
 
-    def run(
-        self, prompts: Sequence[Tensor], stop: hf.Stop, policy: RequestPolicy, max_events: int, events: Events
-    ) -> list[hf.Running]:
-        """Continue prompts, one after another.
+    def check(self, task: Task) -> None:
+        """ValueError for a sequence that never fits."""
+        length, slots = task.stop.length(task.row), self.model.length
+        if length > slots:
+            raise ValueError(
+                f"input_ids: expected prompt and new tokens to fit buffers of {slots} tokens, got {task.row.prompt} "
+                f"and {task.stop.room}; make the decoder with a larger max_length or ask for fewer tokens"
+            )
+        if pages_of(length) > (count := self.model.pages.count):
+            raise ValueError(
+                f"input_ids: expected prompt and new tokens to fit {count * SIZE} tokens of keys and values, got "
+                f"{task.row.prompt} and {task.stop.room}; give more kv_memory or ask for fewer tokens"
+            )
 
-        Args:
-            prompts: [P] int64 each on the model's device, not empty.
-            stop: when a generation ends.
-            policy: with the `top_k` that the loop was made with; its threshold counts.
-            max_events: of a generation.
-            events: of states with the SLM's logits [n, V] there.
+    def submit(self, task: Task) -> None:
+        """It waits for its turn, and goes on with each `tick` from then on.
 
         Raises:
-            ValueError: a prompt that leaves too little room in the buffers, another kind of policy, NaN logits, or a
-                call from inside a generation.
+            ValueError: one that never fits.
         """
-        _check_own(policy)
-        if min(policy.top_k, self.step.vocabulary) != self.step.top_k:
-            raise ValueError(
-                f"top_k: expected {self.step.top_k} as when the decoder was made, got {policy.top_k}; make a decoder "
-                "for that policy"
-            )
-        rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
-        for row in rows:
-            if stop.length(row) > (slots := self.step.model.slots):
-                raise ValueError(
-                    f"input_ids: expected prompt and new tokens to fit buffers of {slots} tokens, got {row.prompt} "
-                    f"and {stop.room}; make the decoder with a larger max_length or ask for fewer tokens"
-                )
-        with self._alone():
-            for row, prompt in zip(rows, prompts, strict=True):
-                self._generate(row, prompt, stop, policy, max_events, events)
-        return rows
+        self.check(task)
+        if not self.busy:
+            self.refresh()
+        self.waiting.append(task)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """This thread's turn at the one sequence."""
-        me = threading.get_ident()
-        if self._at_work == me:  # it would wait for itself
-            raise ValueError(
-                "generate: expected a decoder at rest, got a call from inside its own generation (on_token, streamer, "
-                "selector or LLM); make a second decoder for that"
-            )
-        with self._turn:
-            self._at_work = me
-            try:
-                yield
-            finally:
-                self._at_work = None
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence is waiting or under way."""
+        return bool(self.waiting or self.entering or self.rows)
 
-    def _generate(
-        self,
-        row: hf.Running,
-        prompt: Tensor,
-        stop: hf.Stop,
-        policy: RequestPolicy,
-        max_events: int,
-        events: Events,
-    ) -> None:
-        step = self.step
-        step.threshold.fill_(policy.threshold)
-        step.limit.fill_(stop.length(row) - 1)  # it halts ahead of the last token
-        step.begin(prompt, max_events)
+    def refresh(self) -> None:
+        """Read the models anew."""
+        self.model.refresh()
         if self.merged is not None:
             self.merged.refresh()
-        if max_events and isinstance(self.llm, InStepLLM):
-            self.llm.begin(row.tokens)
-        seen_by_host = stop.told is not None or not stop.ends <= step.end_ids
-        while True:
-            halt, token, entropy = step.outcome()
-            if halt == Halt.NAN:
-                raise not_finite(len(row.new), row.index)
-            if halt == Halt.EVENT:
-                tokens = step.state.tokens[0, : len(row.tokens)].clone()
-                prefix = hf.Prefix(step.model.kv, start=0, length=len(tokens))
-                row.events += events([State(tokens, len(row.new), entropy, prefix)], step.logits.float())
-                token = row.events[-1].token
-            if halt:
-                step.take(len(row.tokens), token, max_events - len(row.events))
-            row.tokens.append(token)
-            if (halt or seen_by_host) and stop(row):  # without a listener the device halts wherever the rule may hold
+        if isinstance(self.intervention.llm, PagedLLM):
+            self.intervention.llm.refresh()
+
+    def forget(self) -> None:
+        """Nothing of earlier sequences is shared any more: what follows has the same bits each time."""
+        self.model.pages.forget()
+        if isinstance(self.intervention.llm, PagedLLM):
+            self.intervention.llm.forget()
+
+    def cancel(self, task: Task) -> None:
+        """It ends as it is, and its pages are free."""
+        self._end(task)
+
+    def clear(self) -> None:
+        """All end as they are."""
+        for task in (*self.waiting, *self.entering, *self.rows):
+            self._end(task)
+
+    def tick(self) -> list[Task]:
+        """Admit, take a piece of the prompts, run a step, serve events; the sequences that took a token or ended."""
+        changed: list[Task] = []
+        self._admit()
+        self._enter()
+        running = [task for task in self.rows if task.asking is None]
+        if running:
+            self._run()
+            while self.step.enqueued > self.step.ahead:
+                self._look(changed)
+        self._serve(changed)
+        return changed
+
+    # --- in and out ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Those that wait, in order, as far as there are rows and pages."""
+        while self.waiting and len(self.rows) + len(self.entering) < self.step.rows:
+            task = self.waiting[0]
+            taken = self.model.pages.take(task.row.tokens, task.stop.length(task.row))
+            if taken is None:
                 return
+            task.pages, task.held = taken
+            self.entering.append(self.waiting.popleft())
+
+    def _enter(self) -> None:
+        """So many tokens of prompts go through the model; a sequence whose prompt has is one more row."""
+        if not self.entering:
+            return
+        room = self.prefill if self.rows else max(self.prefill, CHUNK)
+        parts, tasks = [], []
+        for task in self.entering:
+            wanted = task.row.tokens[task.held : -1][:room]
+            if wanted:
+                assert task.pages is not None
+                parts.append(Part(wanted, task.held, task.pages))
+                tasks.append(task)
+                room -= len(wanted)
+            if not room:
+                break
+        if parts:
+            self.model.extend(parts)
+        for task, part in zip(tasks, parts, strict=True):
+            task.held += len(part.tokens)
+            self.model.pages.filled(task.row.tokens[: task.held], part.pages)
+        while self.entering and self.entering[0].held == len(self.entering[0].row.tokens) - 1:
+            self._begin(self.entering.popleft())
+
+    def _begin(self, task: Task) -> None:
+        assert task.pages is not None
+        task.place, task.since = len(self.rows), self.step.begun
+        self.rows.append(task)
+        limit = task.stop.length(task.row) - 1  # it halts ahead of the last token
+        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold)
+        self.step.go_on(task.place, task.max_events)
+
+    def _end(self, task: Task) -> None:
+        """Give back what the sequence holds; the last row moves to its place."""
+        task.done = True
+        for queue in (self.waiting, self.entering):
+            if task in queue:
+                queue.remove(task)
+        if task.place is not None:
+            place, last = task.place, self.rows.pop()
+            self.step.clear(place)
+            if last is not task:
+                self.step.move(len(self.rows), place, len(last.row.tokens))
+                self.rows[place], last.place = last, place
+            task.place = None
+        if task.pages is not None:
+            self.model.pages.give_back(task.pages)
+            task.pages = None
+        if task.asking is not None and task.asking.answer is not None:
+            task.asking.answer.cancel()
+        task.asking = None
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self.step.run(len(self.rows))
+        self._runs.append(list(self.rows))
+
+    def _look(self, changed: list[Task]) -> None:
+        """Take what a run did."""
+        number = self.step.begun - self.step.enqueued
+        tasks = self._runs.popleft()
+        for task, outcome in zip(tasks, self.step.outcomes(len(tasks)), strict=True):
+            if task.done or task.asking is not None or number < task.since:
+                continue
+            if outcome.halt == Halt.NAN:
+                self._fail(task, not_finite(len(task.row.new), task.row.index))
+            elif outcome.halt == Halt.EVENT:
+                self._ask(task, outcome.entropy)
+                continue
+            else:
+                self._append(task, outcome.token, bool(outcome.halt))
+            changed.append(task)
+
+    def _append(self, task: Task, token: int, halted: bool) -> None:
+        """A token that the step has appended, or that a halted row is to go on with."""
+        task.row.tokens.append(token)
+        try:
+            ends = task.stop(task.row)
+        except Exception as problem:
+            self._fail(task, problem)
+            return
+        if ends:
+            self._end(task)
+        elif halted:
+            assert task.place is not None
+            budget = task.max_events - len(task.row.events)
+            self.step.go_on(task.place, budget, token, len(task.row.tokens) - 1)
+            task.since = self.step.begun
+
+    def _fail(self, task: Task, problem: Exception) -> None:
+        task.error = problem
+        self._end(task)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, task: Task, entropy: float) -> None:
+        assert task.place is not None
+        assert task.pages is not None
+        tokens = torch.tensor(task.row.tokens, device=self.step.logits.device)
+        prefix = hf.Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
+        state = State(tokens, len(task.row.new), entropy, prefix)
+        logits = self.step.logits[task.place : task.place + 1].to(torch.float32, copy=True)
+        answer = None if self._threads is None else self._threads.submit(self.intervention.pools, [state], logits)
+        task.asking = Asking(state, logits, self.step.begun, answer)
+
+    def _serve(self, changed: list[Task]) -> None:
+        """Serve events: those that are answered, or all, where the LLM is here and enough have come together."""
+        asking = [task for task in self.rows if task.asking is not None]
+        if not asking:
+            return
+        alone = len(asking) == len(self.rows) and not self.entering  # nothing else goes on
+        if self._threads is None:
+            longest = max(self.step.begun - task.asking.since for task in asking if task.asking)
+            if alone or 2 * len(asking) >= len(self.rows) or longest >= COMPANY:
+                self._resolve(asking, self.intervention.pools, changed)
+            return
+        answers = [task.asking.answer for task in asking if task.asking and task.asking.answer]
+        done, _ = wait(answers, timeout=PAUSE if alone else 0, return_when=FIRST_COMPLETED)
+        for task in asking:
+            if task.asking is not None and (answer := task.asking.answer) in done and answer is not None:
+                self._resolve([task], lambda *_, answer=answer: answer.result(), changed)
+
+    def _resolve(self, tasks: Sequence[Task], ask: Ask, changed: list[Task]) -> None:
+        """Events whose pools `ask` gives; what goes wrong with one of them ends them all."""
+        asking = [task.asking for task in tasks if task.asking is not None]
+        states, logits = [each.state for each in asking], torch.cat([each.logits for each in asking])
+        changed += tasks
+        try:
+            events = self.intervention.events(states, logits, ask(states, logits))
+        except Exception as problem:
+            for task in tasks:
+                self._fail(task, problem)
+            return
+        for task, event in zip(tasks, events, strict=True):
+            task.asking = None
+            task.row.events.append(event)
+            self._append(task, event.token, halted=True)
+
+
+def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
+    """How many pages each model gets.
+
+    Raises:
+        ValueError: memory for none.
+    """
+    models = [pair.slm, *([pair.llm.model] if type(pair.llm) is LocalLLM else [])]
+    wanted, each = rows * pages_of(length), sum(map(page_bytes, models))
+    count = min(wanted, (hf.free_memory(pair.slm.device) // 2 if memory is None else memory) // each)
+    if count < 1:
+        raise ValueError(
+            f"kv_memory: expected {each} bytes or more, a page of {SIZE} tokens, got {memory}; give more memory"
+        )
+    return count
+
+
+def over_pages(
+    pair: Pair, selector: Selector | None, length: int, count: int
+) -> tuple[PagedModel, LLM | None, Selector | None, MergedReranker | None]:
+    """(the SLM, the LLM, the selector, its reranker) over pages where they can be.
+
+    Args:
+        pair: its SLM has a native decoder.
+        selector: one of a reranker of scope "candidate" runs merged.
+        length: tokens of a sequence at most.
+        count: pages of each model.
+    """
+    model, llm = PagedModel(pair.slm, length, count), pair.llm
+    if type(llm) is LocalLLM and has_native("llm", llm.model):
+        llm = PagedLLM(llm.model, length, count, valid_vocab=llm.vocabulary)
+    merged: list[MergedReranker] = []
+
+    def over(selector: Selector) -> Selector:
+        if type(selector) is CertainLLM:
+            return CertainLLM(over(selector.selector), selector.certainty)
+        if type(selector) is FutureBridgeSelector and selector.reranker.scope == "candidate":
+            on_pages = MergedSelector(selector.reranker, model)
+            merged.append(on_pages.merged)
+            return on_pages
+        return selector
+
+    selector = None if selector is None else over(selector)
+    return model, llm, selector, merged[0] if merged else None
 
 
 def has_native(name: str, model: hf.CausalLM) -> bool:
-    """Whether a model can run on buffers; warns where not."""
+    """Whether a model can run on pages; warns where not."""
     if NativeDecoder.of(model) is not None:
         return True
     warnings.warn(
@@ -180,7 +404,7 @@ def has_native(name: str, model: hf.CausalLM) -> bool:
     return False
 
 
-def _check_own(policy: RequestPolicy) -> None:
+def check_own(policy: RequestPolicy) -> None:
     """Refuse a policy that the device would not follow."""
     for method in ("asks", "entropy"):
         if getattr(type(policy), method) is not getattr(RequestPolicy, method):

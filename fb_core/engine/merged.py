@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.sequence import StaticModel
+from fb_core.engine.model import PagedModel
+from fb_core.engine.pages import pages_of
 from fb_core.native import Linear
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, State
 
 ROWS = 16
-"""Candidates of a forward; a larger pool takes several forwards."""
+"""Candidates of a state in one forward; a larger pool takes several times as many."""
+STATES = 4
+"""States of a forward with so many candidates each; where they have fewer, more."""
 
 
 class MergedReranker:
-    """`TokenReranker.scores_many` for the one sequence of a `StaticModel`, whose keys and values it reads.
+    """`TokenReranker.scores_many` for sequences of a `PagedModel`, whose keys and values it reads.
 
     Args:
         reranker: of scope "candidate"; its adapter is merged here, another one's by `load`.
@@ -31,14 +34,14 @@ class MergedReranker:
         ValueError: as `load`.
     """
 
-    def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
+    def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
         self.model = model
-        device = model.first.device
+        device = model.keys[0].device
         with torch.inference_mode(False):
-            self._ids = torch.zeros(ROWS, dtype=torch.int64, device=device)
-            self._held = torch.zeros(1, dtype=torch.int32, device=device)
-            self._positions = torch.zeros(ROWS, dtype=torch.int32, device=device)
-            self._out = model.last.new_zeros(ROWS, model.last.shape[1])
+            self._ids = torch.zeros(STATES * ROWS, dtype=torch.int64, device=device)
+            self._held = torch.zeros(STATES * ROWS, dtype=torch.int32, device=device)
+            self._table = torch.zeros(STATES * ROWS, pages_of(model.length), dtype=torch.int32, device=device)
+            self._out = model.keys[0].new_zeros(STATES * ROWS, model.width)
             self._qkv = [torch.empty_like(layer.qkv.weight) for layer in model.layers]
             self._o = [torch.empty_like(layer.o.weight) for layer in model.layers]
         self.load(reranker)
@@ -92,7 +95,7 @@ class MergedReranker:
     def scores_many(
         self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """As `TokenReranker.scores_many`; every prefix is so many first tokens of the model's sequence.
+        """As `TokenReranker.scores_many`; every prefix lies in pages of the model from its first token on.
 
         Args:
             prefixes: one a state, of the model's `kv`.
@@ -102,29 +105,37 @@ class MergedReranker:
         Returns:
             one float32 [K] a state.
         """
-        hidden = [self._hidden(pool, prefix.length) for prefix, pool in zip(prefixes, candidates, strict=True)]
+        hidden = self._hidden(prefixes, candidates)
         scores = self.reranker.score_hidden(torch.cat(hidden), features)
         return list(scores.split([len(pool) for pool in candidates]))
 
-    def _hidden(self, pool: Tensor, held: int) -> Tensor:
-        """[K, D] behind the first `held` tokens."""
-        self._held.fill_(held)
-        self._positions.fill_(held)
-        parts = []
-        for part in pool.split(ROWS):
-            self._ids[: len(part)] = part
-            self._ids[len(part) :] = part[-1]
-            rows = ROWS if self.model.graphs.device.type == "cuda" else len(part)  # a graph has one size
-            self.model.graphs.ready("rerank", partial(self._forward, rows))()
-            parts.append(self._out[: len(part)].clone())
-        return torch.cat(parts)
+    def _hidden(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
+        """[K, D] of every state; all have the rows of the largest pool, or of a forward that is captured."""
+        parts = [(state, part) for state, pool in enumerate(candidates) for part in pool.split(ROWS)]
+        captured = self.model.graphs.device.type == "cuda"
+        rows = ROWS if captured else max(len(part) for _, part in parts)
+        states = STATES * ROWS // rows
+        found: list[list[Tensor]] = [[] for _ in candidates]
+        for first in range(0, len(parts), states):
+            some = parts[first : first + states]
+            count = 1 << (len(some) - 1).bit_length() if captured else len(some)
+            for place, (state, part) in enumerate(some):
+                prefix, own = prefixes[state], slice(place * rows, place * rows + len(part))
+                self._ids[own] = part
+                self._held[place] = prefix.length
+                self._table[place, : len(prefix.pages)] = torch.tensor(prefix.pages, dtype=torch.int32)
+            self._held[len(some) : count] = 0
+            self.model.graphs.ready(("rerank", count), partial(self._forward, count, rows))()
+            for place, (state, part) in enumerate(some):
+                found[state].append(self._out[place * rows : place * rows + len(part)].clone())
+        return [torch.cat(own) for own in found]
 
-    def _forward(self, rows: int) -> None:
-        """One forward over so many candidates with the merged weights."""
-        model = self.model
-        ids, positions = self._ids[:rows], self._positions[:rows]
-        hidden = model.forward(ids, positions, self._held, layers=self.layers)
-        self._out[:rows].copy_(model.normed(hidden))
+    def _forward(self, states: int, rows: int) -> None:
+        """One forward over so many candidates of each of some states with the merged weights."""
+        model, held = self.model, self._held[:states]
+        ids, positions = self._ids[: states * rows], held.repeat_interleave(rows, output_size=states * rows)
+        hidden = model.forward(ids, positions, held, self._table[:states], layers=self.layers)
+        self._out[: states * rows].copy_(model.normed(hidden))
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +151,7 @@ class MergedSelector(FutureBridgeSelector):
         model: likewise.
     """
 
-    def __init__(self, reranker: TokenReranker, model: StaticModel) -> None:
+    def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
         super().__init__(reranker)
         self.merged = MergedReranker(reranker, model)
 

@@ -66,12 +66,12 @@ class PrefixKV:
 
 @dataclass(frozen=True)
 class Prefix:
-    """One sequence's slice of a `PrefixKV`: slots start to start + length (of page `row` where it is paged)."""
+    """One sequence's slice of a `PrefixKV`: slots start to start + length, of these pages where it is paged."""
 
     kv: PrefixKV
     start: int
     length: int
-    row: int = 0
+    pages: tuple[int, ...] = (0,)
 
 
 @dataclass
@@ -90,14 +90,14 @@ class Layout:
         groups: Sequence[tuple[Sequence[int], int, int]],
         device: torch.device,
         *,
-        pages: Sequence[int] | None = None,
+        pages: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> Layout:
-        """From (branch lengths, prefix start, prefix length) of every group, in row order, and its page if paged."""
+        """From (branch lengths, prefix start, prefix length) of every group, in row order, and its pages if paged."""
         branches = BranchLayout.of(
             [lengths for lengths, _, _ in groups],
             [(start, length) for _, start, length in groups],
-            block_table=None if pages is None else [[page] for page in pages],
+            block_table=None if pages is None else [list(each) for each in pages],
             device=device,
         )
         return cls(branches, **options)

@@ -246,8 +246,8 @@ def test_states_carry_the_frozen_prefix_as_views(family):
             part = slice(state.prefix.start, state.prefix.start + state.prefix.length)
             for layer, (keys, values) in zip(cache.layers, state.prefix.kv.layers, strict=True):
                 for full, held in ((layer.keys, keys), (layer.values, values)):
-                    torch.testing.assert_close(held[state.prefix.row, part], full[0].transpose(0, 1), **TIGHT)
-            seen.append((state.prefix.row, state.prefix.start, state.step, state.prefix.length))
+                    torch.testing.assert_close(held[state.prefix.pages[0], part], full[0].transpose(0, 1), **TIGHT)
+            seen.append((state.prefix.pages[0], state.prefix.start, state.step, state.prefix.length))
             return len(pool) - 1
 
     asked = prompts(3, 7, 5)
@@ -340,7 +340,7 @@ class FakeReranker:
 def test_future_bridge_selector_calls_the_reranker_with_what_it_was_trained_on():
     pools = [pool_of([9, 7, 8], [-1.0, -2, -3], [-2.0, -1, -4], [1, 3, 2]), pool_of([5, 6], [-1.0, -2], [-2.0, -1])]
     kv = hf.PrefixKV([])
-    states = [State(torch.arange(n), 1, 1.0, hf.Prefix(kv, 0, n, row)) for row, n in enumerate((4, 6))]
+    states = [State(torch.arange(n), 1, 1.0, hf.Prefix(kv, 0, n, (row,))) for row, n in enumerate((4, 6))]
     names = ("slm", "llm_certain", "in_llm")
     for scope, given, kind in (("candidate", states, "many"), ("sequence", states, "one")):
         for feature_names in ((), names):

@@ -138,7 +138,7 @@ def test_cached_and_batched_prefixes_give_the_same_scores(family):
         model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         kv = hf.PrefixKV.from_cache(cache, width)
         prefixes = [
-            hf.Prefix(kv, n, len(prefix), row) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
+            hf.Prefix(kv, n, len(prefix), (row,)) for row, (n, (prefix, _)) in enumerate(zip(pads, states, strict=True))
         ]
         many = reranker.scores_many(prefixes, [candidates for _, candidates in states])
     for got, want in zip(many, expected, strict=True):

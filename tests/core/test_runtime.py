@@ -25,9 +25,11 @@ from fb_core import (
     hf,
 )
 from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.in_step import InStepLLM
+from fb_core.engine.large import PagedLLM
 from fb_core.engine.merged import ROWS, MergedReranker
-from fb_core.engine.sequence import BUCKETS, DecodeStep, StaticModel
+from fb_core.engine.model import CHUNK, PagedModel, Part
+from fb_core.engine.pages import SIZE, pages_of
+from fb_core.engine.step import DecodeStep
 from fb_core.native import FAMILIES, NativeDecoder
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
@@ -60,7 +62,7 @@ def random_reranker(model, seed=0, **options):
 @pytest.mark.parametrize("case", range(10))
 @pytest.mark.parametrize("family", NATIVE)
 def test_tokens_and_events_are_the_plain_decoders(family, case):
-    """Five prompts of every family and case: 200, of which few hang on less than the margin."""
+    """Five prompts of every family and case, one to four together: 200, of which few hang on less than the margin."""
     slm, llm = pair(family, case)
     slm.generation_config.eos_token_id = list(ENDS)
     threshold = (-math.inf, 1.2, 1.8, NEVER, 2.2, 0.8, 1.5)[case % 7]
@@ -68,7 +70,9 @@ def test_tokens_and_events_are_the_plain_decoders(family, case):
     kind = list(SCORES)[case % 3]
     pool = ("joint", "slm", "llm", "joint")[(case + NATIVE.index(family)) % 4]
     options = {"pool": pool, "slm_k": k, "llm_k": k, "max_events": budget}
-    fast = LowLatencyDecoder(slm, llm, kind(), RequestPolicy(threshold), max_length=64, **options)
+    fast = LowLatencyDecoder(
+        slm, llm, kind(), RequestPolicy(threshold), max_length=64, max_batch=1 + case % 4, **options
+    )
     slow = CollaborativeDecoder(slm, LocalLLM(llm), kind(), RequestPolicy(threshold), **options)
     asked = prompts(2, 9, 1, 30, 5, seed=case)
     together = fast.generate_many(asked, n)
@@ -150,7 +154,7 @@ def test_positions_and_buffers_bound_a_generation():
     generation = decoder.generate(ids, 50)
     assert generation.token_ids.tolist() == plainly.token_ids.tolist()
     assert len(generation.token_ids) == 7
-    assert decoder._fast.step.model.keys[0].shape[0] == 12  # no slot for what has no position
+    assert decoder.loop.model.length == 12  # no place for what has no position
     short = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), max_length=8)
     assert len(short.generate(ids, 3).token_ids) == 3
     with pytest.raises(ValueError, match="expected prompt and new tokens to fit buffers of 8 tokens, got 5 and 4"):
@@ -161,11 +165,22 @@ def test_positions_and_buffers_bound_a_generation():
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def running(family="qwen3", threshold=math.inf, length=5, slots=256):
+def running(family="qwen3", threshold=math.inf, length=5, slots=256, dtype=None):
+    """A step with one sequence under way."""
     slm, _ = pair(family)
-    step = DecodeStep(StaticModel(slm, slots), 50, RequestPolicy(threshold), frozenset())
-    step.begin(prompts(length)[0], budget=8)
+    model = PagedModel(slm.to(dtype or slm.dtype), slots, pages_of(slots))
+    step, tokens = DecodeStep(model, 50, RequestPolicy(threshold), frozenset(), 1), prompts(length)[0].tolist()
+    pages = held(model, tokens)
+    step.put(0, tokens, pages, slots, threshold)
+    step.go_on(0, 8)
     return step
+
+
+def held(model, tokens):
+    """Pages of a new sequence, all of whose tokens but the last have gone through the model."""
+    pages, known = model.pages.take(tokens, model.length)
+    model.extend([Part(tokens[known:-1], known, pages)])
+    return pages
 
 
 def memory(step):
@@ -184,31 +199,34 @@ def memory(step):
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
     step = running(family)
-    step.run()
+    step.run(1)
     before = memory(step)
     with count_syncs() as syncs:
         for _ in range(100):
-            step.run()
+            step.run(1)
     assert syncs.total == 0
     assert memory(step) == before
     assert int(step.state.length) == 106
-    assert step.outcome()[0] == Halt.NONE
+    assert step.outcomes(1)[0].halt == Halt.NONE
 
 
 def test_the_host_may_look_a_step_late():
     """As on a GPU, where one more step is enqueued: each has a place of its own for its outcome."""
     steps = [running(), running()]
-    steps[1].ahead = 1
-    plain, late = ([step.outcome() for _ in range(20)] for step in steps)
+    plain, late = [], []
+    for step, found, ahead in zip(steps, (plain, late), (0, 1), strict=True):
+        for _ in range(20):
+            while step.enqueued <= ahead:
+                step.run(1)
+            found += step.outcomes(1)
     assert late == plain
-    assert len({entropy for _, _, entropy in plain}) == 20
+    assert len({one.entropy for one in plain}) == 20
 
 
 def test_a_step_ranks_logits_of_the_models_own_dtype():
-    slm, _ = pair("qwen3")
-    step = DecodeStep(StaticModel(slm.bfloat16(), 64), 50, RequestPolicy(math.inf), frozenset())
-    step.begin(prompts(5)[0], budget=8)
-    token = step.outcome()[1]
+    step = running(dtype=torch.bfloat16)
+    step.run(1)
+    token = step.outcomes(1)[0].token
     assert step.logits.dtype == torch.bfloat16
     assert step.logits.any()
     assert step.logits[0, token] == step.logits.max()
@@ -216,17 +234,17 @@ def test_a_step_ranks_logits_of_the_models_own_dtype():
 
 def test_a_step_that_halted_changes_nothing_when_it_runs_again():
     step = running(threshold=-math.inf)
-    step.run()
-    halt, token, entropy = step.outcome()
-    assert halt == Halt.EVENT
+    step.run(1)
+    first = step.outcomes(1)
+    assert first[0].halt == Halt.EVENT
     kept = [x.clone() for x in (*step.state, *step.model.keys, *step.model.values, step.logits)]
     for _ in range(3):
-        step.run()
-    assert step.outcome() == (halt, token, entropy)
+        step.run(1)
+    assert step.outcomes(1) == first
     now = (*step.state, *step.model.keys, *step.model.values, step.logits)
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
-    step.take(5, 17, budget=7)
-    step.run()
+    step.go_on(0, 7, 17, 5)
+    step.run(1)
     assert step.state.tokens[0, 5] == 17
     assert int(step.state.budget) == 7
 
@@ -234,49 +252,72 @@ def test_a_step_that_halted_changes_nothing_when_it_runs_again():
 def test_free_slots_are_never_seen():
     clean, dirty = running(), running()
     for buffer in (*dirty.model.keys, *dirty.model.values):
-        buffer[4:] = math.nan  # behind the four tokens that have been taken
+        buffer[int(dirty.table[0, 0]), 4:] = math.nan  # behind the four tokens that have been taken
+        buffer[dirty.table[0, 1:].long()] = math.nan
     for step in (clean, dirty):
         for _ in range(4):
-            step.run()
+            step.run(1)
     assert torch.equal(clean.logits, dirty.logits)
     assert torch.equal(clean.state.tokens, dirty.state.tokens)
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 200, BUCKETS[-1], BUCKETS[-1] + 3])
-def test_extending_in_buckets_is_one_forward(count):
-    slm, _ = pair("qwen3", max_position_embeddings=400)
-    ids = prompts(count + 3)[0].tolist()
-    at_once, later = StaticModel(slm, 300), StaticModel(slm, 300)
-    later.extend(ids[:3], 0)
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, CHUNK, CHUNK + 3])
+def test_extending_in_chunks_is_one_forward(count):
+    """Several sequences in a call, one of them of every size."""
+    slm, _ = pair("qwen3", max_position_embeddings=600)
+    model = PagedModel(slm, 600, 30)
+    long, short = (ids.tolist() for ids in prompts(count + 3, 40))
+    pages = [model.pages.take(ids, 600)[0] for ids in (long, short, short[::-1])]
+    model.extend([Part(long[:3], 0, pages[0])])
+    parts = [Part(long[3:], 3, pages[0]), Part(short, 0, pages[1]), Part(short[::-1], 0, pages[2])]
+    found = model.logits(model.extend(parts), 50)
     with torch.no_grad():
-        want = slm(torch.tensor([ids])).logits[0, -1:]
-        for model, given, held in ((at_once, ids, 0), (later, ids[3:], 3)):
-            torch.testing.assert_close(model.logits(model.extend(given, held), 50), want, rtol=1e-4, atol=1e-4)
-            assert not any(buffer[len(ids) :].any() for buffer in (*model.keys, *model.values))
+        for row, ids in zip(found, (long, short, short[::-1]), strict=True):
+            torch.testing.assert_close(row, slm(torch.tensor([ids])).logits[0, -1], rtol=1e-4, atol=1e-4)
+    last, place = pages[0][len(long) // SIZE], len(long) % SIZE
+    assert not any(buffer[last, place:].any() for buffer in (*model.keys, *model.values))
 
 
 # --- the large model --------------------------------------------------------------------------------------------------
 
 
 def test_the_llm_computes_only_what_is_new(monkeypatch):
-    _, llm = pair("qwen3")
-    steady, fresh = InStepLLM(llm, 64), LocalLLM(llm)
+    llm = tiny("qwen3", 2, max_position_embeddings=400)
+    steady, fresh = PagedLLM(llm, 300, 10), LocalLLM(llm)
     seen = []
-    extend = StaticModel.extend
+    extend = PagedModel.extend
     monkeypatch.setattr(
-        StaticModel, "extend", lambda self, ids, held: seen.append((held, len(ids))) or extend(self, ids, held)
+        PagedModel,
+        "extend",
+        lambda self, parts: seen.append([(part.held, len(part.tokens)) for part in parts]) or extend(self, parts),
     )
-    (ids,) = prompts(20)
-    steady.begin(ids[:10].tolist())
-    for query in (ids[:10], ids[:13], ids[:13], ids, torch.cat([ids[:12], ids[:2]])):
-        got, want = steady.candidates(query, 4, ids[:3]), fresh.candidates(query, 4, ids[:3])
-        assert got.ids.tolist() == want.ids.tolist()
-        torch.testing.assert_close(got.logprob, want.logprob, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(got.score_logprob, want.score_logprob, rtol=1e-4, atol=1e-4)
-    assert seen == [(0, 9), (9, 1), (10, 3), (12, 1), (13, 7), (12, 2)]
-    with pytest.raises(ValueError, match="expected at most the 64 tokens of the buffers, got 65"):
-        steady.candidates(prompts(65)[0], 4)
+    (ids,) = prompts(150)
+    for queries in (
+        [ids[:10]],
+        [ids[:13]],
+        [ids[:13]],
+        [ids[:100], torch.cat([ids[:12], ids[:2]])],
+        [ids, torch.cat([ids[:90], ids[:2]])],  # the second shares a page with the first
+        [ids[:8], ids[:9]],
+    ):
+        got = steady.candidates_many(queries, 4, [ids[:3]] * len(queries))
+        for mine, want in zip(got, fresh.candidates_many(queries, 4, [ids[:3]] * len(queries)), strict=True):
+            assert mine.ids.tolist() == want.ids.tolist()
+            torch.testing.assert_close(mine.logprob, want.logprob, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mine.score_logprob, want.score_logprob, rtol=1e-4, atol=1e-4)
+    assert seen[:5] == [[(0, 10)], [(10, 3)], [(12, 1)], [(13, 87), (0, 14)], [(100, 50), (64, 28)]]
+    with pytest.raises(ValueError, match="expected at most the 300 tokens of the buffers, got 301"):
+        steady.candidates(prompts(301)[0], 4)
     assert steady.candidates(ids, 4).ids.tolist() == fresh.candidates(ids, 4).ids.tolist()
+
+
+def test_the_llm_answers_more_queries_than_its_pages_hold():
+    llm = tiny("qwen3", 2, max_position_embeddings=400)
+    steady, fresh = PagedLLM(llm, 192, 4), LocalLLM(llm)
+    asked = prompts(100, 150, 20, 192, 64, 65)
+    for _ in range(3):
+        got = steady.candidates_many(asked, 4)
+        assert [mine.ids.tolist() for mine in got] == [each.ids.tolist() for each in fresh.candidates_many(asked, 4)]
 
 
 # --- what goes wrong, and who goes another way ------------------------------------------------------------------------
@@ -284,13 +325,13 @@ def test_the_llm_computes_only_what_is_new(monkeypatch):
 
 def test_another_adapter_takes_the_same_memory():
     slm, _ = pair("qwen2")
-    model = StaticModel(slm, 32)
-    model.extend(prompts(6)[0].tolist(), 0)
+    model = PagedModel(slm, 32, 3)
+    pages = held(model, [*prompts(6)[0].tolist(), 1])
     one, two = random_reranker(slm, 1), random_reranker(slm, 2)
     merged = MergedReranker(one, model)
     places = [layer.qkv.weight.data_ptr() for layer in merged.layers]
     pool = prompts(ROWS)[0].unique()
-    prefix = hf.Prefix(model.kv, 0, 6)
+    prefix = hf.Prefix(model.kv, 0, 6, tuple(pages))
     for reranker in (one, two):
         merged.load(reranker)
         (got,) = merged.scores_many([prefix], [pool])
@@ -322,7 +363,7 @@ def test_changed_weights_count_and_a_changed_dtype_is_refused():
 
 def test_rotary_tables_are_made_where_their_frequencies_have_changed(monkeypatch):
     slm, _ = pair("llama")
-    model, made = StaticModel(slm, 16), []
+    model, made = PagedModel(slm, 16, 1), []
     rope = NativeDecoder.rope
     monkeypatch.setattr(NativeDecoder, "rope", lambda *given: made.append(1) or rope(*given))
     model.refresh()
@@ -515,7 +556,7 @@ def test_memory_is_reported():
     attention = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
     merged = len(slm.model.layers) * sum(module.weight.nbytes for module in attention)
     cached = [
-        2 * 4 * 32 * len(model.model.layers) * len(model.model.layers[0].self_attn.k_proj.weight)
+        2 * 4 * SIZE * len(model.model.layers) * len(model.model.layers[0].self_attn.k_proj.weight)
         for model in (slm, llm)
     ]
     assert decoder.memory == {"buffers": sum(cached), "merged": merged, "graphs": 0}
@@ -540,8 +581,8 @@ def alora_scores(model, directory, prefix, candidates):
 
 def merged_scores(merged, prefix, candidates):
     """Of candidates behind a prefix that goes through the merged reranker's model first."""
-    merged.model.extend(prefix.tolist(), 0)
-    return merged.scores_many([hf.Prefix(merged.model.kv, 0, len(prefix))], [candidates])[0]
+    pages = held(merged.model, [*prefix.tolist(), 0])
+    return merged.scores_many([hf.Prefix(merged.model.kv, 0, len(prefix), tuple(pages))], [candidates])[0]
 
 
 @pytest.mark.parametrize("family", NATIVE)
@@ -549,7 +590,7 @@ def test_scores_through_the_runtime_are_pefts(family, tmp_path):
     model = tiny(family, 5)
     random_reranker(model, 3).save_pretrained(tmp_path)
     prefix, candidates = prompts(21, seed=6)[0], torch.randperm(50)[:20]
-    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), StaticModel(model, 40))
+    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), PagedModel(model, 40, 20))
     want = alora_scores(tiny(family, 5), tmp_path, prefix, candidates)
     torch.testing.assert_close(merged_scores(merged, prefix, candidates), want, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(merged_scores(merged, prefix, candidates[:3]), want[:3], rtol=1e-5, atol=1e-4)
@@ -559,7 +600,7 @@ def test_rank_agreement_in_bfloat16(tmp_path, record_property):
     """Merged weights are rounded once more than an adapter beside them: ranks agree, not bits."""
     model = tiny("qwen3", 5).to(torch.bfloat16)
     random_reranker(model, 3).save_pretrained(tmp_path)
-    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), StaticModel(model, 40))
+    merged = MergedReranker(TokenReranker.from_pretrained(tmp_path, model).eval(), PagedModel(model, 40, 20))
     pairs = agreeing = 0
     for seed in range(10):
         prefix, candidates = (
@@ -583,7 +624,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
     options = {"slm_k": 4, "llm_k": 4, "max_events": 4}
     fast = LowLatencyDecoder(slm, llm, FutureBridgeSelector(adapters[0]), RequestPolicy(1.0), **options)
     (ids,) = prompts(9, seed=2)
-    weights = [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)]
+    weights = [weight.data_ptr() for weight in (*fast.loop.merged._qkv, *fast.loop.merged._o)]
     seen = []
     for number, adapter in enumerate(adapters, 1):
         fast.load_adapter(tmp_path / str(number))
@@ -594,7 +635,7 @@ def test_another_adapter_takes_the_place_of_the_first(tmp_path):
         for mine, theirs in zip(got.events, want.events, strict=True):
             assert mine.scores == pytest.approx(theirs.scores, abs=1e-3)
     assert seen[0] != seen[1]
-    assert [weight.data_ptr() for weight in (*fast._fast.merged._qkv, *fast._fast.merged._o)] == weights
+    assert [weight.data_ptr() for weight in (*fast.loop.merged._qkv, *fast.loop.merged._o)] == weights
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing(tmp_path):
@@ -665,7 +706,7 @@ def test_threads_that_share_a_decoder_get_the_serial_answers(kind):
 @pytest.mark.parametrize("native", [True, False])
 def test_threads_that_share_a_large_model_get_its_serial_answers(native):
     _, model = pair("qwen3")
-    llm = InStepLLM(model, 64) if native else LocalLLM(model)
+    llm = PagedLLM(model, 64, 4) if native else LocalLLM(model)
     asked = [prompts(n, seed=n % 3)[0] for n in range(5, 29)]  # some extend others
     fresh = LocalLLM(model)
     want = [fresh.candidates_many([ids], 5)[0] for ids in asked]

@@ -21,7 +21,9 @@ from fb_core import (
     TokenReranker,
 )
 from fb_core.decoding import LowLatencyDecoder
-from fb_core.engine.sequence import DecodeStep, StaticModel
+from fb_core.engine.model import PagedModel, Part
+from fb_core.engine.pages import pages_of
+from fb_core.engine.step import DecodeStep
 from fb_kernels import backend
 
 pytestmark = pytest.mark.gpu
@@ -81,17 +83,29 @@ def test_small_no_operation_of_a_step_or_rerank_misses_its_compiled_kernel() -> 
         assert len(decoder.generate(tokens(9), 12).events) == 8
 
 
+def started(slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 1000) -> DecodeStep:
+    """A step with one sequence."""
+    paged = PagedModel(slm, length, pages_of(length))
+    taken = paged.pages.take(ids.tolist(), length)
+    assert taken is not None
+    paged.extend([Part(ids[:-1].tolist(), 0, taken[0])])
+    step = DecodeStep(paged, vocabulary, RequestPolicy(math.inf), frozenset(), 1)
+    step.put(0, ids.tolist(), taken[0], length, math.inf)
+    step.go_on(0, 0)
+    return step
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
     """Bit for bit, over 50 steps."""
     slm = model(dtype)
-    steps = [DecodeStep(StaticModel(slm, 200), 1000, RequestPolicy(math.inf), frozenset()) for _ in range(2)]
+    steps = [started(slm, 200, tokens(70)) for _ in range(2)]
     steps[1].model.graphs.ready = lambda key, compute: compute  # type: ignore[method-assign]
-    seen = []
-    for step in steps:
-        step.begin(tokens(70), 0)
-        step.ahead = 0  # so that the logits are those of the outcome
-        seen.append([(step.outcome(), step.logits.clone()) for _ in range(50)])
+    seen: list[list] = [[], []]
+    for step, found in zip(steps, seen, strict=True):
+        for _ in range(50):
+            step.run(1)
+            found.append((step.outcomes(1), step.logits.clone()))
     for graph, eager in zip(*seen, strict=True):
         assert graph[0] == eager[0]
         assert torch.equal(graph[1], eager[1])
@@ -99,14 +113,14 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
 
 
 def test_small_a_warm_step_never_syncs() -> None:
-    step = DecodeStep(StaticModel(model(torch.bfloat16), 200), 1000, RequestPolicy(math.inf), frozenset())
-    step.begin(tokens(9), 0)
-    step.outcome()
+    step = started(model(torch.bfloat16), 200, tokens(9))
+    for _ in range(2):  # a graph for each place of the ring
+        step.run(1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
-            step.run()
+            step.run(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -129,9 +143,8 @@ def test_real_sizes_decode() -> None:
     needs_memory(12)
     slm = random_model(qwen3(), torch.bfloat16)
     ids = tokens(256, vocabulary=151_936)
-    step = DecodeStep(StaticModel(slm, 300), 151_936, RequestPolicy(math.inf), frozenset())
-    step.begin(ids, 0)
-    step.run()
+    step = started(slm, 300, ids, 151_936)
+    step.run(1)
     with torch.no_grad():
         plain = slm(ids[None], logits_to_keep=1).logits[0].float()
         truth = slm.float()(ids[None], logits_to_keep=1).logits[0]

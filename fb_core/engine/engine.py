@@ -1,0 +1,311 @@
+"""Many sequences at once: each is submitted, runs together with the others, and ends on its own."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
+from fb_core.engine.loop import Task
+from fb_core.llm import check_least, check_max_new_tokens, checked_prompts
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy
+from fb_core.pool import Event
+from fb_core.selectors import Selector
+
+
+class Token(NamedTuple):
+    """A token as it was appended, and its event where it came from one."""
+
+    id: int
+    event: Event | None
+
+
+class Handle:
+    """A sequence that was submitted."""
+
+    def __init__(self, state: _State, task: Task) -> None:
+        self._state = state
+        self._task = task
+        self._heard = 0  # tokens that are in the queue
+        self._tokens: SimpleQueue[Token | None] = SimpleQueue()  # None at the end
+        self._result: Future[Generation] = Future()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._result.done()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """What it became, once it has ended.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: it is still under way.
+            CancelledError: it was cancelled.
+            Exception: what ended it: NaN logits (ValueError), an LLM that did not answer (OSError), a selector's error.
+        """
+        return self._result.result(timeout)
+
+    def __iter__(self) -> Iterator[Token]:
+        """Its tokens as they come, once; then the error that ended it, where one did."""
+        while (token := self._tokens.get()) is not None:
+            yield token
+        if not self._result.cancelled():
+            self._result.result()
+
+    def cancel(self) -> None:
+        """End it as it is: what it held is free for others."""
+        self._state.leave(self)
+
+    def _tell(self) -> None:
+        """What is new since the last time; called by the engine's thread."""
+        row = self._task.row
+        events = {event.step: event for event in row.events}
+        for step, token in enumerate(row.new[self._heard :], self._heard):
+            self._tokens.put(Token(token, events.get(step)))
+        self._heard = len(row.new)
+
+    def _end(self, outcome: Generation | BaseException) -> None:
+        if isinstance(outcome, CancelledError):
+            self._result.cancel()
+        elif isinstance(outcome, BaseException):
+            self._result.set_exception(outcome)
+        else:
+            self._result.set_result(outcome)
+        self._tokens.put(None)
+
+
+class Engine:
+    """Continuous batching over a pair: sequences enter and leave while others run.
+
+    What a sequence becomes does not depend on the others (to near ties of low precision). Prompts enter in pieces
+    between steps; what they have in common with earlier ones is computed once. A sequence whose event waits for the
+    LLM does not hold up the others. Where pages are scarce, sequences wait for their turn, and none is dropped.
+
+    Safe to share between threads: all computing is done by one thread of its own.
+
+    Args:
+        pair: SLM, LLM and tokenizer. Where the SLM has no native decoder, sequences run one after another in the plain
+            loop; a warning says so.
+        selector: as for `CollaborativeDecoder`.
+        policy: likewise.
+        max_batch: sequences that run together.
+        max_length: tokens of a sequence at most, prompt included.
+        kv_memory: as for `CollaborativeDecoder`.
+        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, on_llm_error.
+
+    Raises:
+        TypeError: as `CollaborativeDecoder`.
+        ValueError: likewise.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        selector: Selector | None,
+        policy: RequestPolicy,
+        *,
+        max_batch: int = 32,
+        max_length: int = MAX_LENGTH,
+        kv_memory: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.decoder = CollaborativeDecoder(
+            pair.slm,
+            pair.llm,
+            selector,
+            policy,
+            tokenizer=pair.tokenizer,
+            max_batch=max_batch,
+            max_length=max_length,
+            kv_memory=kv_memory,
+            **options,
+        )
+        self._state = _State(self.decoder)
+        self._thread = threading.Thread(
+            target=_work, args=(self._state, torch.get_num_threads()), name="fb-engine", daemon=True
+        )
+        self._closing = weakref.finalize(self, _close, self._state)
+        self._thread.start()
+
+    def submit(
+        self,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int = 4096,
+        *,
+        threshold: float | None = None,
+        max_events: int | None = None,
+    ) -> Handle:
+        """A prompt that is to be continued, from now on or as soon as there is room.
+
+        Args:
+            input_ids: [P] int64 on the SLM's device, at least one.
+            max_new_tokens: the most tokens to generate; the model's positions bound it too.
+            threshold: nats, of this sequence; None for the policy's.
+            max_events: of this sequence; None for the decoder's.
+
+        Raises:
+            TypeError: ids that are not integers.
+            ValueError: as `CollaborativeDecoder.generate`, or a sequence for which the pages never suffice.
+            RuntimeError: a closed engine.
+        """
+        decoder = self.decoder
+        check_max_new_tokens(max_new_tokens)
+        (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=1)
+        events = decoder.max_events if max_events is None else max_events
+        check_least("max_events", events, 0)
+        if events > decoder.max_events:
+            raise ValueError(
+                f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"
+            )
+        stop = hf.Stop(hf.eos_ids(decoder.slm), max_new_tokens, hf.max_positions(decoder.slm))
+        policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
+        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events)
+        if decoder.loop is not None:
+            decoder.loop.check(task)
+        handle = Handle(self._state, task)
+        self._state.enter(handle)
+        return handle
+
+    def stream(self, input_ids: Tensor | Sequence[int], max_new_tokens: int = 4096, **options: Any) -> Iterator[Token]:
+        """The tokens of a prompt's continuation as they come; it is cancelled where they are not read to the end."""
+        handle = self.submit(input_ids, max_new_tokens, **options)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
+        """What the prompts become, in their order; raises as `submit` and `Handle.result`, the others cancelled."""
+        handles: list[Handle] = []
+        try:
+            for ids in prompts:
+                handles.append(self.submit(ids, max_new_tokens))
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def cancel(self, handle: Handle) -> None:
+        """As `Handle.cancel`."""
+        handle.cancel()
+
+    def close(self) -> None:
+        """Cancel what is under way and let the thread end."""
+        self._closing()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _State:
+    """What the engine and its thread share; it does not keep the engine alive."""
+
+    def __init__(self, decoder: CollaborativeDecoder) -> None:
+        self.decoder = decoder
+        self.changed = threading.Condition()
+        self.entering: deque[Handle] = deque()
+        self.leaving: deque[Handle] = deque()
+        self.closed = False
+
+    def enter(self, handle: Handle) -> None:
+        with self.changed:
+            if self.closed:
+                raise RuntimeError("engine: expected an open one, got a closed one; make another")
+            self.entering.append(handle)
+            self.changed.notify()
+
+    def leave(self, handle: Handle) -> None:
+        with self.changed:
+            if not handle.done:
+                self.leaving.append(handle)
+                self.changed.notify()
+
+
+def _close(state: _State) -> None:
+    with state.changed:
+        state.closed = True
+        state.changed.notify()
+
+
+def _work(state: _State, threads: int) -> None:
+    """The engine's thread, on so many of torch's."""
+    torch.set_num_threads(threads)
+    loop = state.decoder.loop
+    if loop is None:
+        _one_after_another(state)
+        return
+    handles: dict[Task, Handle] = {}
+    while True:
+        with state.changed:
+            state.changed.wait_for(lambda: state.entering or state.leaving or state.closed or loop.busy)
+            closed, entering, leaving = state.closed, list(state.entering), list(state.leaving)
+            state.entering.clear()
+            state.leaving.clear()
+        try:
+            for handle in entering:
+                handles[handle._task] = handle
+                loop.submit(handle._task)
+            for task in (*(handle._task for handle in leaving), *(handles if closed else ())):
+                if task in handles and not task.done:
+                    loop.cancel(task)
+                    handles.pop(task)._end(CancelledError())
+            if closed:
+                return
+            for task in loop.tick():
+                handles[task]._tell()
+                if task.done:
+                    handles.pop(task)._end(task.error or state.decoder.generation(task.row))
+        except Exception as problem:  # of nobody's alone
+            loop.clear()
+            while handles:
+                handles.popitem()[1]._end(problem)
+
+
+def _one_after_another(state: _State) -> None:
+    """By the plain loop."""
+    while True:
+        with state.changed:
+            state.changed.wait_for(lambda: state.entering or state.closed)
+            if state.closed:
+                for handle in state.entering:
+                    handle._end(CancelledError())
+                return
+            handle = state.entering.popleft()
+        decoder, task = copy.copy(state.decoder), handle._task
+        decoder.policy = replace(decoder.policy, threshold=task.threshold)
+        decoder.max_events = task.max_events
+
+        def told(row: hf.Running, handle: Handle = handle) -> bool:
+            handle._task.row = row
+            handle._tell()
+            return handle in state.leaving or state.closed
+
+        try:
+            outcome: Generation | BaseException = decoder.decode(task.row.tokens, task.stop.room, told)
+        except Exception as problem:
+            outcome = problem
+        with state.changed:
+            if handle in state.leaving:
+                state.leaving.remove(handle)
+                outcome = CancelledError()
+        handle._end(CancelledError() if state.closed else outcome)

@@ -1,0 +1,276 @@
+"""A model over pages of keys and values: the forwards of a decode step, of candidates, and over new tokens.
+
+Every forward reads and writes the same memory, and on a GPU no size depends on how long the sequences are, so that each
+is captured once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.engine.graphs import Graphs
+from fb_core.engine.pages import SIZE, Pages, pages_of
+from fb_core.native import Layer, NativeDecoder
+from fb_kernels import BranchLayout, branch_attention, decoder_layer, rms_norm, skinny_linear
+
+CHUNK = 512
+"""New tokens of one forward at most."""
+BUCKETS = (32, 64, 128, 256, CHUNK)
+"""Rows of a forward over new tokens where it is captured."""
+SEQUENCES = 64
+"""Of a forward over new tokens at most."""
+
+
+class Part(NamedTuple):
+    """New tokens of one sequence."""
+
+    tokens: Sequence[int]
+    held: int  # tokens ahead of them
+    pages: Sequence[int]
+
+
+class Packed(NamedTuple):
+    """What a forward over new tokens reads; rows and sequences behind those that count are padding."""
+
+    rows: Tensor  # [3, N] int64: ids, positions, slots
+    cu_branch: Tensor  # [G + 1] int32: the rows of each sequence
+    held: Tensor  # [G] int32
+    table: Tensor  # [G, n] int32
+    last: Tensor  # [G] int64, the last row of each sequence
+
+
+class PagedModel:
+    """A model's native decoder and head, with keys and values of many sequences in pages.
+
+    Args:
+        model: a causal LM of the Llama family (`fb_core.native`).
+        length: the most tokens of a sequence.
+        count: of pages.
+
+    Raises:
+        ValueError: a model without a native decoder.
+    """
+
+    def __init__(self, model: hf.CausalLM, length: int, count: int) -> None:
+        self.model = model
+        self.length = length
+        self.pages = Pages(count)
+        self.keys: list[Tensor] = []
+        self.graphs = Graphs(model.device)
+        self._read: list[tuple[int, int | None]] = []
+        self._buffers: dict[int, Packed] = {}
+        self._frequencies: Tensor | None = None  # what the rotary tables were made of,
+        self._turned: tuple[int | None, float] = (None, 1.0)  # its version then, and the tables' scale
+        self.refresh()
+        layer = self.layers[0]
+        shape = (count, SIZE, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
+        with torch.inference_mode(False):
+            like = layer.qkv.weight
+            self.keys = [like.new_zeros(shape) for _ in self.layers]
+            self.values = [like.new_zeros(shape) for _ in self.layers]
+            self._positions = torch.arange(length, device=model.device)
+            self.cos, self.sin = self.decoder.rope(self._positions)
+            self.width = len(layer.o.weight)
+            self._last = like.new_zeros(SEQUENCES + 1, self.width)
+        self.kv = hf.PrefixKV(list(zip(self.keys, self.values, strict=True)))
+
+    def refresh(self) -> bool:
+        """Read the model anew: other values count, another dtype or device does not fit the pages.
+
+        Returns:
+            whether what pages hold is what the model computes, as far as versions of its parameters tell; else no page
+            is shared any more. Writes through a parameter's `data` bring it no new version.
+
+        Raises:
+            ValueError: a model without a native decoder, or whose dtype or device has changed.
+        """
+        decoder = NativeDecoder.of(self.model)
+        if decoder is None:
+            raise ValueError(
+                f"{type(self.model).__name__}: expected an unchanged Llama, Mistral, Qwen2 or Qwen3, got another model "
+                "or one with adapters or hooks; use CollaborativeDecoder without max_length"
+            )
+        weight = decoder.layers[0].qkv.weight
+        if self.keys and (weight.dtype, weight.device) != (self.keys[0].dtype, self.keys[0].device):
+            raise ValueError(
+                f"{type(self.model).__name__}: expected {self.keys[0].dtype} on {self.keys[0].device} as when the "
+                f"buffers were made, got {weight.dtype} on {weight.device}; make the decoder after moving its models"
+            )
+        self.decoder = decoder
+        self.layers = decoder.layers
+        self.head = hf.lm_head(self.model)
+        frequencies, scale = decoder.frequencies
+        version = None if frequencies.is_inference() else frequencies._version
+        same = frequencies is self._frequencies and version is not None and (version, scale) == self._turned
+        if self.keys and not same:
+            for table, now in zip((self.cos, self.sin), decoder.rope(self._positions), strict=True):
+                table.copy_(now)
+        self._frequencies, self._turned = frequencies, (version, scale)
+        read = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
+        if [place for place, _ in read] != [place for place, _ in self._read]:
+            self.graphs.forget()
+        same = same and read == self._read and all(version is not None for _, version in read)
+        if not same:
+            self.pages.forget()
+        self._read = read
+        return same
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        held: Tensor,
+        table: Tensor,
+        slots: Tensor | None = None,
+        layers: Sequence[Layer] | None = None,
+    ) -> Tensor:
+        """The residual stream behind the last layer of rows that each are one more token behind a sequence.
+
+        Args:
+            ids: [N] int64, of G sequences N / G each.
+            positions: [N] int32 or int64.
+            held: [G] int32 or int64, how many tokens of its sequence a row sees.
+            table: [G, n] likewise, the sequences' pages.
+            slots: [N] like positions, where keys and values are kept, negative for nowhere; None keeps none.
+            layers: other ones than the model's own, of the same sizes.
+
+        Returns:
+            [N, D], which `logits` and `normed` take.
+        """
+        hidden: Tensor = self.decoder.embedding(ids)
+        layers = self.layers if layers is None else layers
+        for layer, keys, values in zip(layers, self.keys, self.values, strict=True):
+            hidden = decoder_layer(
+                hidden,
+                layer.weights,
+                self.cos,
+                self.sin,
+                positions,
+                keys,
+                values,
+                held,
+                slots,
+                block_table=table,
+                eps=layer.input_norm.eps,
+                window=layer.window,
+                scale=layer.scale,
+            )
+        return hidden
+
+    @torch.no_grad()
+    def extend(self, parts: Sequence[Part]) -> Tensor:
+        """Take new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as hold them.
+
+        Returns:
+            [G, D]: the residual stream behind the last token of each.
+        """
+        streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
+        for chunk in _chunks(parts):
+            streams[[place for place, _ in chunk]] = self._extend([part for _, part in chunk])
+        return streams
+
+    def _extend(self, parts: Sequence[Part]) -> Tensor:
+        """In one forward; where it is captured, padding rows are a branch of a sequence that holds nothing."""
+        captured = self.graphs.device.type == "cuda"
+        lengths = [len(part.tokens) for part in parts]
+        total = sum(lengths)
+        size = next(size for size in BUCKETS if total <= size) if captured else total
+        groups = SEQUENCES + 1 if captured else len(parts)
+        width = pages_of(self.length) if captured else max(pages_of(part.held) for part in parts)
+        places = [range(part.held, part.held + length) for part, length in zip(parts, lengths, strict=True)]
+        slots = [part.pages[i // SIZE] * SIZE + i % SIZE for part, own in zip(parts, places, strict=True) for i in own]
+        ids = [token for part in parts for token in part.tokens]
+        positions = [place for own in places for place in own]
+        bounds = [0, *accumulate(lengths)]
+        absent = groups - len(parts)
+        numbers = Packed(
+            torch.tensor([[*row, *[fill] * (size - total)] for row, fill in ((ids, 0), (positions, 0), (slots, -1))]),
+            torch.tensor([*bounds, *[size] * absent], dtype=torch.int32),
+            torch.tensor([*(part.held for part in parts), *[0] * absent], dtype=torch.int32),
+            torch.tensor([[*part.pages, *[-1] * width][:width] for part in parts] + [[-1] * width] * absent).int(),
+            torch.tensor([*bounds[1:], *[size] * absent]) - 1,
+        )
+        if not captured:
+            return self._take(numbers)
+        packed = self._buffers.setdefault(size, Packed(*(x.to(self.graphs.device) for x in numbers)))
+        for buffer, now in zip(packed, numbers, strict=True):
+            buffer.copy_(now)
+        self.graphs.ready(("extend", size), partial(self._take_last, packed))()
+        return self._last[: len(parts)]
+
+    def _take_last(self, packed: Packed) -> None:
+        self._last.copy_(self._take(packed))
+
+    def _take(self, packed: Packed) -> Tensor:
+        """[G, D] behind the last row of each sequence."""
+        ids, positions, slots = packed.rows
+        groups = len(packed.held)
+        firsts = torch.arange(groups + 1, dtype=torch.int32, device=ids.device)
+        layout = BranchLayout(
+            packed.cu_branch,
+            firsts,
+            torch.zeros_like(packed.held),
+            packed.held,
+            packed.table.view(groups, -1),
+            max_branch_len=len(ids),
+        )
+        hidden: Tensor = self.decoder.embedding(ids)
+        residual: Tensor | None = None
+        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+            kept = keys.flatten(0, 1), values.flatten(0, 1), slots
+            q, k, v, residual = layer.before_attention(hidden, residual, positions, self.cos, self.sin, kept)
+            attended = branch_attention(q, k, v, keys, values, layout, window=layer.window, scale=layer.scale)
+            hidden, residual = layer.after_attention(attended, residual)
+        assert residual is not None
+        return (hidden + residual).index_select(0, packed.last)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """[N, V] over the first `vocabulary` ids in the head's dtype, of a residual stream [N, D]."""
+        weight, bias = self.head.weight[:vocabulary], self.head.bias
+        bias = None if bias is None else bias[:vocabulary]
+        norm = self.decoder.norm
+        return skinny_linear(hidden, weight, bias, norm_weight=norm.weight, eps=norm.eps, frozen=True)
+
+    @torch.no_grad()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[N, D]: a residual stream after the final norm."""
+        return rms_norm(hidden, *self.decoder.norm)[0]
+
+
+def page_bytes(model: hf.CausalLM) -> int:
+    """Of keys and values in all layers."""
+    config = hf.text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * SIZE * heads * width * model.dtype.itemsize
+
+
+def _chunks(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
+    """Parts with their places among all, cut so that so many rows and sequences fit one forward."""
+    chunk: list[tuple[int, Part]] = []
+    room = CHUNK
+    for place, (tokens, held, pages) in enumerate(parts):
+        done = 0
+        while done < len(tokens):
+            taken = tokens[done : done + room]
+            chunk.append((place, Part(taken, held + done, pages)))
+            done, room = done + len(taken), room - len(taken)
+            if not room or len(chunk) == SEQUENCES:
+                yield chunk
+                chunk, room = [], CHUNK
+    if chunk:
+        yield chunk

@@ -1,0 +1,112 @@
+"""Who holds which pages of keys and values, and which pages hold the beginnings that sequences share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+SIZE = 64
+"""Tokens of a page: the keys that a block of the compiled attention meets at once."""
+
+Beginning = tuple[int, tuple[int, ...]]
+
+
+class Pages:
+    """Pages of `SIZE` tokens, taken by sequences and given back; full ones are found again by what they hold.
+
+    A page that nobody holds any more keeps its tokens until another sequence needs the room, the one that was given
+    back first.
+
+    Args:
+        count: of pages.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._holders = [0] * count
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known pages without a holder, oldest first
+        self._known: dict[Beginning, int] = {}
+        self._names: dict[int, tuple[int, Beginning]] = {}  # page -> its own number and what it is known by
+        self._named = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that a sequence may have."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, tokens: Sequence[int], length: int) -> tuple[list[int], int] | None:
+        """Pages for a sequence of at most `length` tokens that begins with `tokens`.
+
+        Returns:
+            (pages in order, how many of the tokens they hold already: all but one at most), None where there is no
+            room now.
+        """
+        shared: list[int] = []
+        parent = 0
+        for start in range(0, len(tokens) - SIZE, SIZE):
+            page = self._known.get((parent, tuple(tokens[start : start + SIZE])))
+            if page is None:
+                break
+            shared.append(page)
+            parent = self._names[page][0]
+        new = pages_of(length) - len(shared)
+        if new > self.free - sum(page in self._idle for page in shared):
+            return None
+        for page in shared:
+            self._idle.pop(page, None)
+        pages = shared + [self._unused() for _ in range(new)]
+        for page in pages:
+            self._holders[page] += 1
+        return pages, len(shared) * SIZE
+
+    def grow(self, pages: list[int], length: int) -> bool:
+        """Append what a sequence of `length` tokens needs beyond its pages; False, and nothing, without room."""
+        new = pages_of(length) - len(pages)
+        if new > self.free:
+            return False
+        for _ in range(new):
+            pages.append(self._unused())
+            self._holders[pages[-1]] += 1
+        return True
+
+    def filled(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """The full pages of `tokens`, which have been computed, may be shared from now on."""
+        parent = 0
+        for place, start in enumerate(range(0, len(tokens) - SIZE + 1, SIZE)):
+            name = (parent, tuple(tokens[start : start + SIZE]))
+            page = self._known.setdefault(name, pages[place])
+            if page == pages[place] and page not in self._names:
+                self._named += 1
+                self._names[page] = (self._named, name)
+            parent = self._names[page][0]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """A sequence has ended."""
+        for page in reversed(pages):  # of a beginning the end goes first
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._names:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def forget(self) -> None:
+        """What pages hold is no longer what the model computes."""
+        self._free += self._idle
+        self._idle.clear()
+        self._known.clear()
+        self._names.clear()
+
+    def _unused(self) -> int:
+        if self._free:
+            return self._free.pop()
+        page, _ = self._idle.popitem(last=False)
+        del self._known[self._names.pop(page)[1]]
+        return page
+
+
+def pages_of(tokens: int) -> int:
+    """How many pages so many tokens need."""
+    return -(-tokens // SIZE)

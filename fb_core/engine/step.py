@@ -1,0 +1,182 @@
+"""The step of decoding: one more token for every sequence under way, each of which halts for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from fb_core.engine.model import PagedModel
+from fb_core.engine.pages import SIZE, pages_of
+from fb_core.policy import RequestPolicy
+from fb_kernels import DecodeState, Halt, commit_, topk_entropy
+
+RING = 2
+"""Runs whose outcomes the host may still read."""
+
+
+class Outcome(NamedTuple):
+    """What a run did to one row."""
+
+    halt: Halt
+    token: int  # the greedy one, appended unless it halted
+    entropy: float  # nats
+
+
+class DecodeStep:
+    """The sequences under way, a row each, and the step that appends to them.
+
+    `run` reads and writes the same tensors every time and never asks the host. A row that has halted computes the same
+    values again and changes nothing, so that a step may be enqueued before the host has looked, and the others go on.
+    Rows without a sequence compute something that nothing sees.
+
+    Args:
+        model: takes the step.
+        vocabulary: how many of its ids count.
+        policy: whose `top_k` counts.
+        ends: ids at which a row halts.
+        rows: sequences at most.
+    """
+
+    def __init__(
+        self, model: PagedModel, vocabulary: int, policy: RequestPolicy, ends: frozenset[int], rows: int
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.top_k = min(policy.top_k, vocabulary)
+        self.rows = rows
+        with torch.inference_mode(False):
+            device = model.keys[0].device
+            self.state = DecodeState(
+                tokens=torch.zeros(rows, model.length, dtype=torch.int64, device=device),
+                length=torch.ones(rows, dtype=torch.int32, device=device),
+                halt=torch.full((rows,), int(Halt.LENGTH), dtype=torch.int32, device=device),
+                budget=torch.zeros(rows, dtype=torch.int32, device=device),
+            )
+            self.limit = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.threshold = torch.zeros(rows, dtype=torch.float64, device=device)
+            self.table = torch.zeros(rows, pages_of(model.length), dtype=torch.int32, device=device)
+            self.first_slot = torch.full(self.table.shape, -SIZE, dtype=torch.int32, device=device)  # of each page
+            self.logits = model.keys[0].new_zeros(rows, vocabulary)
+            self.end_ids = ends
+            self.ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+            exact = torch.promote_types(model.keys[0].dtype, torch.float32)
+            pinned = device.type == "cuda"
+            self.ring = torch.zeros(RING, rows, 3, dtype=exact, pin_memory=pinned)  # halt, token, entropy
+            self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+        self.ahead = 1 if pinned else 0
+        self._begun = self._looked = 0  # runs so far, and those whose outcome was asked for
+
+    @property
+    def begun(self) -> int:
+        """Runs so far."""
+        return self._begun
+
+    @torch.no_grad()
+    def put(self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float) -> None:
+        """A sequence begins in a row: all its tokens but the last lie in its pages.
+
+        Args:
+            row: one that holds no other.
+            tokens: one or more.
+            pages: enough for `limit` tokens.
+            limit: it halts at so many tokens.
+            threshold: nats.
+        """
+        self.order()
+        count = len(tokens)
+        self.state.tokens[row, :count] = torch.tensor(tokens)
+        self.state.length[row] = count
+        self.limit[row] = limit
+        self.threshold[row] = threshold
+        held = torch.tensor(pages, dtype=torch.int32)
+        self.table[row, : len(pages)] = held
+        self.first_slot[row, : len(pages)] = held * SIZE
+
+    @torch.no_grad()
+    def go_on(self, row: int, budget: int, token: int | None = None, place: int = 0) -> None:
+        """A row runs with so many events left; a token, where one is given, is put at the place where it ends."""
+        self.order()
+        if token is not None:
+            self.state.tokens[row, place] = token
+            self.state.length[row] = place + 1
+        self.state.budget[row] = budget
+        self.state.halt[row] = int(Halt.NONE)
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """A row has no sequence any more."""
+        self.order()
+        self.state.halt[row] = int(Halt.LENGTH)
+        self.state.length[row] = 1
+        self.first_slot[row] = -SIZE
+
+    @torch.no_grad()
+    def move(self, row: int, to: int, count: int) -> None:
+        """A row's sequence of `count` tokens or one less goes to a row that has none, and leaves its own empty."""
+        self.order()
+        self.state.tokens[to, : count + 1] = self.state.tokens[row, : count + 1]
+        for column in (self.state.length, self.state.halt, self.state.budget, self.limit, self.threshold, self.table):
+            column[to] = column[row]
+        self.first_slot[to] = self.first_slot[row]
+        self.logits[to] = self.logits[row]
+        self.clear(row)
+
+    def order(self) -> None:
+        """What this thread enqueues comes behind the last run, on whichever stream that was."""
+        if self.ended and self._begun:
+            torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
+
+    @torch.no_grad()
+    def run(self, count: int) -> None:
+        """Each of the first `count` rows appends its greedy token or halts; what it saw is in `logits`."""
+        self.order()
+        place = self._begun % RING
+        self._ready(self._captured(count), place)()
+        if self.ended:
+            self.ended[place].record(torch.cuda.current_stream(self.logits.device))
+        self._begun += 1
+        self._looked = max(self._looked, self._begun - RING)  # older ones are overwritten
+
+    @property
+    def enqueued(self) -> int:
+        """Runs whose outcome was not asked for."""
+        return self._begun - self._looked
+
+    def outcomes(self, count: int) -> list[Outcome]:
+        """What the next run whose outcome was not asked for did to its first `count` rows."""
+        place = self._looked % RING
+        if self.ended:
+            self.ended[place].synchronize()
+        self._looked += 1
+        return [Outcome(Halt(int(halt)), int(token), nats) for halt, token, nats in self.ring[place, :count].tolist()]
+
+    def _captured(self, count: int) -> int:
+        """How many rows a step for so many has: where it is captured, a power of 2."""
+        return count if self.model.graphs.device.type != "cuda" else min(self.rows, 1 << (count - 1).bit_length())
+
+    def _ready(self, rows: int, place: int) -> Callable[[], None]:
+        compute = partial(self._compute, rows, place)
+        if self.model.graphs.device.type != "cuda":
+            return compute
+        halt = self.state.halt.clone()
+        self.state.halt.fill_(int(Halt.LENGTH))  # so that a capture's runs append nothing
+        ready = self.model.graphs.ready(("step", rows, place), compute)
+        self.state.halt.copy_(halt)
+        return ready
+
+    def _compute(self, rows: int, place: int) -> None:
+        model, state = self.model, DecodeState(*(x[:rows] for x in self.state))
+        position = state.length - 1
+        last = state.tokens.gather(1, position[:, None].long())[:, 0]
+        page = (position // SIZE).long()
+        slots = self.first_slot[:rows].gather(1, page[:, None])[:, 0] + position % SIZE
+        hidden = model.forward(last, position, position, self.table[:rows], slots)
+        logits = self.logits[:rows]
+        logits.copy_(model.logits(hidden, self.vocabulary))
+        entropy, _, ids = topk_entropy(logits, self.top_k)
+        token = ids[:, 0]  # the first of equal ones
+        limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
+        commit_(state, token, entropy, **limits, outcome=self.ring[place, :rows])

@@ -1,0 +1,360 @@
+"""Many sequences at once: tokens of each are those that it has alone, whatever enters, waits, leaves or fails."""
+
+import gc
+import math
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decoding import NEVER, Mixed, prompts
+from tiny import V, tiny
+
+from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
+from fb_core.engine.engine import Engine
+from fb_core.engine.pages import SIZE, Pages, pages_of
+from fb_core.llm import LLM
+from fb_core.pair import Pair
+
+OPTIONS = {"slm_k": 3, "llm_k": 3}
+
+
+def models(family="qwen3", seed=1, **options):
+    return tiny(family, seed, max_position_embeddings=400, **options), tiny(
+        family, seed + 1, max_position_embeddings=400
+    )
+
+
+def facts(generation):
+    return generation.token_ids.tolist(), [(event.step, event.pool, event.choice) for event in generation.events]
+
+
+def alone(slm, llm, asked, new, selector=None, threshold=1.2, **options):
+    """What each prompt becomes in the plain loop."""
+    decoder = CollaborativeDecoder(slm, llm, selector or Mixed(), RequestPolicy(threshold), **OPTIONS, **options)
+    return [facts(decoder.generate(ids, new)) for ids in asked]
+
+
+def engine(slm, llm, selector=None, threshold=1.2, **options):
+    return Engine(Pair(slm, llm), selector or Mixed(), RequestPolicy(threshold), **{**OPTIONS, **options})
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_shared_by_what_they_hold_and_found_again():
+    pages, tokens = Pages(10), list(range(200))
+    first, held = pages.take(tokens, 250)
+    assert (len(first), held, pages.free) == (4, 0, 6)
+    pages.filled(tokens, first)
+    second, held = pages.take([*tokens[:150], 7, *tokens[151:]], 250)
+    assert held == 2 * SIZE
+    assert second[:2] == first[:2]
+    assert set(second[2:]).isdisjoint(first)
+    whole, held = pages.take(tokens[: 2 * SIZE], 2 * SIZE)  # its last token is computed in any case
+    assert (held, whole[0]) == (SIZE, first[0])
+    assert whole[1] not in (*first, *second)
+    for each in (first, second, whole):
+        pages.give_back(each)
+    assert pages.free == 10
+    again, held = pages.take(tokens, 200)
+    assert held == 3 * SIZE
+    assert again[:3] == first[:3]
+    pages.forget()
+    assert pages.take(tokens, 200)[1] == 0
+
+
+def test_pages_that_were_given_back_first_go_first():
+    pages = Pages(5)
+    known = [list(range(begin, begin + 129)) for begin in (0, 1000)]
+    for tokens in known:
+        own, _ = pages.take(tokens, 128)
+        pages.filled(tokens, own)
+        pages.give_back(own)
+    pages.take([5, 6, 7], 128)  # the fifth page, and the end of the older beginning
+    for tokens, held in zip(known, (SIZE, 2 * SIZE), strict=True):
+        own, found = pages.take(tokens, held)
+        assert found == held
+        pages.give_back(own)
+    assert pages.take([8], 4 * SIZE) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.integers(0, 200)), max_size=30),
+    st.integers(1, 12),
+)
+def test_pages_are_never_given_twice_nor_lost(asked, count):
+    """Whatever is taken, grown and given back: only what was filled is shared, and by equal beginnings alone."""
+    pages, running = Pages(count), []
+    for kind, length, more in asked:
+        tokens = [kind] * length
+        taken = pages.take(tokens, length + more)
+        if taken is None:
+            if running:
+                pages.give_back(running.pop(0)[1])
+            continue
+        own, held = taken
+        assert len(own) == pages_of(length + more)
+        assert held < length
+        for other, theirs in running:
+            shared = set(own) & set(theirs)
+            assert not shared or (other[0] == kind and len(shared) * SIZE <= min(held, len(other)))
+        if length % 3:
+            pages.filled(tokens, own)
+        running.append((tokens, own))
+        if pages.grow(own, length + more + SIZE):
+            assert len(own) == pages_of(length + more + SIZE)
+    for _, own in running:
+        pages.give_back(own)
+    assert pages.free == count
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "llama", "qwen2"])
+def test_sequences_come_out_as_alone(family):
+    """More of them than rows, of all lengths, some with common beginnings of several pages."""
+    slm, llm = models(family, **({"sliding_window": 70} if family == "mistral" else {}))
+    asked = prompts(3, 150, 70, 1, 64, 65, 128, seed=3)
+    asked += [torch.cat([asked[1][:140], ids]) for ids in prompts(20, 5, seed=4)] + [asked[1], asked[0]]
+    want = alone(slm, llm, asked, 30)
+    with engine(slm, llm, max_batch=4, max_length=300) as running:
+        assert [facts(each) for each in running.generate_many(asked, 30)] == want
+        assert [facts(each) for each in running.generate_many(asked[::-1], 30)] == want[::-1]  # over known pages
+    assert sum(len(events) for _, events in want) > 20
+
+
+def test_where_pages_are_scarce_sequences_wait():
+    slm, llm = models()
+    asked = prompts(100, 20, 30, 90, 10, seed=5)
+    want = alone(slm, llm, asked, 20)
+    page = 2 * 2 * 2 * SIZE * 2 * 8 * 4  # of both models: keys and values, layers, heads, width, bytes
+    with engine(slm, llm, max_batch=8, max_length=200, kv_memory=3 * page) as running:
+        assert [facts(each) for each in running.generate_many(asked, 20)] == want
+        with pytest.raises(ValueError, match=f"expected prompt and new tokens to fit {3 * SIZE} tokens of keys"):
+            running.submit(prompts(180)[0], 20)
+        with pytest.raises(ValueError, match="expected prompt and new tokens to fit buffers of 200 tokens"):
+            running.submit(prompts(190)[0], 20)
+    with pytest.raises(ValueError, match=f"kv_memory: expected {page} bytes or more"):
+        engine(slm, llm, kv_memory=page - 1)
+
+
+def test_a_threshold_and_a_budget_of_ones_own():
+    slm, llm = models()
+    (ids,) = prompts(9, seed=6)
+    with engine(slm, llm, max_events=4) as running:
+        for threshold, events in ((-math.inf, 2), (1.5, 4), (math.inf, 4), (1.2, 0)):
+            want = alone(slm, llm, [ids], 16, threshold=threshold, max_events=events)
+            assert [facts(running.submit(ids, 16, threshold=threshold, max_events=events).result(60))] == want
+        with pytest.raises(ValueError, match="expected at most the engine's 4, got 5"):
+            running.submit(ids, 16, max_events=5)
+        with pytest.raises(ValueError, match="threshold"):
+            running.submit(ids, 16, threshold=math.nan)
+
+
+def test_other_families_run_one_after_another():
+    slm, llm = tiny("gemma2", 1), tiny("gemma2", 2)
+    asked = prompts(5, 9, seed=7)
+    with pytest.warns(UserWarning, match="slm: Gemma2ForCausalLM has no native decoder"):
+        running = engine(slm, llm)
+    with running:
+        assert [facts(each) for each in running.generate_many(asked, 9)] == alone(slm, llm, asked, 9)
+        tokens = list(running.stream(asked[0], 9))
+        assert [token.id for token in tokens] == running.submit(asked[0], 9).result(60).token_ids.tolist()
+
+
+# --- who waits, leaves and fails --------------------------------------------------------------------------------------
+
+
+def test_tokens_come_as_they_are_appended_with_their_events():
+    slm, llm = models()
+    (ids,) = prompts(7, seed=8)
+    with engine(slm, llm) as running:
+        tokens = list(running.stream(ids, 20))
+        whole = running.submit(ids, 20).result(60)
+    assert [token.id for token in tokens] == whole.token_ids.tolist()
+    heard = [(token.event.step, token.event.pool, token.event.choice) for token in tokens if token.event]
+    assert heard == facts(whole)[1]
+    assert [step for step, token in enumerate(tokens) if token.event] == [event.step for event in whole.events]
+
+
+class Slow(LLM):
+    """A large model elsewhere, which answers when it is told to."""
+
+    def __init__(self, llm):
+        self.llm, self.go, self.asked, self.problem = LocalLLM(llm), threading.Event(), [], None
+
+    def candidates(self, ids, k, score_ids=None):
+        self.asked.append(len(ids))
+        assert self.go.wait(60)
+        if self.problem is not None and len(ids) in self.problem:
+            raise ConnectionError("it is down")
+        return self.llm.candidates(ids, k, score_ids)
+
+    def complete(self, ids, max_new_tokens):
+        raise NotImplementedError
+
+
+def waited(condition):
+    stop = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < stop
+        time.sleep(0.005)
+
+
+def test_a_slow_large_model_holds_up_only_who_asks():
+    slm, llm = models()
+    asked, quiet = prompts(5, 6, 7, seed=9), prompts(8, 80, seed=10)
+    slow = Slow(llm)
+    with engine(slm, slow, threshold=-math.inf, max_batch=4) as running:
+        stuck = [running.submit(ids, 12) for ids in asked]
+        waited(lambda: len(slow.asked) == 3)
+        free = [facts(running.submit(ids, 12, max_events=0).result(60)) for ids in quiet]
+        assert free == alone(slm, llm, quiet, 12, max_events=0)
+        assert not any(handle.done for handle in stuck)
+        slow.go.set()
+        assert [facts(handle.result(60)) for handle in stuck] == alone(slm, llm, asked, 12, threshold=-math.inf)
+
+
+@pytest.mark.parametrize("rule", ["raise", "slm"])
+def test_a_large_model_that_fails_one_query_ends_or_marks_one_sequence(rule):
+    slm, llm = models()
+    slow, asked = Slow(llm), prompts(5, 16, 27, seed=11)
+    slow.problem = range(15, 20)
+    slow.go.set()
+    with engine(slm, slow, threshold=-math.inf, max_events=3, on_llm_error=rule) as running:
+        handles = [running.submit(ids, 6) for ids in asked]
+        want = alone(slm, llm, asked, 6, threshold=-math.inf, max_events=3)
+        for place in (0, 2):
+            assert facts(handles[place].result(60)) == want[place]
+        if rule == "raise":
+            with pytest.raises(ConnectionError, match="it is down"):
+                handles[1].result(60)
+            with pytest.raises(ConnectionError, match="it is down"):
+                list(handles[1])
+        else:
+            assert [event.error for event in handles[1].result(60).events] == ["ConnectionError: it is down"] * 3
+        assert facts(running.submit(asked[0], 6).result(60)) == want[0]
+
+
+def test_who_is_cancelled_leaves_room_and_the_others_alone():
+    slm, llm = models()
+    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    asked = prompts(5, 70, 9, 130, seed=12)
+    want = alone(slm, llm, asked, 40)
+    with engine(slm, llm, max_batch=2, max_length=300) as running:
+        free = running.decoder.loop.model.pages.free
+        for _ in range(3):
+            handles = [running.submit(ids, 40) for ids in asked]
+            next(iter(handles[0]))
+            handles[0].cancel()
+            handles[2].cancel()  # it has not begun, or just so
+            for place in (0, 2):
+                with pytest.raises(CancelledError):
+                    handles[place].result(60)
+            for place in (1, 3):
+                assert facts(handles[place].result(60)) == want[place]
+            handles[1].cancel()  # what has ended stays so
+            assert facts(handles[1].result(60)) == want[1]
+        for token in running.stream(asked[0], 200):
+            assert token.id < V
+            break
+        waited(lambda: running.decoder.loop.model.pages.free == free)
+
+
+def test_a_selector_that_fails_ends_whom_it_served_and_the_engine_goes_on():
+    slm, llm = models()
+
+    class Failing(Mixed):
+        armed = True
+
+        def scores_many(self, states, pools):
+            if self.armed:
+                raise ValueError("no score")
+            return super().scores_many(states, pools)
+
+    selector, (ids,) = Failing(), prompts(6)
+    with engine(slm, llm, selector) as running:
+        handle = running.submit(ids, 20)
+        with pytest.raises(ValueError, match="no score"):
+            handle.result(60)
+        selector.armed = False
+        assert [facts(running.submit(ids, 20).result(60))] == alone(slm, llm, [ids], 20)
+
+
+def test_nan_logits_end_a_sequence_with_their_step():
+    slm, llm = models()
+    (ids,) = prompts(6)
+    with engine(slm, llm, SLMPreference()) as running:
+        before = facts(running.submit(ids, 9).result(60))
+        kept = slm.model.norm.weight.detach().clone()
+        with torch.no_grad():
+            slm.model.norm.weight.fill_(math.nan)
+        with pytest.raises(ValueError, match="at step 0 of prompt 0"):
+            running.submit(ids, 9).result(60)
+        with torch.no_grad():
+            slm.model.norm.weight.copy_(kept)
+        assert facts(running.submit(ids, 9).result(60)) == before
+
+
+def test_changed_weights_are_not_behind_known_pages():
+    slm, llm = models()
+    (ids,) = prompts(200, seed=13)
+    with engine(slm, llm, max_length=300) as running:
+        running.submit(ids, 9).result(60)
+        with torch.no_grad():
+            slm.model.layers[0].self_attn.v_proj.weight.mul_(-2)
+            llm.model.layers[0].self_attn.v_proj.weight.mul_(-2)
+        assert [facts(running.submit(ids, 9).result(60))] == alone(slm, llm, [ids], 9)
+
+
+def test_threads_share_an_engine():
+    slm, llm = models()
+    asked = prompts(*range(3, 27), seed=14)
+    want = alone(slm, llm, asked, 12)
+    found = [None] * len(asked)
+    with engine(slm, llm, max_batch=5) as running:
+
+        def work(first):
+            for place in range(first, len(asked), 4):
+                found[place] = facts(running.submit(asked[place], 12).result(60))
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == want
+
+
+def test_a_closed_engine_ends_what_is_under_way_and_refuses_more():
+    slm, llm = models()
+    slow, (ids,) = Slow(llm), prompts(6)
+    running = engine(slm, slow, threshold=-math.inf)
+    handle = running.submit(ids, 9)
+    waited(lambda: slow.asked)
+    slow.go.set()
+    running.close()
+    running.close()
+    assert handle.done
+    with pytest.raises(RuntimeError, match="expected an open one, got a closed one"):
+        running.submit(ids, 9)
+    assert not any(thread.name == "fb-engine" and thread.is_alive() for thread in [running._thread])
+
+
+def test_an_engine_that_nobody_holds_ends():
+    slm, llm = models()
+    running = engine(slm, llm, LLMPreference(), NEVER)
+    thread, gone = running._thread, weakref.ref(running)
+    assert running.submit(prompts(5)[0], 4).result(60)
+    del running
+    gc.collect()
+    assert gone() is None
+    thread.join(60)
+    assert not thread.is_alive()
