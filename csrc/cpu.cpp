@@ -194,11 +194,9 @@ struct Sequences {
 
   bool holds(int64_t s, int64_t slot) const {  // a key that is seen; in a flat cache one before them too
     if (!table.data) return slot < held[s];
-    for (int64_t key = first(s); key < held[s]; key += page - key % page) {
-      const Stretch found = stretch(s, key);
-      const int64_t place = slot - found.page * page - found.slot;
-      if (place >= 0 && place < found.count) return true;
-    }
+    const int64_t wanted = slot / page, place = slot % page, begin = first(s), end = held[s];
+    for (int64_t column = begin / page; column * page < end; ++column)
+      if (page_at(s, column) == wanted && column * page + place >= begin && column * page + place < end) return true;
     return false;
   }
 
@@ -207,10 +205,8 @@ struct Sequences {
     const int64_t capacity = table.data ? table_width * page : page, rows = count * each;
     for (int64_t s = 0; s < count; ++s) {
       if (held[s] < 0 || held[s] > capacity) return false;
-      for (int64_t key = first(s); key < held[s]; key += page - key % page) {
-        const int64_t found = page_at(s, key / page);
-        if (found < 0 || found >= pages) return false;
-      }
+      for (int64_t column = table.data ? first(s) / page : 0; table.data && column * page < held[s]; ++column)
+        if (page_at(s, column) < 0 || page_at(s, column) >= pages) return false;
     }
     for (int64_t row = 0; row < rows; ++row) {
       if (positions[row] < 0 || positions[row] >= length) return false;

@@ -14,6 +14,7 @@ import torch
 from cases.base import Case, single
 from cases.branch_attention import one_row
 from cases.branch_attention_qkv import make as make_attention
+from cases.decoder_layer import OP as LAYER
 from cases.decoder_layer import make as make_layer
 from cases.linear_logprob import OP as LOGPROB
 from cases.linear_logprob import make as make_head
@@ -237,6 +238,24 @@ def test_log_probs_of_narrow_rows_past_a_block(rows: Sequence[int], width: int, 
     """Rows that are not all in memory at once, stretches of the vocabulary of several chunks."""
     case = many_narrow_rows(rows, width, vocabulary)
     check(LOGPROB, case, *evaluate(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_in_any_layer_call(dtype: torch.dtype) -> None:
+    """In pages with others, in pages alone, and over a flat cache; whatever the number of rows."""
+    case = LAYER.cast(
+        make_layer(2, model=70, inner=90, half=16, held=50, page=16, sequences=7, wide_tables=True), dtype
+    )
+    given = case.arguments
+    out = case.fresh().run()[0]
+    for g, held in enumerate(given["held"].tolist()):
+        own = {name: given[name][2 * g : 2 * g + 2].clone() for name in ("hidden", "positions", "slots")}
+        own |= {name: given[name][g : g + 1].clone() for name in ("held", "block_table")}
+        alone = case.fresh().run(**own)[0]
+        pages = given["block_table"][g, : -(-held // 16)].long()
+        flat = {name: given[name][pages].flatten(0, 1)[:held].clone() for name in ("k_cache", "v_cache")}
+        over = case.run(**own | flat | {"block_table": None, "slots": None})[0]
+        assert same([alone, over], [out[2 * g : 2 * g + 2]] * 2)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
