@@ -1,7 +1,7 @@
-// The ops of a decode step and small calls of others on the CPU: float32, those of a step and log-probs bfloat16 too,
-// with sums in float32. Plain C functions for fb_kernels/cpu.py, which checks what it passes.
-// Linear layers, log-probs and branches of one row run on the threads of the OpenMP runtime that torch has loaded, all
-// else on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+// The ops of a decode step, attention of branches and small calls of others on the CPU: float32, those of a step,
+// attention and log-probs bfloat16 too, with sums in float32. Plain C functions for fb_kernels/cpu.py, which checks
+// what it passes. Linear layers, log-probs and attention run on the threads of the OpenMP runtime that torch has
+// loaded, all else on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
 
 #include <algorithm>
 #include <cmath>

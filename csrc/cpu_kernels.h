@@ -83,6 +83,7 @@ struct Widened {
   INLINE Vector of(const W* w, int64_t n) { return some(w, n); }
   INLINE Vector everywhere(const X* x) { return Lanes{} + *x; }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum += a * b; }
+  INLINE void put(X* to, Lanes v) { store(to, v); }
 };
 
 template <typename Element>
@@ -104,6 +105,7 @@ struct Factors<BFloat16> {
     return (Vector)_mm512_set1_epi32(pair);
   }
   INLINE void add(Vector a, Vector b, Lanes& sum) { sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, a, b); }
+  INLINE void put(X* to, Lanes v) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 };
 #endif
 
@@ -127,6 +129,15 @@ INLINE Quad quarter(Lanes v) {  // lanes folded to four
 #else
   return part[0];
 #endif
+}
+
+INLINE float largest(Lanes v) {
+  Quad part[LANES / 4];
+  std::memcpy(part, &v, sizeof v);
+  Quad most = part[0];
+  for (int i = 1; i < LANES / 4; ++i) most = part[i] > most ? part[i] : most;
+  const float a = most[0] > most[1] ? most[0] : most[1], b = most[2] > most[3] ? most[2] : most[3];
+  return a > b ? a : b;
 }
 
 // Of lanes that differ in bit D the sum: of a where the bit is 0, of b where it is 1.
@@ -436,8 +447,7 @@ INLINE float softmax(float* score, int64_t count) {  // in place; returns the lo
     Lanes s = load(score + i);
     most = s > most ? s : most;
   }
-  float top = most[0], sum = 0;
-  for (int i = 1; i < LANES; ++i) top = most[i] > top ? most[i] : top;
+  float top = largest(most), sum = 0;
   for (int64_t i = 0; i < count; i += LANES) {
     Lanes p = exponential(load(score + i) - top);
     store(score + i, p);
@@ -689,7 +699,7 @@ INLINE void transposed(Lanes v[LANES]) {
   if constexpr (D > 1) transposed<D / 2>(v);
 }
 
-// Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES of the rows.
+// Rows of a weight, at(0) to at(columns), as a panel: of each STEP / LANES places in them a vector for LANES rows.
 template <typename F, typename At>
 INLINE void packed(const At& at, int64_t columns, int64_t width, float* panel) {
   for (int64_t first = 0; first < PANEL; first += LANES)
@@ -753,7 +763,7 @@ INLINE void panel_rows(
 
 constexpr int64_t KEYS = 256;                  // that a block of rows meets at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
-constexpr int64_t QUERIES = 192;               // query heads of a block's rows, whose scores stay in a cache
+constexpr int64_t QUERIES = 384;               // query heads of a block's rows, whose scores stay in a cache
 
 template <typename F>
 constexpr int64_t value_panel() { return KEYS * LANES / F::STEP * PANEL; }  // floats of PANEL columns of KEYS values
@@ -801,21 +811,13 @@ INLINE bool all_finite(const T* x, int64_t width) {
   return total == 0;
 }
 
-// Scores of a row from products, in place, -inf but from `low` to `high`; the largest before it is multiplied by
-// `factor`, which is returned.
-INLINE float scored(float* score, int64_t low, int64_t high, int64_t count, const Scoring& how, float* largest) {
+// A row's scores, but for a factor, from its products, in place; -inf but from `low` to `high`. Returns the factor.
+INLINE float scored(float* score, int64_t low, int64_t high, int64_t count, const Scoring& how) {
   if (how.softcap != 0)
     for (int64_t i = 0; i < count; i += LANES)
       store(score + i, tangent(load(score + i) * how.scale / how.softcap) * how.softcap);
   for (int64_t i = 0; i < low; ++i) score[i] = -INFINITY;
   for (int64_t i = high; i < padded(count); ++i) score[i] = -INFINITY;
-  Lanes most = Lanes{} - INFINITY;
-  for (int64_t i = 0; i < count; i += LANES) {
-    Lanes s = load(score + i);
-    most = s > most ? s : most;
-  }
-  *largest = most[0];
-  for (int i = 1; i < LANES; ++i) *largest = most[i] > *largest ? most[i] : *largest;
   return how.softcap != 0 ? 1.0f : how.scale;
 }
 
@@ -871,22 +873,28 @@ struct Attended {
     const int64_t made = first + rows == taken ? in_fews(rows) : rows;
     key_products<F>(x, stride, few ? rows : made, keys, count, width, few, key_panel, scores);
     for (int64_t r = first; r < first + rows; ++r) {
-      float *of = score + r * KEY_STRIDE, largest;
+      float* of = score + r * KEY_STRIDE;
       int64_t low = 0, high = count;
       range(r, low, high);
-      const float factor = scored(of, low, high, count, how, &largest), before = top[r];
-      top[r] = std::max(before, largest * factor);
-      const float shift = top[r] == -INFINITY ? 0 : top[r], kept = std::exp(before - shift);
+      const float factor = scored(of, low, high, count, how), before = top[r];
+      Lanes most = Lanes{} - INFINITY;
+      for (int64_t i = 0; i < count; i += LANES) {
+        Lanes s = load(of + i);
+        most = s > most ? s : most;
+      }
+      top[r] = std::max(before, largest(most) * factor);
+      const float shift = top[r] == -INFINITY ? 0 : top[r];
+      const float kept = before == top[r] ? 1 : before == -INFINITY ? 0 : std::exp(before - shift);
       Lanes added = {};
       auto p = (X*)of;
       for (int64_t i = 0; i < count; i += LANES) {
         Lanes e = exponential(load(of + i) * factor - shift);
-        store(p + i, e);
+        F::put(p + i, e);
         added += e;
       }
       Quad four = quarter(added);
       total[r] = total[r] * kept + ((four[0] + four[1]) + (four[2] + four[3]));
-      if (kept != 1)
+      if (kept != 1 && before != -INFINITY)
         for (int64_t e = 0; e < width; e += LANES)
           store(sum + r * sum_stride + e, load(sum + r * sum_stride + e) * kept);
     }
@@ -899,8 +907,8 @@ struct Attended {
 };
 
 // The keys that a block of a group's rows sees, in pieces that are the same in every block: of the prefix, then of each
-// branch. meet(own, at, count, from, to, few, range): rows `from` to `to` meet `count` keys from `at` on, of which row r
-// of those sees the ones that range(r, low, high) says; `few` where their branch is short.
+// branch. meet(own, at, count, from, to, few, range): rows `from` to `to` meet `count` keys from `at` on; a row
+// sees those that range(row, low, high) says, `few` where their branch is short.
 template <typename Meet>
 INLINE void each_piece(
     const Layout& layout, const Scoring& how, bool own, int64_t g, int64_t first, int64_t stop, const Meet& meet) {
@@ -1028,7 +1036,8 @@ static int branch_attention_backward(
       copied(slopes[r], width, slope + r * span);
       const float of = lse[(h * repeat + r % repeat) * rows + first + r / repeat];
       log[r] = of == -INFINITY ? 0 : of;
-      delta[r] = (float)added(width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
+      delta[r] = (float)added(
+          width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
     }
     bool finite = true;
     // To each of `count` rows of `to` sum_r p[r][j] x[r].
@@ -1077,8 +1086,8 @@ static int branch_attention_backward(
       finite = packed_values<F>(values, count, width, panel) && finite;
       finite = packed_values<F>(keys, count, width, panel) && finite;
       for (int64_t e = 0; e < width; e += PANEL)
-        panel_rows<F, true>({ds + begin * KEY_STRIDE, KEY_STRIDE, 1}, taken, count, panel + e / PANEL * value_panel<F>(),
-                            PANEL, sum + begin * stride + e, stride);
+        panel_rows<F, true>({ds + begin * KEY_STRIDE, KEY_STRIDE, 1}, taken, count,
+                            panel + e / PANEL * value_panel<F>(), PANEL, sum + begin * stride + e, stride);
       const int64_t place = ((own ? at : layout.start[g] + at) * kv_heads + h) * width;
       if (own || dprefix_k) collect(ds, query, begin, taken, count, (own ? dk : dprefix_k) + place);
       if (own || dprefix_v) collect(score, slope, begin, taken, count, (own ? dv : dprefix_v) + place);
@@ -1091,11 +1100,14 @@ static int branch_attention_backward(
   };
   share(pieces, 1, threads, [=, &layout](int64_t piece, int64_t last) {
     float* own = memory + (threads > 1 ? part() : 0) * padded(floats);
-    for (; piece < last; ++piece)
-      for (int64_t g = apart ? piece % layout.groups : 0; g < (apart ? piece % layout.groups + 1 : layout.groups); ++g) {
-        const int64_t h = apart ? piece / layout.groups : piece, start = layout.first(g), end = layout.first(g + 1);
+    for (; piece < last; ++piece) {
+      const int64_t h = apart ? piece / layout.groups : piece;
+      int64_t g = apart ? piece % layout.groups : 0;
+      for (const int64_t past = apart ? g + 1 : layout.groups; g < past; ++g) {
+        const int64_t start = layout.first(g), end = layout.first(g + 1);
         bool finite = true;
-        for (int64_t row = start; row < end; row += most) finite = block(own, h, g, row, std::min(end, row + most)) && finite;
+        for (int64_t row = start; row < end; row += most)
+          finite = block(own, h, g, row, std::min(end, row + most)) && finite;
         for (int64_t row = start; row < end && k.data && finite; ++row)
           for (const float* of : {dk, dv}) finite = finite && all_finite(of + (row * kv_heads + h) * width, width);
         for (int64_t row = start; row < end && !finite; ++row) {
@@ -1103,6 +1115,7 @@ static int branch_attention_backward(
           done[row] = 0;
         }
       }
+    }
   });
   return 0;
 }
@@ -1298,7 +1311,7 @@ INLINE Statistics to_logits(const float* x, const B* bias, const Change& change,
     most = l > most ? l : most;
   }
   Statistics of;
-  for (int i = 0; i < LANES; ++i) of.top = most[i] > of.top ? most[i] : of.top;
+  of.top = largest(most);
   const float shift = of.top == -INFINITY ? 0 : of.top;
   for (int64_t first = 0; first < count; first += 64 * LANES) {  // in stretches, as in `added`
     Lanes sum = {}, product = {};
@@ -1365,7 +1378,8 @@ static int linear_logprob_in_panels(
   typedef typename F::X X;
   if (!targets_fit(target, wide, ignore_index, rows, vocabulary)) return OUT_OF_RANGE;
   const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK, stretch = (chunks + 15) / 16;  // chunks
-  const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width), held = in_fews(std::min<int64_t>(rows, HELD));
+  const int64_t stretches = (chunks + stretch - 1) / stretch, stride = stride_of<F>(width);
+  const int64_t held = in_fews(std::min<int64_t>(rows, HELD));
   const int64_t owned = padded(held * (stride + CHUNK)) + stride * PANEL;
   threads = (int)std::min<int64_t>(threads, stretches);
   float* memory = scratch(threads * owned + rows * (1 + stretches * (sizeof(Statistics) / sizeof(float))));

@@ -1,10 +1,11 @@
 """The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library when first asked, says why there is none.
 
 The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
-float32, the ops of a decode step and log-probs for bfloat16 too, and for what is small, the rows of a decode step and
-the candidates of a training step, where plain operations cost more than their arithmetic; an op leaves sizes at which
-torch's threads are ahead to its reference. Linear layers, log-probs and branches of one row run on torch's threads,
-whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on one thread.
+float32, the ops of a decode step, attention of branches and log-probs for bfloat16 too, and for what is small, the rows
+of a decode step and the candidates of a training step, where plain operations cost more than their arithmetic; an op
+leaves sizes at which torch's threads are ahead to its reference. Linear layers, log-probs and attention of branches run
+on torch's threads, whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on one
+thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """

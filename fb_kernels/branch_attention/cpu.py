@@ -1,4 +1,4 @@
-"""The compiled kernels of `branch_attention` for CPU tensors: float32, and the forward in bfloat16."""
+"""The compiled kernels of `branch_attention` for CPU tensors, float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -47,18 +47,21 @@ def branch_attention_backward(
     done = _run("branch_attention_backward", given, tuple(layout_and_numbers), (lse.contiguous(), *grads))
     if done is None:
         return NotImplemented
-    found = [x.to(q.dtype) for x in grads]
+    dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
         exact = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
-        rows = [torch.where(done[:, None, None], *pair) if pair[0].numel() else pair[1] for pair in zip(found[:3], exact)]
-        found = [*rows, *exact[3:]]  # those of the prefix of all rows: what is not finite may be added already
-    return found[0], found[1], found[2], found[3], found[4]
+        dprefix_k, dprefix_v = exact[3:]  # of all rows: what is not finite may be added already
+        seen = done[:, None, None]
+        dq = torch.where(seen, dq, exact[0])
+        if k is not None:
+            dk, dv = torch.where(seen, dk, exact[1]), torch.where(seen, dv, exact[2])
+    return dq, dk, dv, dprefix_k, dprefix_v
 
 
 def _run(
     name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """Write the results; bool [T], the rows that saw nothing but finite values, None where the kernel takes no such call."""
+    """Write the results; bool [T], the rows that saw nothing but finite values, None where the call is not taken."""
     found = cpu.library()
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's, from cu_branch on
     if isinstance(found, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:

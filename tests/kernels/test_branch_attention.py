@@ -45,8 +45,7 @@ STRANGE = (math.nan, math.inf, -math.inf)
 WAYS = [way for way in names(OP) if "=" not in way]  # Hopper's kernel: test_branch_attention_gluon.py
 HINTS = {"triton": (TILE, SPLIT), "cuda": (SPLIT,)}
 ALL = [(way, hint) for way in WAYS for hint in HINTS.get(way, (None,))]
-WHOLE = [(way, hint) for way, hint in ALL if not way.startswith("cpu")]
-NOT_READ = [(way, hint) for way, hint in WHOLE if way != "reference"]
+NOT_READ = [(way, hint) for way, hint in ALL if way != "reference" and not way.startswith("cpu")]
 CPU = [way for way, _ in ALL if way.startswith("cpu")]
 FEW = (2, 1)  # heads: an interpreted program costs much
 
@@ -82,11 +81,6 @@ def blocks(way: str) -> Iterator[None]:
         yield
 
 
-def of_one_row(way: str, *lengths: int) -> list[int]:
-    """Branches of so many rows, or as many rows of one each where only those are taken."""
-    return [1] * sum(lengths) if way in CPU else list(lengths)
-
-
 def like_the_reference(case: Case, way: str, pulled: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Results are checked against the definition; gradients, which have rules of their own, against the reference."""
     pulled = upstream(case, [case.arguments["q"]])[0] if pulled is None else pulled
@@ -99,7 +93,7 @@ def like_the_reference(case: Case, way: str, pulled: Tensor | None = None) -> tu
     return results, grads
 
 
-@kernels(WHOLE, {}, {"softcap": 2.0}, {"window": 4})
+@kernels(ALL, {}, {"softcap": 2.0}, {"window": 4})
 def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way: str, longest: int | None) -> None:
     outcomes = []
     for dirty in (False, True):
@@ -128,8 +122,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(options: dict[str, Any], way:
 def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
     where: str, options: dict[str, Any], way: str, longest: int | None
 ) -> None:
-    lengths = of_one_row(way, 1, 2)
-    case = called(way, [(lengths, 5 * group, 5) for group in range(3)], spare=0, longest=longest, **options)
+    case = called(way, [([1, 2], 5 * group, 5) for group in range(3)], spare=0, longest=longest, **options)
     pulled = upstream(case, [case.arguments["q"]])[0]
     for group, value in enumerate(STRANGE):
         x = pulled if where == "upstream" else case.tensors[where]
@@ -141,8 +134,8 @@ def test_strange_values_that_are_seen_count_as_in_a_dense_softmax(
 @pytest.mark.parametrize("lowest", [[2, 20, 39], range(40)], ids=["some", "all"])
 def test_scores_infinitely_low(lowest: Sequence[int], options: dict[str, Any], way: str, longest: int | None) -> None:
     """Their keys count nothing, and where all are there is none."""
-    lengths, every = of_one_row(way, 1, 2), len(lowest) == 40
-    case = called(way, [(lengths, 0, 40)], 1, spare=0, longest=longest, **options)
+    every = len(lowest) == 40
+    case = called(way, [([1, 2], 0, 40)], 1, spare=0, longest=longest, **options)
     case.arguments["q"].abs_().add_(0.1)
     case.arguments["prefix_k"][list(lowest)] = -math.inf
     if every:
@@ -177,7 +170,7 @@ def test_branches_of_many_blocks(options: dict[str, Any], way: str) -> None:
         check(OP, case, *evaluate(case))
 
 
-@kernels(WHOLE, {"softcap": 1000.0})
+@kernels(ALL, {"softcap": 1000.0})
 def test_a_large_soft_cap_of_small_scores_does_not_cancel(
     way: str, longest: int | None, options: dict[str, Any]
 ) -> None:
@@ -186,7 +179,7 @@ def test_a_large_soft_cap_of_small_scores_does_not_cancel(
         check(OP, case, *evaluate(case))
 
 
-@kernels(WHOLE)
+@kernels(ALL)
 def test_large_float16_values_are_finite(way: str, longest: int | None) -> None:
     case = OP.cast(called(way, [([2, 1], 0, 40)], spare=0, longest=longest), torch.float16)
     case.arguments["prefix_v"].fill_(6e4)
@@ -196,7 +189,7 @@ def test_large_float16_values_are_finite(way: str, longest: int | None) -> None:
         torch.testing.assert_close(out, torch.full_like(out, 6e4), rtol=1e-3, atol=0)
 
 
-@kernels(WHOLE)
+@kernels(ALL)
 def test_no_keys_at_all(way: str, longest: int | None) -> None:
     case = called(way, [([2], 0, 0)], own=False, longest=longest)
     paged = replace(case.with_(**{"layout.block_table": ids(-1)[None]}), gradients=("q",))
@@ -224,7 +217,7 @@ ALIKE += [("reference", None, {"softcap": 2.0}), ("triton", TILE, {"window": 7})
 def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options: dict[str, Any]) -> None:
     """Of a group, and in Triton's kernels of a branch; tiles hold 4 rows, so they lie in others and beside others."""
     groups: Groups = [([9], 0, 0), ([3, 1, 0, 2], 3, 17), ([1, 1], 10, 13)]
-    if way in CPU or longest == SPLIT:
+    if longest == SPLIT:
         groups = [([1] * len(lengths), start, length) for lengths, start, length in groups]
     if way == "cuda":  # tiles of 32 packed rows, and a few chunks
         groups = [([1] * rows, start, length) for rows, start, length in ((20, 0, 300), (41, 3, 1), (2, 10, 190))]
@@ -246,7 +239,7 @@ def test_bits_are_the_same_in_every_batch(way: str, longest: int | None, options
 
 @pytest.mark.parametrize("others", [[[1, 2]], [[0, 1]], [[0]], [[3], [1, 0, 1]]], ids=str)
 @pytest.mark.parametrize("way", CPU)
-def test_branches_of_one_row_beside_others(way: str, others: list[list[int]]) -> None:
+def test_a_group_beside_others(way: str, others: list[list[int]]) -> None:
     """The same bits beside groups of other branches, beside long prefixes and beside what is not finite."""
     groups: Groups = [([1, 1], 0, 5), *((lengths, 1, 3) for lengths in others), ([1], 2, 2200), ([1], 6, 2)]
     case = single(make(groups, width=16))
@@ -273,8 +266,7 @@ PAGES = [
     *(("block_table", (1, -1), value, (4, 5)) for value in (-7, 5)),
 ]
 BAD = [(*pair, None, *bad) for pair in ALL for bad in (*OFFSETS, *SLICES)]
-BAD += [(*pair, 4, *bad) for pair in WHOLE for bad in PAGES]
-BAD += [(way, None, 16, *bad) for way in CPU for bad in (*SLICES, *PAGES)]  # one page each
+BAD += [(*pair, 4, *bad) for pair in ALL for bad in PAGES]
 
 
 @pytest.mark.parametrize(("way", "longest", "page", "name", "place", "value", "wrong"), BAD)
@@ -282,7 +274,7 @@ def test_layouts_that_do_not_fit(
     way: str, longest: int | None, page: int | None, name: str, place: Any, value: int, wrong: Sequence[int]
 ) -> None:
     """Errors where the host reads them, elsewhere NaN in the rows that they concern."""
-    groups: Groups = [(of_one_row(way, 3, 1), 1, 6), ([1, 1], 8, 3)]
+    groups: Groups = [([3, 1], 1, 6), ([1, 1], 8, 3)]
     case = called(way, groups, page=page, spare=0, index=torch.int64, longest=longest)
     case.tensors[f"layout.{name}"][place] = value
     if way not in ("device", "triton", "cuda"):

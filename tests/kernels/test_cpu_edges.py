@@ -27,7 +27,7 @@ def ids(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-layouts = ((ids(0), ids(0, 0)), (ids(0, 0), ids(0, 1)), (ids(0, 1, 2), ids(0, 0, 2, 2)))
+layouts = ((ids(0), ids(0, 0)), (ids(0, 0), ids(0, 1)), (ids(0, 1, 2), ids(0, 0, 2, 2)), (ids(0, 40, 43), ids(0, 2)))
 for (branch, group), width, prefix in itertools.product(layouts, (3, 8), (0, 5)):
     q, k, v = (torch.randn(int(branch[-1]), heads, width, requires_grad=True) for heads in (4, 2, 2))
     rest, none = torch.randn(prefix, 2, width), ids(*[0] * (len(group) - 1))

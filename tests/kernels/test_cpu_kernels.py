@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases.base import Case, single
-from cases.branch_attention import one_row
+from cases.branch_attention import make as make_branches
 from cases.branch_attention_qkv import make as make_attention
 from cases.decoder_layer import OP as LAYER
 from cases.decoder_layer import make as make_layer
@@ -206,7 +207,7 @@ def test_it_runs_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(module, name, refuse)
     with backend.override("auto"):
-        evaluate(one_row((2, 0, 3)))
+        evaluate(single(make_branches([([2, 1], 0, 3)])))
         skinny_linear(torch.ones(1, 4), torch.ones(2, 4))
         single(make_attention(1)).run()
         rms_norm(ones(2, 3), ones(3), 0.1)
@@ -260,7 +261,8 @@ def test_a_sequence_has_the_same_bits_in_any_layer_call(dtype: torch.dtype) -> N
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     """Also where heads or rows do not share out evenly."""
-    attended = one_row((5, 0, 300), (7, 0, 90), heads=(6, 3), width=64)
+    attended = single(make_branches([([3, 70, 1], 0, 300), ([1] * 7, 0, 90)], (6, 3), 64))
+    frozen = replace(attended, gradients=("q", "k", "v"))
     layer = single(make_layer(3, model=130, inner=1000, half=32, kv_heads=3, repeat=3, held=200, wide_tables=True))
     paged = single(make_layer(2, model=130, inner=1000, half=32, held=200, page=16, sequences=3, wide_tables=True))
     rows = many_narrow_rows((7,), 20, 3000)
@@ -270,7 +272,8 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results, grads = evaluate(attended)
-            found.append([*results, *grads, *layer.fresh().run(), *paged.fresh().run(), *rows.run()])
+            parts = (results, grads, evaluate(frozen)[1], layer.fresh().run(), paged.fresh().run(), rows.run())
+            found.append([x for part in parts for x in part])
     finally:
         torch.set_num_threads(before)
     assert all(same(each, found[0]) for each in found)

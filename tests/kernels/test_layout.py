@@ -158,7 +158,7 @@ def test_a_layout_is_read_once(kind: str, which: str, options: dict[str, Any], r
         gc.collect()
         out.sum().backward()
     assert len(reads) <= 4, reads  # each tensor once; none where a kernel takes them as they are
-    assert reads or (which, kind, options) == ("auto", "branches of one row", {})
+    assert bool(reads) == (which == "reference")
 
 
 def test_a_layout_of_numbers_is_not_read(reads: list[int]) -> None:
@@ -184,7 +184,6 @@ def test_several_layouts_of_the_same_tensors_are_read_once(reads: list[int]) -> 
 @pytest.mark.parametrize("which", ["reference", "auto"])
 @pytest.mark.parametrize("kind", ["numbers", "tensors", "int64"])
 def test_a_tensor_changed_in_place_is_read_again(kind: str, which: str) -> None:
-    """The one row that each branch has lets the compiled kernel take part."""
     made = BranchLayout.of([[1, 1], [1]], [(1, 6), (8, 3)])
     if kind != "numbers":
         dtype = torch.int64 if kind == "int64" else torch.int32
