@@ -1005,14 +1005,14 @@ static int branch_attention(
 
 // With p the probabilities: ds = p (grad . v - grad . out) and dq = scale ds k, dk = scale ds q and dv = p grad, summed
 // over the rows that see a key; those of the prefix are added to what is there, in the order of the groups, unless they
-// are null. `done`: rows of groups in which all is finite.
+// are null. `done`: rows of dq, then of dk and dv, that nothing but finite values reached.
 template <typename T>
 static int branch_attention_backward(
     Heads<T> grad, Heads<T> out, Heads<T> q, Heads<T> k, Heads<T> v, Heads<T> prefix_k, Heads<T> prefix_v,
     const Layout& layout, const Scoring& how, const float* lse, float* dq, float* dk, float* dv, float* dprefix_k,
     float* dprefix_v, unsigned char* done, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width, int threads) {
   typedef Widened<T> F;
-  if (rows) std::memset(done, 1, rows);
+  if (rows) std::memset(done, 1, 2 * rows);
   if (!rows || !heads) return 0;
   const int64_t repeat = heads / kv_heads, most = std::max<int64_t>(1, QUERIES / repeat), room = most * repeat + FEW;
   const int64_t span = stride_of<F>(width), stride = (width + PANEL - 1) / PANEL * PANEL;
@@ -1023,6 +1023,10 @@ static int branch_attention_backward(
   threads = sharing(threads, pieces, layout.products(heads * width));
   float* memory = scratch(threads * padded(floats));
   if (!memory) return OUT_OF_MEMORY;
+  auto undo = [=](int64_t place) {
+#pragma omp atomic write
+    done[place] = 0;
+  };
   auto block = [=, &layout, &how](float* query, int64_t h, int64_t g, int64_t first, int64_t stop) {
     const int64_t n = (stop - first) * repeat;
     float *slope = query + room * span, *sum = slope + room * span, *score = sum + room * stride;
@@ -1039,7 +1043,6 @@ static int branch_attention_backward(
       delta[r] = (float)added(
           width, [&](int64_t e, int64_t m) { return some(outs[r] + e, m) * some(slopes[r] + e, m); });
     }
-    bool finite = true;
     // To each of `count` rows of `to` sum_r p[r][j] x[r].
     auto collect = [&](const float* p, const float* x, int64_t from, int64_t taken, int64_t count, float* to) {
       for (int64_t e = 0; e < width; e += PANEL)
@@ -1083,8 +1086,16 @@ static int branch_attention_backward(
           for (int64_t i = high; i < count; ++i) masked[i] = 0;
         }
       }
-      finite = packed_values<F>(values, count, width, panel) && finite;
+      bool finite = packed_values<F>(values, count, width, panel);
       finite = packed_values<F>(keys, count, width, panel) && finite;
+      bool strange = !own;
+      for (int64_t row = own ? at : from; row < to && !finite; ++row) {
+        if (own && row < at + count) {
+          strange = strange || !all_finite(k.at(row, h), width) || !all_finite(v.at(row, h), width);
+          undo(rows + row);
+        }
+        if (row >= from && strange) undo(row);
+      }
       for (int64_t e = 0; e < width; e += PANEL)
         panel_rows<F, true>({ds + begin * KEY_STRIDE, KEY_STRIDE, 1}, taken, count,
                             panel + e / PANEL * value_panel<F>(), PANEL, sum + begin * stride + e, stride);
@@ -1094,9 +1105,8 @@ static int branch_attention_backward(
     });
     for (int64_t r = 0; r < n; ++r) {
       copied(sum + r * stride, width, dq + ((first + r / repeat) * heads + h * repeat + r % repeat) * width);
-      finite = finite && all_finite(sum + r * stride, width);
+      if (!all_finite(sum + r * stride, width)) undo(first + r / repeat);
     }
-    return finite;
   };
   share(pieces, 1, threads, [=, &layout](int64_t piece, int64_t last) {
     float* own = memory + (threads > 1 ? part() : 0) * padded(floats);
@@ -1105,15 +1115,10 @@ static int branch_attention_backward(
       int64_t g = apart ? piece % layout.groups : 0;
       for (const int64_t past = apart ? g + 1 : layout.groups; g < past; ++g) {
         const int64_t start = layout.first(g), end = layout.first(g + 1);
-        bool finite = true;
-        for (int64_t row = start; row < end; row += most)
-          finite = block(own, h, g, row, std::min(end, row + most)) && finite;
-        for (int64_t row = start; row < end && k.data && finite; ++row)
-          for (const float* of : {dk, dv}) finite = finite && all_finite(of + (row * kv_heads + h) * width, width);
-        for (int64_t row = start; row < end && !finite; ++row) {
-#pragma omp atomic write
-          done[row] = 0;
-        }
+        for (int64_t row = start; row < end; row += most) block(own, h, g, row, std::min(end, row + most));
+        for (int64_t row = start; row < end && k.data; ++row)
+          for (const float* of : {dk, dv})
+            if (!all_finite(of + (row * kv_heads + h) * width, width)) undo(rows + row);
       }
     }
   });

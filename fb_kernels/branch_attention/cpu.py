@@ -18,8 +18,8 @@ def branch_attention(
 ) -> tuple[Tensor, Tensor]:
     """(out[T, Hq, E], lse[Hq, T]); rows that see what is not finite are computed by the reference."""
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    done = _run("branch_attention", (q, k, v, prefix_k, prefix_v), options, results)
-    if done is None:
+    done = torch.empty(len(q), dtype=torch.bool)
+    if not _run("branch_attention", (q, k, v, prefix_k, prefix_v), options, (*results, done)):
         return NotImplemented
     if done.all():
         return results
@@ -38,34 +38,32 @@ def branch_attention_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v); groups that see what is not finite are computed by the reference."""
+    """(dq, dk, dv, dprefix_k, dprefix_v); rows that what is not finite reaches are computed by the reference."""
     *layout_and_numbers, prefix_grads = options
     grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # that of a sum is expanded
     wanted = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
     grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
     given = (grad, state, q, k, v, prefix_k, prefix_v)
-    done = _run("branch_attention_backward", given, tuple(layout_and_numbers), (lse.contiguous(), *grads))
-    if done is None:
+    done = torch.empty(2, len(q), dtype=torch.bool)  # of dq, of dk and dv
+    if not _run("branch_attention_backward", given, tuple(layout_and_numbers), (lse.contiguous(), *grads, done)):
         return NotImplemented
     dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
         exact = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
         dprefix_k, dprefix_v = exact[3:]  # of all rows: what is not finite may be added already
-        seen = done[:, None, None]
-        dq = torch.where(seen, dq, exact[0])
+        mine, own = done[..., None, None]
+        dq = torch.where(mine, dq, exact[0])
         if k is not None:
-            dk, dv = torch.where(seen, dk, exact[1]), torch.where(seen, dv, exact[2])
+            dk, dv = torch.where(own, dk, exact[1]), torch.where(own, dv, exact[2])
     return dq, dk, dv, dprefix_k, dprefix_v
 
 
-def _run(
-    name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]
-) -> Tensor | None:
-    """Write the results; bool [T], the rows that saw nothing but finite values, None where the call is not taken."""
+def _run(name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]) -> bool:
+    """Write the results, the last of which says for which rows they hold; whether the kernel takes the call."""
     found = cpu.library()
     branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's, from cu_branch on
     if isinstance(found, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:
-        return None
+        return False
     places: list[int | None] = []
     for place, x in enumerate(tensors):
         if x is None:
@@ -73,7 +71,7 @@ def _run(
             continue
         *page, row, head, step = x.stride()
         if step != 1 and x.shape[-1] > 1:
-            return None
+            return False
         places += (x.data_ptr(), row, head)
         if place >= len(tensors) - 2:
             places += page or [0]
@@ -83,12 +81,11 @@ def _run(
     indices = (branch, group, start, length, table)
     wide = layout.remembered(indices, ("int64",), lambda: [x if x is None else x.long().contiguous() for x in indices])
     rows, heads, width = q.shape
-    done = torch.empty(rows, dtype=torch.bool)
     code = getattr(found, f"fbcpu_{name}")(
         *places, *(x if x is None else x.data_ptr() for x in wide), len(branch) - 1, len(group) - 1,
         -1 if table is None else table.shape[1], *prefix.shape[: 1 if table is None else 2],
-        *([0] if table is None else []), *(x.data_ptr() for x in results), done.data_ptr(), rows, heads,
+        *([0] if table is None else []), *(x.data_ptr() for x in results), rows, heads,
         prefix.shape[-2], width, scale, softcap or 0.0, ALL if window is None else window, torch.get_num_threads(),
         q.dtype == torch.bfloat16,
     )  # fmt: skip
-    return None if code else done
+    return not code
