@@ -33,9 +33,10 @@ ASKED = (
     "verify",
 )  # settings that say what a benchmark asks
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
+TOGETHER = 64  # prompts at most that decode at once
 LARGEST = 1 << 31
 
-Loop = Literal["fast", "plain", "batch"]  # one at a time, on buffers or not; all at once
+Loop = Literal["fast", "plain", "batch"]  # one at a time in either loop; many at once in the fast one
 Id = Annotated[int, Field(ge=0, lt=LARGEST)]
 
 
@@ -135,9 +136,9 @@ class DecodeStage(Stage):
         """Of an answer."""
         return self.settings.evaluate.max_new_tokens
 
-    def generate(self, trial: Trial, max_length: int | None) -> Generate:
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         """What decodes a trial's prompts."""
-        return generator(trial.method, self.settings, self.run, trial.seed, max_length)
+        return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)
 
     def cost(self) -> Cost:
         batched = any(trial.loop == "batch" for trial in self.trials.values())
@@ -208,7 +209,10 @@ class DecodeStage(Stage):
         key = trial._replace(problems=())
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # its memory first
-            generate = self.generate(trial, self._longest[trial.benchmark] if trial.loop == "fast" else None)
+            longest = self._longest[trial.benchmark]
+            together = max(1, min(TOGETHER, self.settings.models.batch_tokens // longest))
+            loops = {"plain": (None, 1), "fast": (longest, 1), "batch": (longest, together)}
+            generate = self.generate(trial, *loops[trial.loop])
             for prompt in prompts[:WARM_UP] if trial.loop != "batch" else ():
                 if generate([prompt], self.max_new_tokens)[0].events:
                     break

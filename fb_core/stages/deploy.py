@@ -68,18 +68,22 @@ class Context:
         settings: of the run.
         run: its folder.
         method: the method's name, as it was asked for.
-        max_length: decoders run on buffers of so many tokens, one prompt at a time; None for batches.
+        max_length: decoders run in the fast loop, with room for prompts and answers of so many tokens; None for the
+            plain one.
+        max_batch: prompts that it runs together.
 
     Attributes:
         models: the run's `Models`.
         batched: options of all that decodes in batches.
     """
 
-    def __init__(self, settings: RunSettings, run: Path, method: str = "", max_length: int | None = None) -> None:
+    def __init__(
+        self, settings: RunSettings, run: Path, method: str = "", max_length: int | None = None, max_batch: int = 1
+    ) -> None:
         self.settings, self.run, self.method = settings, run, method
         self.models = models_of(settings.models)
         self.batched = {"tokenizer": self.models.tokenizer, "batch_tokens": settings.models.batch_tokens}
-        self.options: dict[str, Any] = {**self.batched, "max_length": max_length}
+        self.options: dict[str, Any] = {**self.batched, "max_length": max_length, "max_batch": max_batch}
 
     @cached_property
     def policy(self) -> RequestPolicy:
@@ -117,7 +121,14 @@ class Context:
         return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
 
 
-def generator(name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None) -> Generate:
+def generator(
+    name: str,
+    settings: RunSettings,
+    run: Path,
+    seed: int | None,
+    max_length: int | None = None,
+    max_batch: int = 1,
+) -> Generate:
     """What decodes prompts by a method.
 
     Args:
@@ -126,11 +137,12 @@ def generator(name: str, settings: RunSettings, run: Path, seed: int | None, max
         run: its folder.
         seed: of a method that runs once a seed.
         max_length: as for `Context`.
+        max_batch: likewise.
 
     Raises:
         ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
     """
-    return method(name).decode(Context(settings, run, name, max_length), seed)
+    return method(name).decode(Context(settings, run, name, max_length, max_batch), seed)
 
 
 def seed_of(name: str, settings: RunSettings) -> int | None:

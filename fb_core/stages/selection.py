@@ -57,9 +57,10 @@ class SelectionStage(DecodeStage):
     def max_new_tokens(self) -> int:
         return self.settings.collect.max_new_tokens
 
-    def generate(self, trial: Trial, max_length: int | None) -> Generate:
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         reranker = self.input(TrainStage).trained(*self._rerankers[trial.method])
-        return Context(self.settings, self.run).deployed(reranker).generate_many
+        context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
+        return context.deployed(reranker).generate_many
 
     def summary(self) -> dict[str, Any]:
         """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
