@@ -270,6 +270,7 @@ def _work(state: _State, threads: int) -> None:
                     loop.cancel(task)
                     handles.pop(task)._end(CancelledError())
             if closed:
+                loop.close()
                 return
             for task in loop.tick():
                 handles[task]._tell()

@@ -28,7 +28,7 @@ from fb_core.reranker import TokenReranker
 from fb_core.selectors import CertainLLM, FutureBridgeSelector, Selector, State
 from fb_kernels import Halt
 
-COMPANY = 4
+COMPANY = 8
 """Steps that an event waits for others, where the LLM is in this process and one forward serves them all."""
 PAUSE = 0.05
 """Seconds that the loop waits for an LLM elsewhere where nothing else is to be done."""
@@ -181,9 +181,17 @@ class Loop:
         self._end(task)
 
     def clear(self) -> None:
-        """All end as they are."""
+        """All end as they are, also where an interrupt left the loop in the midst of a step."""
         for task in (*self.waiting, *self.entering, *self.rows):
             self._end(task)
+        self.step.skip()
+        self._runs.clear()
+
+    def close(self) -> None:
+        """All end as they are, and nobody is asked any more."""
+        self.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> list[Task]:
         """Admit, take a piece of the prompts, run a step, serve events; the sequences that took a token or ended."""

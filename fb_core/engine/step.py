@@ -153,6 +153,10 @@ class DecodeStep:
         self._looked += 1
         return [Outcome(Halt(int(halt)), int(token), nats) for halt, token, nats in self.ring[place, :count].tolist()]
 
+    def skip(self) -> None:
+        """Nobody asks what the runs so far have done."""
+        self._looked = self._begun
+
     def _captured(self, count: int) -> int:
         """How many rows a step for so many has: where it is captured, a power of 2."""
         return count if self.model.graphs.device.type != "cuda" else min(self.rows, 1 << (count - 1).bit_length())
