@@ -259,6 +259,37 @@ def test_branch_attention_qkv(window: int | None) -> None:
     close(caches[0][:5], k[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@torch.no_grad()
+def test_branch_attention_qkv_in_pages(window: int | None) -> None:
+    """Each sequence is what it is over a flat cache, and keeps its rows in its pages."""
+    built, _ = heads()
+    built |= {"qkv": built["qkv"][:4], "positions": built["positions"][:4], "window": window}
+    pages = [torch.full((7, 2, 2, 8), NAN, dtype=torch.float64) for _ in range(2)]
+    table, held = torch.tensor([[5, 1, 3], [0, 6, -1]]), [4, 1]
+    flat = [[randn(6, 2, 8, seed=2 * g + each) for each in range(2)] for g in range(2)]
+    for own, row, length in zip(flat, table, held, strict=True):
+        for token in range(length):
+            for pool, cache in zip(pages, own, strict=True):
+                pool[row[token // 2], token % 2] = cache[token]
+    slots = torch.tensor([3 * 2 + 1, 3 * 2, -1, 0 * 2 + 1])  # of the second sequence the token 1
+    lengths = torch.tensor(held)
+    got = branch_attention_qkv(
+        **built, k_cache=pages[0], v_cache=pages[1], held=lengths, slots=slots, block_table=table
+    )
+    for g, kept in enumerate(([5, 4], [-1, 1])):
+        own = {name: built[name][2 * g : 2 * g + 2] for name in ("qkv", "positions")}
+        caches = {"k_cache": flat[g][0], "v_cache": flat[g][1]}
+        close(
+            got[2 * g : 2 * g + 2],
+            branch_attention_qkv(**built | own | caches, held=lengths[g : g + 1], slots=torch.tensor(kept)),
+        )
+    for pool, first, second in zip(pages, *flat, strict=True):
+        close(pool[3], first[4:])
+        close(pool[0], second[:2])
+        assert pool[[2, 4]].isnan().all()
+
+
 def test_candidate_head() -> None:
     hidden, norm, head, bias = randn(7, 8), randn(8), randn(8, seed=1), randn(1)
     score = F.linear(F.rms_norm(hidden, (8,), norm, 0.1), head[None], bias)[:, 0]
