@@ -186,10 +186,10 @@ struct Sequences {
 
   int64_t page_at(int64_t s, int64_t column) const { return table.data ? table[s * table_row + column] : 0; }
 
-  // From a key on, as far as its page goes; of no keys nothing is read.
-  Stretch stretch(int64_t s, int64_t key) const {
+  // From a key on, as far as its page goes, so many at most; of no keys nothing is read.
+  Stretch stretch(int64_t s, int64_t key, int64_t most) const {
     if (key >= held[s]) return {0, 0, 0};
-    return {page_at(s, key / page), key % page, std::min(page - key % page, held[s] - key)};
+    return {page_at(s, key / page), key % page, std::min({page - key % page, held[s] - key, most})};
   }
 
   bool holds(int64_t s, int64_t slot) const {  // a key that is seen; in a flat cache one before them too
@@ -231,7 +231,9 @@ struct Change {
 };
 
 constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
-constexpr int64_t MOST_KEYS = 1 << 14;  // of a flat cache, times rows: torch.bmm reads them once for all rows
+constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
+
+int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
 
 // Here and not among the variants: instances of templates belong to the whole library.
 void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // the k-th largest is the last of them

@@ -12,6 +12,7 @@ constexpr int TILE = 4;                       // rows of a weight, or keys, that
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
 constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold their sums with a tile
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
+constexpr int64_t FEW_KEYS = 64;               // that many heads read one after the other
 constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -529,66 +530,82 @@ INLINE void all_weighted(
   for (; row < rows; ++row) some_weighted<1>(p, p_stride, row, seen, count, width, out, goes_on, ends);
 }
 
+// Rows of a sequence whose heads that share a key head are taken together, where threads have enough to share.
 template <typename T>
-INLINE int64_t scratch_of(const Sequences<T>& in) {  // floats
-  const int64_t group = in.heads / in.kv_heads;
-  return (3 + 2 * group) * padded(in.width) + group * padded(in.most_seen() + 1);
+INLINE int64_t rows_together(const Sequences<T>& in, int threads) {
+  const int64_t most = rows_at_once(in.heads / in.kv_heads), units = in.count * in.each * in.kv_heads;
+  return std::max<int64_t>(1, std::min({in.each, most, units / (4 * threads)}));
 }
 
-// Attention of a row's heads that share key head g, from its qkv to those heads of its output; buffer[scratch_of(in)].
+template <typename T>
+INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, for so many rows together
+  const int64_t n = rows * (in.heads / in.kv_heads);
+  return (1 + 2 * rows + 2 * n) * padded(in.width) + n * padded(in.most_seen() + 1);
+}
+
+// Attention of heads that share key head g, of rows behind one sequence, from their qkv to those heads of their output;
+// buffer[scratch_of(in, rows)]. Of many heads each reads some keys while they lie in the cache.
 template <typename X, typename T, typename Out>
 INLINE void attended(
-    const X* qkv, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row, int64_t g, float* buffer,
-    Out* out) {
-  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, place = in.positions[row];
+    const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
+    int64_t rows, int64_t g, float* buffer, Out* out, int64_t out_stride) {
+  const int64_t width = in.width, stride = padded(width), group = in.heads / in.kv_heads, n = rows * group;
   const int64_t s = row / in.each, first = in.first(s), count = in.seen(s), score_stride = padded(count + 1);
-  const float *cos = in.cos + place * width, *sin = in.sin + place * width;
-  float *own_key = buffer + stride, *own_value = own_key + stride, *query = own_value + stride;
-  float *sum = query + group * stride, *score = sum + group * stride;
-  for (int64_t h = 0; h < group; ++h) {
-    turned(qkv + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, query + h * stride);
-    pad<Widened<T>>(query + h * stride, width);
-  }
-  turned(qkv + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, own_key);
-  pad<Widened<T>>(own_key, width);
-  copied(qkv + (in.heads + in.kv_heads + g) * width, width, own_value);
-  if (in.slots.data && in.slots[row] >= 0) {
-    const int64_t page = in.slots[row] / in.page, slot = in.slots[row] % in.page;
-    copied(own_key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
-    copied(own_value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
+  const int64_t most = n > MANY ? FEW_KEYS : count;
+  float *own_key = buffer + stride, *own_value = own_key + rows * stride, *query = own_value + rows * stride;
+  float *sum = query + n * stride, *score = sum + n * stride;
+  for (int64_t r = 0; r < rows; ++r) {
+    const X* x = qkv + (row + r) * qkv_stride;
+    const int64_t place = in.positions[row + r] * width;
+    const float *cos = in.cos + place, *sin = in.sin + place;
+    float *key = own_key + r * stride, *value = own_value + r * stride, *to = query + r * group * stride;
+    for (int64_t h = 0; h < group; ++h, to += stride) {
+      turned(x + (g * group + h) * width, q_weight, in.eps, cos, sin, width, in.scale, buffer, to);
+      pad<Widened<T>>(to, width);
+    }
+    turned(x + (in.heads + g) * width, k_weight, in.eps, cos, sin, width, 1.0f, buffer, key);
+    pad<Widened<T>>(key, width);
+    copied(x + (in.heads + in.kv_heads + g) * width, width, value);
+    if (!in.slots.data || in.slots[row + r] < 0) continue;
+    const int64_t page = in.slots[row + r] / in.page, slot = in.slots[row + r] % in.page;
+    copied(key, width, in.k + page * in.k_page + slot * in.k_slot + g * in.k_head);
+    copied(value, width, in.v + page * in.v_page + slot * in.v_slot + g * in.v_head);
   }
   for (int64_t done = 0; done < count;) {
-    const Stretch at = in.stretch(s, first + done);
-    tiled<Widened<T>>(query, group, in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head, in.k_slot, width,
-                      0, at.count, score + done, score_stride);
+    const Stretch at = in.stretch(s, first + done, most);
+    const T* from = in.k + at.page * in.k_page + at.slot * in.k_slot + g * in.k_head;
+    tiled<Widened<T>>(query, n, from, in.k_slot, width, 0, at.count, score + done, score_stride);
     done += at.count;
   }
-  for (int64_t h = 0; h < group; ++h) {
-    float* of = score + h * score_stride;
-    row_products<Widened<float>, 1>(query + h * stride, own_key, 0, width, of + count);
+  for (int64_t i = 0; i < n; ++i) {
+    float* of = score + i * score_stride;
+    row_products<Widened<float>, 1>(query + i * stride, own_key + i / group * stride, 0, width, of + count);
     softmax(of, count + 1);
   }
   int64_t done = 0;
   do {
-    const Stretch at = in.stretch(s, first + done);
+    const Stretch at = in.stretch(s, first + done, most);
     const T* from = in.v + at.page * in.v_page + at.slot * in.v_slot + g * in.v_head;
-    all_weighted<T>(score + done, score_stride, group, {from, in.v_slot, {own_value, 0, 0, group}}, at.count, width,
-                    {sum, 0, stride, group}, done > 0, done + at.count == count);
+    all_weighted<T>(score + done, score_stride, n, {from, in.v_slot, {own_value, stride, 0, group}}, at.count, width,
+                    {sum, group * stride, stride, group}, done > 0, done + at.count == count);
     done += at.count;
   } while (done < count);
-  for (int64_t h = 0; h < group; ++h) copied(sum + h * stride, width, out + (g * group + h) * width);
+  for (int64_t i = 0; i < n; ++i)
+    copied(sum + i * stride, width, out + (row + i / group) * out_stride + (g * group + i % group) * width);
 }
 
-// work(row, key head) of thread `me` of so many: a share by the keys that are seen, of which rows behind one sequence
-// read one head's one after the other.
+// work(row, rows, key head) of thread `me` of so many, rows together of one sequence: a share by the keys that are seen.
 template <typename T, typename Work>
-INLINE void share_heads(const Sequences<T>& in, int64_t me, int64_t threads, const Work& work) {
+INLINE void share_heads(const Sequences<T>& in, int64_t together, int64_t me, int64_t threads, const Work& work) {
   int64_t total = 0, begun = 0;
   for (int64_t s = 0; s < in.count; ++s) total += in.each * in.kv_heads * (in.seen(s) + 1);
   for (int64_t s = 0; s < in.count; ++s)
     for (int64_t g = 0; g < in.kv_heads; ++g)
-      for (int64_t row = s * in.each; row < (s + 1) * in.each; ++row, begun += in.seen(s) + 1)
-        if (begun * threads / total == me) work(row, g);
+      for (int64_t row = 0; row < in.each; row += together) {
+        const int64_t rows = std::min(together, in.each - row);
+        if (begun * threads / total == me) work(s * in.each + row, rows, g);
+        begun += rows * (in.seen(s) + 1);
+      }
 }
 
 template <typename T>
@@ -598,15 +615,13 @@ static int branch_attention_qkv(
   if (!in.fit()) return OUT_OF_RANGE;
   int64_t keys = 0;  // of all rows
   for (int64_t s = 0; s < in.count; ++s) keys += in.each * in.seen(s);
-  if (!in.table.data && keys * std::min(2, threads) > MOST_KEYS) return OTHER_LAYOUT;
   threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, 2 * keys * in.heads * in.width / SHARE));
-  const int64_t owned = scratch_of(in);
+  const int64_t together = rows_together(in, threads), owned = scratch_of(in, together);
   float* memory = scratch(threads * owned);
   if (!memory) return OUT_OF_MEMORY;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  share_heads(in, part(), parts(), [=, &in](int64_t row, int64_t g) {
-    attended(qkv + row * qkv_stride, q_weight, k_weight, in, row, g, memory + part() * owned,
-             out + row * in.heads * in.width);
+  share_heads(in, together, part(), parts(), [=, &in](int64_t row, int64_t rows, int64_t g) {
+    attended(qkv, qkv_stride, q_weight, k_weight, in, row, rows, g, memory + part() * owned, out, in.heads * in.width);
   });
   return 0;
 }
@@ -623,7 +638,8 @@ static int decoder_layer(
   const int64_t rows = in.count * in.each;
   const int64_t attention = in.heads * in.width, all = attention + 2 * in.kv_heads * in.width;
   const int64_t heads_stride = stride_of<F>(attention), inner_stride = stride_of<F>(inner);
-  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in)));
+  const int64_t together = rows_together(in, threads);
+  const int64_t owned = padded(std::max(rows * stride_of<F>(model), scratch_of(in, together)));
   float* qkv = scratch(rows * (all + 2 * model + 2 * inner + heads_stride + inner_stride) + threads * owned);
   if (!qkv) return OUT_OF_MEMORY;
   float *stream = qkv + rows * all, *sum = stream + rows * model, *gates = sum + rows * model;
@@ -650,9 +666,9 @@ static int decoder_layer(
       project((X*)own, w.qkv, w.qkv_bias, none, 0, model, all, first, last, qkv);
     });
 #pragma omp barrier
-    share_heads(in, me, of, [=](int64_t row, int64_t g) {
-      attended(qkv + row * all, w.q_norm, w.k_norm, in, row, g, own, heads + row * heads_stride);
-      if (g == 0) pad<F>(heads + row * heads_stride, attention);
+    share_heads(in, together, me, of, [=, &in](int64_t row, int64_t count, int64_t g) {
+      attended(qkv, all, w.q_norm, w.k_norm, in, row, count, g, own, heads, heads_stride);
+      for (int64_t last = row + count; g == 0 && row < last; ++row) pad<F>(heads + row * heads_stride, attention);
     });
 #pragma omp barrier
     shared(model, TILE, [=](int64_t first, int64_t last) {

@@ -8,7 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
-ROWS = 32  # of a sequence, the most: torch.bmm reads keys once for all rows
+ROWS = 32  # of a sequence, the most
 
 
 def branch_attention_qkv(

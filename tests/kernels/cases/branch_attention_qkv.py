@@ -307,6 +307,7 @@ OP = Op(
                     {"rows": 1, "half": 32, "held": 3000},
                     {"rows": 2, "half": 8, "held": 30, "scale": 50.0},
                     {"heads_first": True},
+                    {"rows": 16, "half": 32, "held": 300, "spare": 20},
                     {"rows": 2, "half": 32, "held": 500, "page": 64, "sequences": 5},
                 )
             ],
