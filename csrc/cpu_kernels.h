@@ -12,7 +12,7 @@ constexpr int TILE = 4;                       // rows of a weight, or keys, that
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
 constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold their sums with a tile
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
-constexpr int64_t FEW_KEYS = 64;               // that many heads read one after the other
+constexpr int64_t FEW_KEYS = 64;              // that many heads read one after the other
 constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
