@@ -12,14 +12,8 @@ from rich.segment import Segment, Segments
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
-from fb_core.llm import LLM
-from fb_core.pair import known_ids
-from fb_core.policy import RequestPolicy
+from fb_core.loading import load
 from fb_core.pool import Event
-from fb_core.reranker import TokenReranker
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
-from fb_core.server import ServerLLM, key_in
-from fb_core.stages.inputs import load_model
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
@@ -38,39 +32,16 @@ class Chat:
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
-        slm, self.tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
-        llm, tokenizer = self._llm()
+        pair, self.tokenizer, selector, policy = load(settings)
         self.decoder = LowLatencyDecoder(
-            slm,
-            llm,
-            self._selector(slm),
-            RequestPolicy(settings.threshold),
+            pair.slm,
+            pair.llm,
+            selector,
+            policy,
             max_length=settings.max_length,
             max_events=settings.max_events,
-            tokenizer=(self.tokenizer, tokenizer),
+            tokenizer=self.tokenizer,
         )
-
-    def _llm(self) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:
-        settings = self.settings
-        if settings.server is None:
-            assert settings.llm is not None
-            return load_model(settings.llm, "llm", settings.device, settings.dtype)
-        server = ServerLLM(
-            settings.server,
-            settings.flavour,
-            model=settings.llm,
-            vocabulary=known_ids(self.tokenizer),
-            api_key=key_in(settings.api_key_variable),
-        )
-        server.check_tokenizer(self.tokenizer)
-        return server, self.tokenizer
-
-    def _selector(self, slm: hf.CausalLM) -> Selector:
-        settings = self.settings
-        if settings.adapter is None:
-            return LLMPreference()
-        reranker = TokenReranker.from_pretrained(settings.adapter, slm).eval()
-        return overridden(FutureBridgeSelector(reranker), settings.certainty)
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
         """Generate and print as it comes, tokens of events highlighted.

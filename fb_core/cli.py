@@ -322,6 +322,54 @@ def chat(
         typer.secho(terminal.summary(generation, time.perf_counter() - start), dim=True, err=True)
 
 
+@app.command()
+def serve(
+    *,
+    slm: SlmOption,
+    llm: LlmOption = None,
+    server: ServerOption = None,
+    flavour: FlavourOption = "vllm",
+    api_key_variable: KeyOption = None,
+    adapter: AdapterOption = None,
+    certainty: CertaintyOption = None,
+    threshold: ThresholdOption = 1.0,
+    max_new_tokens: TokensOption = 512,
+    max_events: EventsOption = 8,
+    max_length: LengthOption = 8192,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    host: Annotated[str, typer.Option(help="Where to listen; loopback unless told otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Likewise; 0 takes a free one.")] = 8000,
+    key_variable: Annotated[str | None, typer.Option(help="Environment variable of the key that clients send.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 32,
+    kv_memory: Annotated[
+        int | None, typer.Option(min=1, help="Bytes for keys and values; half of what is free.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Requests waiting or under way at most.")] = 256,
+    body_limit: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1 << 20,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests under way get at the end.")] = 30,
+) -> None:
+    """Serve a pair to OpenAI's clients: completions and chat completions, streamed or whole."""
+    settings = _pair_settings(locals())
+    from fb_core.extras import require
+
+    require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
+    from fb_core.serve.run import serve as run
+    from fb_core.server import key_in
+
+    run(
+        settings,
+        host=host,
+        port=port,
+        key=key_in(key_variable),
+        max_batch=max_batch,
+        kv_memory=kv_memory,
+        queue=queue,
+        body_limit=body_limit,
+        drain=drain,
+    )
+
+
 def _complain(problem: Exception) -> None:
     """An error that a user can mend, line by line; it may repeat what a model, a server or a file says."""
     from fb_core.terminal import escaped

@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from queue import SimpleQueue
@@ -32,14 +32,29 @@ class Token(NamedTuple):
     event: Event | None
 
 
+class Load(NamedTuple):
+    """What an engine has to do."""
+
+    waiting: int  # sequences
+    running: int
+    asking: int  # of these wait for the LLM
+    pages: int  # taken
+    all_pages: int
+
+
+Listener = Callable[[Token | None], None]
+"""Called by the engine's thread with each token, and with None at the end; it must return at once."""
+
+
 class Handle:
     """A sequence that was submitted."""
 
-    def __init__(self, state: _State, task: Task) -> None:
+    def __init__(self, state: _State, task: Task, listener: Listener | None) -> None:
         self._state = state
         self._task = task
-        self._heard = 0  # tokens that are in the queue
-        self._tokens: SimpleQueue[Token | None] = SimpleQueue()  # None at the end
+        self._heard = 0  # tokens that the listener knows
+        self._tokens: SimpleQueue[Token | None] = SimpleQueue()
+        self._listener = self._tokens.put if listener is None else listener
         self._result: Future[Generation] = Future()
 
     @property
@@ -61,7 +76,7 @@ class Handle:
         return self._result.result(timeout)
 
     def __iter__(self) -> Iterator[Token]:
-        """Its tokens as they come, once; then the error that ended it, where one did."""
+        """Its tokens as they come, once, unless a listener gets them; then the error that ended it, where one did."""
         while (token := self._tokens.get()) is not None:
             yield token
         if not self._result.cancelled():
@@ -76,7 +91,7 @@ class Handle:
         row = self._task.row
         events = {event.step: event for event in row.events}
         for step, token in enumerate(row.new[self._heard :], self._heard):
-            self._tokens.put(Token(token, events.get(step)))
+            self._listener(Token(token, events.get(step)))
         self._heard = len(row.new)
 
     def _end(self, outcome: Generation | BaseException) -> None:
@@ -86,7 +101,7 @@ class Handle:
             self._result.set_exception(outcome)
         else:
             self._result.set_result(outcome)
-        self._tokens.put(None)
+        self._listener(None)
 
 
 class Engine:
@@ -149,6 +164,7 @@ class Engine:
         *,
         threshold: float | None = None,
         max_events: int | None = None,
+        listener: Listener | None = None,
     ) -> Handle:
         """A prompt that is to be continued, from now on or as soon as there is room.
 
@@ -157,6 +173,7 @@ class Engine:
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
             threshold: nats, of this sequence; None for the policy's.
             max_events: of this sequence; None for the decoder's.
+            listener: who hears of tokens, instead of who iterates over the handle.
 
         Raises:
             TypeError: ids that are not integers.
@@ -177,7 +194,7 @@ class Engine:
         task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events)
         if decoder.loop is not None:
             decoder.loop.check(task)
-        handle = Handle(self._state, task)
+        handle = Handle(self._state, task, listener)
         self._state.enter(handle)
         return handle
 
@@ -204,6 +221,22 @@ class Engine:
         """As `Handle.cancel`."""
         handle.cancel()
 
+    @property
+    def load(self) -> Load:
+        """What is under way now."""
+        loop, waiting = self.decoder.loop, len(self._state.entering)
+        if loop is None:
+            return Load(waiting, int(self._state.busy), 0, 0, 0)
+        pages = loop.model.pages
+        asking = sum(task.asking is not None for task in list(loop.rows))
+        return Load(
+            waiting + len(loop.waiting),
+            len(loop.rows) + len(loop.entering),
+            asking,
+            pages.count - pages.free,
+            pages.count,
+        )
+
     def close(self) -> None:
         """Cancel what is under way and let the thread end."""
         self._closing()
@@ -226,6 +259,7 @@ class _State:
         self.entering: deque[Handle] = deque()
         self.leaving: deque[Handle] = deque()
         self.closed = False
+        self.busy = False  # of one after another
 
     def enter(self, handle: Handle) -> None:
         with self.changed:
@@ -292,6 +326,7 @@ def _one_after_another(state: _State) -> None:
                     handle._end(CancelledError())
                 return
             handle = state.entering.popleft()
+            state.busy = True
         decoder, task = copy.copy(state.decoder), handle._task
         decoder.policy = replace(decoder.policy, threshold=task.threshold)
         decoder.max_events = task.max_events
@@ -306,6 +341,7 @@ def _one_after_another(state: _State) -> None:
         except Exception as problem:
             outcome = problem
         with state.changed:
+            state.busy = False
             if handle in state.leaving:
                 state.leaving.remove(handle)
                 outcome = CancelledError()

@@ -1,0 +1,60 @@
+"""A pair, its selector and its policy from the settings of a command."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fb_core import hf
+from fb_core.config import PairSettings
+from fb_core.llm import LLM
+from fb_core.pair import Pair, known_ids
+from fb_core.policy import RequestPolicy
+from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
+from fb_core.server import ServerLLM, key_in
+from fb_core.stages.inputs import load_model
+
+
+class Loaded(NamedTuple):
+    """What decodes, ready to be given to a decoder or an engine."""
+
+    pair: Pair
+    tokenizer: hf.Tokenizer
+    selector: Selector
+    policy: RequestPolicy
+
+
+def load(settings: PairSettings) -> Loaded:
+    """Read models, tokenizers and adapter.
+
+    Raises:
+        ValueError: models that do not belong together, or settings that no models fit.
+        OSError: a model, adapter or server that is not there.
+    """
+    slm, tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
+    llm, other = _llm(settings, tokenizer)
+    return Loaded(
+        Pair(slm, llm, (tokenizer, other)), tokenizer, _selector(settings, slm), RequestPolicy(settings.threshold)
+    )
+
+
+def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:
+    if settings.server is None:
+        assert settings.llm is not None
+        return load_model(settings.llm, "llm", settings.device, settings.dtype)
+    server = ServerLLM(
+        settings.server,
+        settings.flavour,
+        model=settings.llm,
+        vocabulary=known_ids(tokenizer),
+        api_key=key_in(settings.api_key_variable),
+    )
+    server.check_tokenizer(tokenizer)
+    return server, tokenizer
+
+
+def _selector(settings: PairSettings, slm: hf.CausalLM) -> Selector:
+    if settings.adapter is None:
+        return LLMPreference()
+    reranker = TokenReranker.from_pretrained(settings.adapter, slm).eval()
+    return overridden(FutureBridgeSelector(reranker), settings.certainty)

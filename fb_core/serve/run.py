@@ -1,0 +1,68 @@
+"""A server from a command's settings, until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import uvicorn
+
+from fb_core.config import PairSettings
+from fb_core.engine.engine import Engine
+from fb_core.engine.pages import SIZE
+from fb_core.loading import load
+from fb_core.serve.app import LOG, application
+from fb_core.serve.service import Service
+
+
+def serve(
+    settings: PairSettings,
+    *,
+    host: str,
+    port: int,
+    key: str | None,
+    max_batch: int,
+    kv_memory: int | None,
+    queue: int,
+    body_limit: int,
+    drain: int,
+) -> None:
+    """Load the pair and serve it; SIGTERM and Ctrl-C let what is under way end, for `drain` seconds at most.
+
+    Args:
+        settings: of the pair.
+        host: to listen at.
+        port: likewise; 0 takes a free one.
+        key: what clients must send, None for nothing.
+        max_batch: sequences that run together.
+        kv_memory: bytes for keys and values, None for half of the free memory at most.
+        queue: requests that may be waiting or under way.
+        body_limit: bytes of a request.
+        drain: seconds.
+    """
+    loaded = load(settings)
+    engine = Engine(
+        loaded.pair,
+        loaded.selector,
+        loaded.policy,
+        max_batch=max_batch,
+        max_length=settings.max_length,
+        kv_memory=kv_memory,
+        max_events=settings.max_events,
+    )
+    if not LOG.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO)
+    listening = socket.create_server((host, port))
+    address = f"http://{host}:{listening.getsockname()[1]}/v1"
+    room = f"{max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
+    print(f"futurebridge: {settings.slm} at {address}: {room}", flush=True)
+    service = Service(engine, loaded.tokenizer, settings.slm, queue)
+    app = application(service, key=key, body_limit=body_limit)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    finally:
+        engine.close()

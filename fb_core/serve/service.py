@@ -1,0 +1,118 @@
+"""What a server does with a request: its prompt to the engine, the engine's tokens to text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fb_core import hf
+from fb_core.engine.engine import Engine, Handle, Token
+from fb_core.pool import Event
+from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish
+from fb_core.serve.text import Text
+
+
+class Piece(NamedTuple):
+    """Some more of an answer."""
+
+    text: str
+    events: list[Event]
+
+
+@dataclass
+class Answer:
+    """An answer under way; `pieces` yields it, the other fields are known behind the last piece."""
+
+    handle: Handle
+    tokens: asyncio.Queue[Token | None]
+    text: Text
+    prompt: int  # tokens
+    ends: frozenset[int]
+    completion: int = 0
+    events: list[Event] = field(default_factory=list)
+    finish: Finish = "length"
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Text as it becomes certain, with the events behind it; an answer that nobody reads on is cancelled.
+
+        Raises:
+            ValueError: NaN logits, or a selector's error.
+            OSError: the large model did not answer.
+        """
+        try:
+            events: list[Event] = []
+            while (token := await self.tokens.get()) is not None:
+                self.completion += 1
+                if token.event is not None:
+                    self.events.append(token.event)
+                    events.append(token.event)
+                piece = self.text.add(token.id)
+                if self.text.stopped or token.id in self.ends:
+                    self.finish = "stop"
+                if piece or events:
+                    yield Piece(piece, events)
+                    events = []
+                if self.text.stopped:
+                    return
+            self.handle.result()
+            rest = self.text.end()
+            if self.text.stopped:
+                self.finish = "stop"
+            if rest:
+                yield Piece(rest, [])
+        finally:
+            self.handle.cancel()
+
+
+class Service:
+    """An engine and its tokenizer.
+
+    Args:
+        engine: does the work.
+        tokenizer: of prompts and answers.
+        name: of the model, as clients see it.
+        queue: requests that may be waiting or under way.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int) -> None:
+        self.engine, self.tokenizer, self.name, self.queue = engine, tokenizer, name, queue
+        self.requests = 0  # under way
+
+    def prompt(self, request: CompletionRequest | ChatRequest) -> list[int]:
+        """Token ids of what a request asks to be continued."""
+        if isinstance(request, ChatRequest):
+            return hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])
+        if isinstance(request.prompt, str):
+            ids: list[int] = self.tokenizer(request.prompt)["input_ids"]
+            return ids
+        return request.prompt
+
+    def begin(self, request: CompletionRequest | ChatRequest) -> Answer:
+        """Hand a request to the engine.
+
+        Raises:
+            ValueError: a prompt, limit or override that the engine does not take.
+        """
+        ids, decoder = self.prompt(request), self.engine.decoder
+        loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token | None]()
+        most = decoder.loop.model.length if decoder.loop is not None else hf.max_positions(decoder.slm) or 4096
+        wanted = request.max_tokens
+        if isinstance(request, ChatRequest):
+            wanted = request.max_completion_tokens or wanted or max(1, most - len(ids))
+        assert wanted is not None
+        handle = self.engine.submit(
+            ids,
+            wanted,
+            threshold=request.futurebridge.threshold,
+            max_events=request.futurebridge.max_events,
+            listener=lambda token: _tell(loop, tokens, token),
+        )
+        text = Text(self.tokenizer, request.stops)
+        return Answer(handle, tokens, text, len(ids), hf.eos_ids(decoder.slm))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, tokens: asyncio.Queue[Token | None], token: Token | None) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(tokens.put_nowait, token)

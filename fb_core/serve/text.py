@@ -1,0 +1,63 @@
+"""Tokens as text while they come: whole characters, and nothing behind a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fb_core import hf
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Text:
+    """The text of an answer, piece by piece.
+
+    Args:
+        tokenizer: of the ids.
+        stops: strings that end the answer and are no part of it.
+
+    Attributes:
+        stopped: whether one has come.
+    """
+
+    def __init__(self, tokenizer: hf.Tokenizer, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.stopped = False
+        self._ids: list[int] = []  # from the last token of what is decoded on: some tokenizers join by what is before
+        self._known = ""  # the text of those that are decoded
+        self._held = ""  # decoded, but may be the beginning of a stop string
+
+    def add(self, token: int) -> str:
+        """What is certain now and was not before."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        text = str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
+        if text.endswith(INCOMPLETE):
+            return ""
+        return self._decoded(text)
+
+    def end(self) -> str:
+        """What is left, whole characters or not."""
+        if self.stopped:
+            return ""
+        rest = self._decoded(str(self.tokenizer.decode(self._ids, skip_special_tokens=True)))
+        rest, self._held = rest + self._held, ""
+        return rest
+
+    def _decoded(self, text: str) -> str:
+        new, self._ids = text[len(self._known) :], self._ids[-1:]
+        self._known = str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
+        whole = self._held + new
+        found = min((place for stop in self.stops if (place := whole.find(stop)) >= 0), default=None)
+        if found is not None:
+            self.stopped, self._held = True, ""
+            return whole[:found]
+        kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
+        self._held = whole[len(whole) - kept :]
+        return whole[: len(whole) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text with which the stop string begins, the most."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
