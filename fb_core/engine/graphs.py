@@ -42,6 +42,10 @@ class Graphs:
             self._capture(key, compute)
         return self._graphs[key].replay
 
+    def runs(self, key: Hashable) -> bool:
+        """Whether `ready` would run the computation now, to capture it."""
+        return self.device.type == "cuda" and key not in self._graphs
+
     def forget(self) -> None:
         """Drop all graphs: what they read has moved."""
         self._graphs.clear()

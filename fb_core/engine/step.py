@@ -162,12 +162,12 @@ class DecodeStep:
         return count if self.model.graphs.device.type != "cuda" else min(self.rows, 1 << (count - 1).bit_length())
 
     def _ready(self, rows: int, place: int) -> Callable[[], None]:
-        compute = partial(self._compute, rows, place)
-        if self.model.graphs.device.type != "cuda":
-            return compute
+        graphs, key, compute = self.model.graphs, ("step", rows, place), partial(self._compute, rows, place)
+        if not graphs.runs(key):
+            return graphs.ready(key, compute)
         halt = self.state.halt.clone()
         self.state.halt.fill_(int(Halt.LENGTH))  # so that a capture's runs append nothing
-        ready = self.model.graphs.ready(("step", rows, place), compute)
+        ready = graphs.ready(key, compute)
         self.state.halt.copy_(halt)
         return ready
 
