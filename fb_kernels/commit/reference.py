@@ -102,6 +102,7 @@ def _on_host(
     if min(lengths, default=0) < 0:
         raise checks.error("commit_", "state.length", "lengths of 0 or more", min(lengths), "rebuild the state")
     rows = zip(lengths, halt.tolist(), budget.tolist(), token.tolist(), entropy.tolist(), strict=True)
+    going: list[tuple[int, int, int]] = []  # row, place, token
     for row, (held, halted, left, taken, nats) in enumerate(rows):
         if halted != Halt.NONE:
             continue
@@ -114,5 +115,12 @@ def _on_host(
         elif held >= min(limits[row], width):
             halt[row] = Halt.LENGTH
         else:
-            tokens[row, held] = taken
-            length[row] = held + 1
+            going.append((row, held, taken))
+    if len(going) == 1:  # of one sequence, where every operation counts
+        ((row, held, taken),) = going
+        tokens[row, held] = taken
+        length[row] = held + 1
+    elif going:
+        place, at, ids = torch.tensor(going).T
+        tokens[place, at] = ids
+        length[place] = (at + 1).to(length.dtype)
