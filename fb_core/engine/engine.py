@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
-from fb_core.engine.loop import Task
+from fb_core.engine.loop import Loop, Task
 from fb_core.llm import check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -86,22 +87,31 @@ class Handle:
         """End it as it is: what it held is free for others."""
         self._state.leave(self)
 
-    def _tell(self) -> None:
-        """What is new since the last time; called by the engine's thread."""
+    def _tell(self) -> bool:
+        """What is new since the last time, by the engine's thread; False where its listener failed, which ends it."""
         row = self._task.row
         events = {event.step: event for event in row.events}
-        for step, token in enumerate(row.new[self._heard :], self._heard):
-            self._listener(Token(token, events.get(step)))
+        try:
+            for step, token in enumerate(row.new[self._heard :], self._heard):
+                self._listener(Token(token, events.get(step)))
+        except Exception as problem:
+            self._end(problem)
+            return False
         self._heard = len(row.new)
+        return True
 
     def _end(self, outcome: Generation | BaseException) -> None:
+        """It has ended, once; a listener that fails now hears no more anyway."""
+        if self._result.done():
+            return
         if isinstance(outcome, CancelledError):
             self._result.cancel()
         elif isinstance(outcome, BaseException):
             self._result.set_exception(outcome)
         else:
             self._result.set_result(outcome)
-        self._listener(None)
+        with suppress(Exception):
+            self._listener(None)
 
 
 class Engine:
@@ -154,7 +164,7 @@ class Engine:
         self._thread = threading.Thread(
             target=_work, args=(self._state, torch.get_num_threads()), name="fb-engine", daemon=True
         )
-        self._closing = weakref.finalize(self, _close, self._state)
+        self._closing = weakref.finalize(self, _close, self._state, self._thread)
         self._thread.start()
 
     def submit(
@@ -240,8 +250,6 @@ class Engine:
     def close(self) -> None:
         """Cancel what is under way and let the thread end."""
         self._closing()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -275,45 +283,65 @@ class _State:
                 self.changed.notify()
 
 
-def _close(state: _State) -> None:
+def _close(state: _State, thread: threading.Thread) -> None:
+    """Let the thread end, and wait for it: a process must not end while it computes."""
     with state.changed:
         state.closed = True
         state.changed.notify()
+    if threading.current_thread() is not thread:
+        thread.join()
 
 
 def _work(state: _State, threads: int) -> None:
-    """The engine's thread, on so many of torch's."""
+    """The engine's thread, on so many of torch's; whatever ends it ends all sequences."""
     torch.set_num_threads(threads)
-    loop = state.decoder.loop
-    if loop is None:
-        _one_after_another(state)
-        return
     handles: dict[Task, Handle] = {}
+    reason: BaseException = CancelledError()
+    try:
+        if state.decoder.loop is None:
+            _one_after_another(state)
+        else:
+            _together(state, state.decoder.loop, handles)
+    except Exception as problem:
+        reason = problem
+    finally:
+        with state.changed:
+            state.closed = True
+            left = [*handles.values(), *state.entering]
+        for handle in left:
+            handle._end(reason)
+
+
+def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
+    """By the fast loop, until the engine is closed; `handles` are those under way."""
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.entering or state.leaving or state.closed or loop.busy)
             closed, entering, leaving = state.closed, list(state.entering), list(state.leaving)
             state.entering.clear()
             state.leaving.clear()
+            handles.update({handle._task: handle for handle in entering})
         try:
             for handle in entering:
-                handles[handle._task] = handle
                 loop.submit(handle._task)
             for task in (*(handle._task for handle in leaving), *(handles if closed else ())):
-                if task in handles and not task.done:
+                if task in handles:
                     loop.cancel(task)
                     handles.pop(task)._end(CancelledError())
             if closed:
                 loop.close()
                 return
             for task in loop.tick():
-                handles[task]._tell()
+                handle = handles[task]
+                if not handle._tell():
+                    loop.cancel(task)
                 if task.done:
-                    handles.pop(task)._end(task.error or state.decoder.generation(task.row))
-        except Exception as problem:  # of nobody's alone
-            loop.clear()
+                    del handles[task]
+                    handle._end(task.error or state.decoder.generation(task.row))
+        except Exception as problem:  # it is no single sequence's
             while handles:
                 handles.popitem()[1]._end(problem)
+            loop.clear()
 
 
 def _one_after_another(state: _State) -> None:
@@ -333,8 +361,7 @@ def _one_after_another(state: _State) -> None:
 
         def told(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row
-            handle._tell()
-            return handle in state.leaving or state.closed
+            return not handle._tell() or handle in state.leaving or state.closed
 
         try:
             outcome: Generation | BaseException = decoder.decode(task.row.tokens, task.stop.room, told)

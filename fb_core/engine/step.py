@@ -115,9 +115,16 @@ class DecodeStep:
 
     @torch.no_grad()
     def move(self, row: int, to: int, count: int) -> None:
-        """A row's sequence of `count` tokens or one less goes to a row that has none, and leaves its own empty."""
+        """A row's sequence goes to a row that has none, and leaves its own empty.
+
+        Args:
+            row: where it is.
+            to: where it goes.
+            count: its tokens as the host knows them; runs that the host has not looked at may have appended more.
+        """
         self.order()
-        self.state.tokens[to, : count + 1] = self.state.tokens[row, : count + 1]
+        known = count + RING
+        self.state.tokens[to, :known] = self.state.tokens[row, :known]
         for column in (self.state.length, self.state.halt, self.state.budget, self.limit, self.threshold, self.table):
             column[to] = column[row]
         self.first_slot[to] = self.first_slot[row]

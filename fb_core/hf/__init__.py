@@ -65,7 +65,15 @@ from fb_core.hf.packed import (
     packs,
     prefill_packed,
 )
-from fb_core.hf.tokens import chat_ids, check_group, check_position, check_positions, many_token_ids, token_ids
+from fb_core.hf.tokens import (
+    chat_ids,
+    check_group,
+    check_position,
+    check_positions,
+    many_token_ids,
+    text_ids,
+    token_ids,
+)
 
 __all__ = [
     "MAX_ROWS",
@@ -125,6 +133,7 @@ __all__ = [
     "share_weights",
     "streamer_of_caller",
     "text_config",
+    "text_ids",
     "token_ids",
     "tokenizer_hash",
     "valid_ids",

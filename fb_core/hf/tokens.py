@@ -29,8 +29,17 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
         text = str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
         )
+    return text_ids(tokenizer, text, special=plain)
+
+
+def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text, with the special tokens that the tokenizer puts around one, or without.
+
+    Raises:
+        ValueError: a text that the tokenizer has no ids for.
+    """
     try:
-        return list(tokenizer(text, add_special_tokens=plain)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
     except Exception as problem:
         if type(problem) is not Exception:  # which is what tokenizers raises
             raise

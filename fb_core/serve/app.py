@@ -29,6 +29,7 @@ from fb_core.serve.protocol import (
 from fb_core.serve.service import Answer, Service
 
 LOG = logging.getLogger("futurebridge.access")
+ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
 GONE = 499  # the client closed the connection
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -96,7 +97,7 @@ class _Application:
 
     def _check_key(self, request: HTTPRequest) -> None:
         given = request.headers.get("authorization", "")
-        if self.key is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
+        if self.key is not None and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.key}".encode()):
             raise _Problem(401, "authorization: expected the server's key, got none or another", "authentication_error")
 
     def _log(self, request: HTTPRequest, status: int, began: float, **more: object) -> None:
@@ -142,13 +143,9 @@ class _Application:
         except RuntimeError as wrong:  # the engine is closed
             raise _Problem(503, str(wrong), "server_error") from None
         shape = Shape(self.service.name, isinstance(body, ChatRequest))
-        self.service.requests += 1
         if body.stream:
             return StreamingResponse(self._stream(request, body, answer, shape, began), media_type="text/event-stream")
-        try:
-            return await self._whole(request, body, answer, shape, began)
-        finally:
-            self.service.requests -= 1
+        return await self._whole(request, body, answer, shape, began)
 
     async def _read(self, request: HTTPRequest, kind: type[Body]) -> Body:
         """The request's body, no more of it than the limit."""
@@ -187,7 +184,7 @@ class _Application:
         leaving.cancel()
         try:
             reading.result()
-        except (ValueError, OSError) as problem:
+        except Exception as problem:
             raise self._failed(problem) from None
         text = "".join(pieces)
         return JSONResponse(
@@ -213,7 +210,7 @@ class _Application:
             if body.stream_options is not None and body.stream_options.include_usage:
                 yield _sent(shape.used(used))
             yield "data: [DONE]\n\n"
-        except (ValueError, OSError) as problem:
+        except Exception as problem:
             failed = self._failed(problem)
             status = failed.response.status_code
             yield f"data: {bytes(failed.response.body).decode()}\n\n"
@@ -221,11 +218,16 @@ class _Application:
             status = GONE
             raise
         finally:
-            self.service.requests -= 1
             self._log(request, status, began, tokens=answer.completion, events=len(answer.events))
 
     def _failed(self, problem: Exception) -> _Problem:
-        return _Problem(502 if isinstance(problem, OSError) else 500, str(problem), "server_error")
+        """What a client is told of an error that is not its own; the rest goes to the log."""
+        ERRORS.error("%s: %s", type(problem).__name__, problem)
+        if isinstance(problem, OSError):
+            return _Problem(502, "large model: expected an answer, got none; try again later", "server_error")
+        return _Problem(
+            500, "engine: expected to finish the answer, got an error; see the server's log", "server_error"
+        )
 
     def _used(self, body: Body, answer: Answer, began: float) -> dict[str, Any]:
         self.metrics.whole.observe(time.perf_counter() - began)

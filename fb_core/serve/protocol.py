@@ -5,6 +5,7 @@ Parameters that nothing here heeds are refused by name.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from typing import Annotated, Any, Literal
@@ -104,20 +105,22 @@ Finish = Literal["stop", "length"]
 
 def event_fields(event: Event) -> dict[str, Any]:
     """An event as clients get it; what is not known is null."""
-    known = {
-        name: [value if value == value else None for value in getattr(event, name)]
-        for name in ("slm_logprob", "llm_logprob")
-    }
+    known = {name: _finite(getattr(event, name)) for name in ("slm_logprob", "llm_logprob")}
     return {
         "step": event.step,
-        "entropy": event.entropy,
+        "entropy": _finite([event.entropy])[0],
         "pool": event.pool,
         "sources": event.sources,
         **known,
-        "scores": event.scores,
+        "scores": None if event.scores is None else _finite(event.scores),
         "choice": event.choice,
-        "error": event.error,
+        "error": None if event.error is None else "the large model did not answer",
     }
+
+
+def _finite(values: list[float]) -> list[float | None]:
+    """JSON has no NaN and no infinity."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def usage_fields(prompt: int, completion: int, calls: int, chosen: int) -> dict[str, Any]:

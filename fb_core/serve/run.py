@@ -33,13 +33,15 @@ def serve(
         settings: of the pair.
         host: to listen at.
         port: likewise; 0 takes a free one.
-        key: what clients must send, None for nothing.
+        key: what clients must send, not empty; None for nothing.
         max_batch: sequences that run together.
         kv_memory: bytes for keys and values, None for half of the free memory at most.
         queue: requests that may be waiting or under way.
         body_limit: bytes of a request.
         drain: seconds.
     """
+    if key == "":
+        raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -59,7 +61,7 @@ def serve(
     address = f"http://{host}:{listening.getsockname()[1]}/v1"
     room = f"{max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {address}: {room}", flush=True)
-    service = Service(engine, loaded.tokenizer, settings.slm, queue)
+    service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens)
     app = application(service, key=key, body_limit=body_limit)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
     try:

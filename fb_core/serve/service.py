@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from fb_core import hf
@@ -74,20 +76,18 @@ class Service:
         tokenizer: of prompts and answers.
         name: of the model, as clients see it.
         queue: requests that may be waiting or under way.
+        answer: tokens of a chat's answer at most, where the request says nothing.
     """
 
-    def __init__(self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int) -> None:
-        self.engine, self.tokenizer, self.name, self.queue = engine, tokenizer, name, queue
-        self.requests = 0  # under way
+    def __init__(self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int, answer: int) -> None:
+        self.engine, self.tokenizer, self.name, self.queue, self.answer = engine, tokenizer, name, queue, answer
+        self.requests = 0  # sequences that have not ended
 
     def prompt(self, request: CompletionRequest | ChatRequest) -> list[int]:
         """Token ids of what a request asks to be continued."""
         if isinstance(request, ChatRequest):
             return hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])
-        if isinstance(request.prompt, str):
-            ids: list[int] = self.tokenizer(request.prompt)["input_ids"]
-            return ids
-        return request.prompt
+        return hf.text_ids(self.tokenizer, request.prompt) if isinstance(request.prompt, str) else request.prompt
 
     def begin(self, request: CompletionRequest | ChatRequest) -> Answer:
         """Hand a request to the engine.
@@ -97,22 +97,28 @@ class Service:
         """
         ids, decoder = self.prompt(request), self.engine.decoder
         loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token | None]()
-        most = decoder.loop.model.length if decoder.loop is not None else hf.max_positions(decoder.slm) or 4096
         wanted = request.max_tokens
         if isinstance(request, ChatRequest):
-            wanted = request.max_completion_tokens or wanted or max(1, most - len(ids))
+            wanted = request.max_completion_tokens or wanted or self.answer
         assert wanted is not None
+
+        def tell(token: Token | None) -> None:
+            self.requests -= token is None
+            tokens.put_nowait(token)
+
         handle = self.engine.submit(
             ids,
             wanted,
             threshold=request.futurebridge.threshold,
             max_events=request.futurebridge.max_events,
-            listener=lambda token: _tell(loop, tokens, token),
+            listener=lambda token: _soon(loop, partial(tell, token)),
         )
+        self.requests += 1  # ahead of whatever the engine says of it: that comes by this thread
         text = Text(self.tokenizer, request.stops)
         return Answer(handle, tokens, text, len(ids), hf.eos_ids(decoder.slm))
 
 
-def _tell(loop: asyncio.AbstractEventLoop, tokens: asyncio.Queue[Token | None], token: Token | None) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(tokens.put_nowait, token)
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call it in the loop's thread, unless the loop is closed, where nobody listens any more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)

@@ -2,10 +2,13 @@
 
 import gc
 import math
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,16 +120,20 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "llama", "qwen2"])
-def test_sequences_come_out_as_alone(family):
-    """More of them than rows, of all lengths, some with common beginnings of several pages."""
+def test_sequences_come_out_as_alone(family, ahead):
+    """More of them than rows, of all lengths, some with common beginnings; also where the host looks a step late."""
     slm, llm = models(family, **({"sliding_window": 70} if family == "mistral" else {}))
     asked = prompts(3, 150, 70, 1, 64, 65, 128, seed=3)
     asked += [torch.cat([asked[1][:140], ids]) for ids in prompts(20, 5, seed=4)] + [asked[1], asked[0]]
-    want = alone(slm, llm, asked, 30)
+    lengths = [30, 7, 19, 30, 2, 11, 1, 23, 30, 5, 16]
+    want = [alone(slm, llm, [ids], new)[0] for ids, new in zip(asked, lengths, strict=True)]
     with engine(slm, llm, max_batch=4, max_length=300) as running:
-        assert [facts(each) for each in running.generate_many(asked, 30)] == want
-        assert [facts(each) for each in running.generate_many(asked[::-1], 30)] == want[::-1]  # over known pages
+        running.decoder.loop.step.ahead = ahead
+        for order in (range(11), range(10, -1, -1)):  # the second time over known pages
+            handles = {place: running.submit(asked[place], lengths[place]) for place in order}
+            assert [facts(handles[place].result(60)) for place in range(11)] == want
     assert sum(len(events) for _, events in want) > 20
 
 
@@ -331,6 +338,61 @@ def test_threads_share_an_engine():
         for thread in threads:
             thread.join(60)
     assert found == want
+
+
+def test_an_error_of_all_reaches_all_who_were_submitted(monkeypatch):
+    slm, llm = models()
+    with engine(slm, llm) as running:
+        state = running._state
+        with state.changed:  # the engine's thread sees all three at once
+            handles = [running.submit(ids, 9) for ids in prompts(5, 6, 7)]
+            monkeypatch.setattr(running.decoder.loop, "refresh", lambda: 1 / 0)
+        for handle in handles:
+            with pytest.raises(ZeroDivisionError):
+                handle.result(60)
+        monkeypatch.undo()
+        assert [facts(running.submit(prompts(5)[0], 9).result(60))] == alone(slm, llm, prompts(5), 9)
+
+
+def test_a_listener_that_fails_ends_its_own_sequence():
+    slm, llm = models()
+    asked = prompts(5, 6, seed=15)
+
+    def fail(token):
+        raise RuntimeError("nobody is there")
+
+    with engine(slm, llm) as running:
+        handles = [
+            running.submit(ids, 20, listener=listener) for ids, listener in zip(asked, (fail, None), strict=True)
+        ]
+        with pytest.raises(RuntimeError, match="nobody is there"):
+            handles[0].result(60)
+        assert [facts(handles[1].result(60))] == alone(slm, llm, asked[1:], 20)
+
+
+def test_an_engine_whose_loop_cannot_be_mended_closes_and_says_why(monkeypatch):
+    slm, llm = models()
+    running = engine(slm, llm)
+    loop = running.decoder.loop
+    monkeypatch.setattr(loop, "tick", lambda: 1 / 0)
+    monkeypatch.setattr(loop.step, "clear", lambda row: 1 / 0)
+    monkeypatch.setattr(loop, "clear", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        running.submit(prompts(5)[0], 9).result(60)
+    running._thread.join(60)
+    with pytest.raises(RuntimeError, match="got a closed one"):
+        running.submit(prompts(5)[0], 9)
+
+
+def test_a_process_may_end_while_sequences_run():
+    code = """
+from test_engine import engine, models, prompts
+running = engine(*models(), threshold=-1.0)
+next(iter(running.submit(prompts(5)[0], 300)))
+"""
+    folders = [str(Path(__file__).parent)]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folders[0])
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_closed_engine_ends_what_is_under_way_and_refuses_more():
