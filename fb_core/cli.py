@@ -339,11 +339,11 @@ def serve(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     host: Annotated[str, typer.Option(help="Where to listen; loopback unless told otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Likewise; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     key_variable: Annotated[str | None, typer.Option(help="Environment variable of the key that clients send.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 32,
     kv_memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for keys and values; half of what is free.")
+        int | None, typer.Option(min=1, help="Bytes for keys and values; if left out, at most half of the free memory.")
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Requests waiting or under way at most.")] = 256,
     body_limit: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1 << 20,

@@ -92,16 +92,16 @@ class Handle:
         row = self._task.row
         events = {event.step: event for event in row.events}
         try:
-            for step, token in enumerate(row.new[self._heard :], self._heard):
+            for step, token in enumerate(row.tokens[row.prompt + self._heard :], self._heard):
                 self._listener(Token(token, events.get(step)))
         except Exception as problem:
             self._end(problem)
             return False
-        self._heard = len(row.new)
+        self._heard = len(row.tokens) - row.prompt
         return True
 
     def _end(self, outcome: Generation | BaseException) -> None:
-        """It has ended, once; a listener that fails now hears no more anyway."""
+        """Set the result, once; a listener that fails here is ignored."""
         if self._result.done():
             return
         if isinstance(outcome, CancelledError):
@@ -182,7 +182,7 @@ class Engine:
             input_ids: [P] int64 on the SLM's device, at least one.
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
             threshold: nats, of this sequence; None for the policy's.
-            max_events: of this sequence; None for the decoder's.
+            max_events: of this sequence, at most the engine's; None for as many.
             listener: who hears of tokens, instead of who iterates over the handle.
 
         Raises:
@@ -338,7 +338,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                 if task.done:
                     del handles[task]
                     handle._end(task.error or state.decoder.generation(task.row))
-        except Exception as problem:  # it is no single sequence's
+        except Exception as problem:  # of no single sequence
             while handles:
                 handles.popitem()[1]._end(problem)
             loop.clear()
@@ -354,7 +354,12 @@ def _one_after_another(state: _State) -> None:
                     handle._end(CancelledError())
                 return
             handle = state.entering.popleft()
-            state.busy = True
+            state.busy = handle not in state.leaving
+            if not state.busy:
+                state.leaving.remove(handle)
+        if not state.busy:
+            handle._end(CancelledError())
+            continue
         decoder, task = copy.copy(state.decoder), handle._task
         decoder.policy = replace(decoder.policy, threshold=task.threshold)
         decoder.max_events = task.max_events

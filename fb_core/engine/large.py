@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
+from fb_core.engine.pages import SIZE
 from fb_core.llm import Candidates, Ids, LocalLLM
 
 
@@ -65,10 +66,11 @@ class PagedLLM(LocalLLM):
     ) -> list[Candidates]:
         """As `LLM.candidates_many`, all in one forward as far as the pages reach; raises as `candidates`."""
         checked, scored = self._checked(prompts, k, score_ids)
+        room = min(self.paged.length, self.paged.pages.count * SIZE)
         for ids in checked:
-            if len(ids) > self.paged.length:
+            if len(ids) > room:
                 raise ValueError(
-                    f"ids: expected at most the {self.paged.length} tokens of the buffers, got {len(ids)}; "
+                    f"ids: expected at most the {room} tokens of the buffers, got {len(ids)}; "
                     "make the decoder with a larger max_length"
                 )
         found: list[Candidates] = []

@@ -177,18 +177,18 @@ class Loop:
             self.intervention.llm.forget()
 
     def cancel(self, task: Task) -> None:
-        """It ends as it is, and its pages are free."""
+        """End a sequence now and free its pages."""
         self._end(task)
 
     def clear(self) -> None:
-        """All end as they are, also where an interrupt left the loop in the midst of a step."""
+        """End all sequences, also after an interrupt in the middle of a step."""
         for task in (*self.waiting, *self.entering, *self.rows):
             self._end(task)
         self.step.skip()
         self._runs.clear()
 
     def close(self) -> None:
-        """All end as they are, and nobody is asked any more."""
+        """End all sequences and the threads that ask the LLM."""
         self.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -196,6 +196,7 @@ class Loop:
     def tick(self) -> list[Task]:
         """Admit, take a piece of the prompts, run a step, serve events; the sequences that took a token or ended."""
         changed: list[Task] = []
+        self.step.order()
         self._admit()
         self._enter()
         running = [task for task in self.rows if task.asking is None]

@@ -161,7 +161,7 @@ class DecodeStep:
         return [Outcome(Halt(int(halt)), int(token), nats) for halt, token, nats in self.ring[place, :count].tolist()]
 
     def skip(self) -> None:
-        """Nobody asks what the runs so far have done."""
+        """Drop the outcomes of all runs so far."""
         self._looked = self._begun
 
     def _captured(self, count: int) -> int:

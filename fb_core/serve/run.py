@@ -42,6 +42,7 @@ def serve(
     """
     if key == "":
         raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -57,8 +58,8 @@ def serve(
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOG.addHandler(handler)
         LOG.setLevel(logging.INFO)
-    listening = socket.create_server((host, port))
-    address = f"http://{host}:{listening.getsockname()[1]}/v1"
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listening.getsockname()[1]}/v1"
     room = f"{max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {address}: {room}", flush=True)
     service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens)

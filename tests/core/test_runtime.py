@@ -313,11 +313,13 @@ def test_the_llm_computes_only_what_is_new(monkeypatch):
 
 def test_the_llm_answers_more_queries_than_its_pages_hold():
     llm = tiny("qwen3", 2, max_position_embeddings=400)
-    steady, fresh = PagedLLM(llm, 192, 4), LocalLLM(llm)
+    steady, fresh = PagedLLM(llm, 192, 3), LocalLLM(llm)
     asked = prompts(100, 150, 20, 192, 64, 65)
     for _ in range(3):
         got = steady.candidates_many(asked, 4)
         assert [mine.ids.tolist() for mine in got] == [each.ids.tolist() for each in fresh.candidates_many(asked, 4)]
+    with pytest.raises(ValueError, match="expected at most the 128 tokens of the buffers, got 129"):
+        PagedLLM(llm, 192, 2).candidates(prompts(129)[0], 4)
 
 
 # --- what goes wrong, and who goes another way ------------------------------------------------------------------------
