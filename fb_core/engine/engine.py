@@ -118,7 +118,7 @@ class Engine:
     """Continuous batching over a pair: sequences enter and leave while others run.
 
     What a sequence becomes does not depend on the others (to near ties of low precision). Prompts enter in pieces
-    between steps; what they have in common with earlier ones is computed once. A sequence whose event waits for the
+    between steps; full pages that they have in common are computed once. A sequence whose event waits for the
     LLM does not hold up the others. Where pages are scarce, sequences wait for their turn, and none is dropped.
 
     Safe to share between threads: all computing is done by one thread of its own.

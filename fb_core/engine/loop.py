@@ -210,9 +210,11 @@ class Loop:
     # --- in and out ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Those that wait, in order, as far as there are rows and pages."""
+        """Those that wait, in order, as far as there are rows and pages; none ahead of a page that it is to share."""
         while self.waiting and len(self.rows) + len(self.entering) < self.step.rows:
             task = self.waiting[0]
+            if self.model.pages.comes(task.row.tokens, (other.row.tokens for other in self.entering)):
+                return
             taken = self.model.pages.take(task.row.tokens, task.stop.length(task.row))
             if taken is None:
                 return

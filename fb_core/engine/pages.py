@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 SIZE = 64
 """Tokens of a page: the keys that a block of the compiled attention meets at once."""
@@ -42,14 +42,7 @@ class Pages:
             (pages in order, how many of the tokens they hold already: all but one at most), None where there is no
             room now.
         """
-        shared: list[int] = []
-        parent = 0
-        for start in range(0, len(tokens) - SIZE, SIZE):
-            page = self._known.get((parent, tuple(tokens[start : start + SIZE])))
-            if page is None:
-                break
-            shared.append(page)
-            parent = self._names[page][0]
+        shared = self._shared(tokens)
         new = pages_of(length) - len(shared)
         if new > self.free - sum(page in self._idle for page in shared):
             return None
@@ -59,6 +52,11 @@ class Pages:
         for page in pages:
             self._holders[page] += 1
         return pages, len(shared) * SIZE
+
+    def comes(self, tokens: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
+        """Whether the next page of a sequence, behind those that are known, is one that others are computing now."""
+        end = (len(self._shared(tokens)) + 1) * SIZE
+        return end < len(tokens) and any(end < len(other) and other[:end] == tokens[:end] for other in others)
 
     def grow(self, pages: list[int], length: int) -> bool:
         """Append what a sequence of `length` tokens needs beyond its pages; False, and nothing, without room."""
@@ -98,6 +96,18 @@ class Pages:
         self._idle.clear()
         self._known.clear()
         self._names.clear()
+
+    def _shared(self, tokens: Sequence[int]) -> list[int]:
+        """The known pages of a sequence's beginning, of all tokens but one at most."""
+        shared: list[int] = []
+        parent = 0
+        for start in range(0, len(tokens) - SIZE, SIZE):
+            page = self._known.get((parent, tuple(tokens[start : start + SIZE])))
+            if page is None:
+                break
+            shared.append(page)
+            parent = self._names[page][0]
+        return shared
 
     def _unused(self) -> int:
         if self._free:

@@ -19,6 +19,7 @@ from tiny import V, tiny
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
 from fb_core.engine.engine import Engine
+from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, Pages, pages_of
 from fb_core.llm import LLM
 from fb_core.pair import Pair
@@ -115,6 +116,27 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
     for _, own in running:
         pages.give_back(own)
     assert pages.free == count
+
+
+def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatch):
+    slm, llm = models()
+    (stem,) = prompts(150)
+    asked = [
+        stem,
+        *(torch.cat([stem[:n], ids]) for n, ids in zip((140, 70, 30), prompts(9, 90, 8, seed=2), strict=True)),
+    ]
+    want, counts, extend = alone(slm, llm, asked, 12), {}, PagedModel.extend
+
+    def extending(self, parts):
+        counts[self.model] = counts.get(self.model, 0) + sum(len(part.tokens) for part in parts)
+        return extend(self, parts)
+
+    monkeypatch.setattr(PagedModel, "extend", extending)
+    decoder = CollaborativeDecoder(
+        slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4, kv_memory=None
+    )
+    assert [facts(one) for one in decoder.generate_many(asked, 12)] == want
+    assert counts[slm] == 149 + (148 - 128) + (159 - 64) + 37
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
