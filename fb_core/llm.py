@@ -6,7 +6,7 @@ import hashlib
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.engine.writing import Choose, write
+from fb_core.native import NativeDecoder
 from fb_kernels import topk_entropy
 
 Ids = Tensor | Sequence[int]
@@ -299,8 +301,9 @@ class LocalLLM(LLM):
         firsts = [hf.token_ids("branches", ids, self.model).tolist() for ids in branches]
         flat = [first for group in firsts for first in group]
 
-        def choose(step: hf.Step) -> list[int]:
-            return self._greedy(step) if step.index else [flat[row.index] for row in step.rows]
+        def choose(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
+            best = self._greedy(rows, logits)
+            return [token if row.new else flat[row.index] for row, token in zip(rows, best, strict=True)]
 
         prompts = [prefix for prefix, group in zip(checked, firsts, strict=True) for _ in group]
         written = iter(self._continue(prompts, max_new_tokens + 1, choose))
@@ -323,12 +326,12 @@ class LocalLLM(LLM):
         checked = checked_prompts("ids", prompts, self.model, room=1)
         sources = [seeded(seed, ids.tolist(), sample) for ids in checked for sample in range(n)]
 
-        def draw(step: hf.Step) -> list[int]:
-            values, ids = self._ranked(step.logits, kept)
+        def draw(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
+            values, ids = self._ranked(logits, kept)
             probability = (values.double() / temperature).softmax(-1)
             before = probability.cumsum(-1) - probability
             mass = probability.where(before < top_p, 0.0).cumsum(-1)
-            at = [sources[row.index].random() for row in step.rows]
+            at = [sources[row.index].random() for row in rows]
             point = torch.tensor(at, dtype=torch.float64, device=mass.device)[:, None] * mass[:, -1:]
             place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
             return ids.gather(1, place)[:, 0].tolist()
@@ -378,8 +381,8 @@ class LocalLLM(LLM):
         self._check_finite(values[:, 0])
         return values, ids
 
-    def _greedy(self, step: hf.Step) -> list[int]:
-        largest, ids = step.logits[:, : self._valid].max(-1)  # the first of equal ones
+    def _greedy(self, _: Sequence[hf.Running], logits: Tensor) -> list[int]:
+        largest, ids = logits[:, : self._valid].max(-1)  # the first of equal ones
         self._check_finite(largest)
         return ids.tolist()
 
@@ -388,12 +391,17 @@ class LocalLLM(LLM):
         if not bool(largest.isfinite().all()):
             raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
 
-    def _continue(
-        self, prompts: Sequence[Ids], max_new_tokens: int, choose: Callable[[hf.Step], Sequence[int]]
-    ) -> list[Tensor]:
+    def _continue(self, prompts: Sequence[Ids], max_new_tokens: int, choose: Choose) -> list[Tensor]:
         hf.check_decodable("model", self.model)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("ids", prompts, self.model, room=1)
         stop = hf.Stop(self.ends, max_new_tokens, hf.max_positions(self.model))
-        rows = hf.lockstep(self.model, checked, stop, choose, self.batch_tokens, shared=True)
+        if NativeDecoder.of(self.model) is None:
+
+            def chosen(step: hf.Step) -> Sequence[int]:
+                return choose(step.rows, step.logits)
+
+            rows = hf.lockstep(self.model, checked, stop, chosen, self.batch_tokens, shared=True)
+        else:
+            rows = write(self.model, checked, stop, choose, self.batch_tokens, self._valid)
         return [torch.tensor(row.new, device=self.device) for row in rows]

@@ -167,7 +167,7 @@ def test_branches_equal_completions_of_their_concatenations(family, batch_tokens
 
 
 def test_branches_compute_their_prefix_once():
-    model = tiny("qwen3", 4)
+    model = tiny("phi3", 4)
     model.generation_config.eos_token_id = [V - 1]
     a, b, c = prompts(9, 6, 5)
     with forwarded(model) as seen:
@@ -180,7 +180,7 @@ def test_branches_compute_their_prefix_once():
 
 
 def test_batches_count_branches(monkeypatch):
-    model = tiny("qwen3", 4)
+    model = tiny("phi3", 4)
     model.generation_config.eos_token_id = [V - 1]
     prefixes, branches = prompts(9, 6), [range(3, 13), range(20, 23)]
     whole = lists(LocalLLM(model).complete_branches(prefixes, branches, 3))

@@ -1,0 +1,152 @@
+"""Continuations over pages: many prompts at once, each token chosen by the caller from its logits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.engine.model import PagedModel, Part
+from fb_core.engine.pages import SIZE, pages_of
+
+ROWS = {"cpu": 64}  # sequences that run together: as many as one call of the compiled layer takes
+REFILL = 8  # a share of the rows: so many are free before others enter, whose prompts then are one forward
+
+Choose = Callable[[Sequence[hf.Running], Tensor], Sequence[int]]
+"""The next token of every row, from float32 logits [B, V]."""
+
+
+def write(
+    model: hf.CausalLM, prompts: Sequence[Tensor], stop: hf.Stop, choose: Choose, batch_tokens: int, vocabulary: int
+) -> list[hf.Running]:
+    """Continue many prompts; as one ends, another takes its place.
+
+    What prompts have in common is computed once: full pages are shared, and the rest of the same prompt is copied.
+
+    Args:
+        model: a causal LM with a native decoder, in eval mode.
+        prompts: [P] int64 each, not empty.
+        stop: when a sequence ends.
+        choose: the next token of every row.
+        batch_tokens: the most tokens, new ones included, that are held at once; a sequence that is longer goes alone.
+        vocabulary: how many ids count.
+
+    Returns:
+        one row a prompt, in order.
+    """
+    rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
+    if rows:
+        _Writing(model, rows, stop, choose, batch_tokens, vocabulary).run()
+    return rows
+
+
+class _Writing:
+    """The sequences under way, a row each; on a GPU rows behind them are captured with them and compute nothing."""
+
+    def __init__(
+        self,
+        model: hf.CausalLM,
+        rows: Sequence[hf.Running],
+        stop: hf.Stop,
+        choose: Choose,
+        batch_tokens: int,
+        vocabulary: int,
+    ) -> None:
+        lengths = [stop.length(row) for row in rows]
+        needed = sum(map(pages_of, lengths))
+        self.model = PagedModel(model, max(lengths), min(needed, max(batch_tokens // SIZE, pages_of(max(lengths)))))
+        self.stop, self.choose = stop, choose
+        self.waiting = deque(rows)
+        self.live: list[hf.Running] = []
+        self.pages: list[list[int]] = []  # of each live row
+        device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, hf.MAX_ROWS))
+        self.ids = torch.zeros(self.most, dtype=torch.int64, device=device)
+        self.place = torch.zeros_like(self.ids)  # of the last token
+        self.table = torch.full((self.most, pages_of(max(lengths))), -1, dtype=torch.int32, device=device)
+        self.logits = self.model.keys[0].new_zeros(self.most, vocabulary)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Until all have ended."""
+        while self.waiting or self.live:
+            if self.waiting and (not self.live or self.most - len(self.live) >= self.most // REFILL):
+                self._admit()
+            self._step()
+
+    def _admit(self) -> None:
+        """Those that wait, in order, as far as there are rows and pages; none ahead of a page that it is to share."""
+        pages, first = self.model.pages, len(self.live)
+        asked = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.most - first))]
+        entering: dict[tuple[int, ...], list[int]] = {}  # beginnings that are computed now, and their pages
+        copies, later, parts = [], [], []
+        for row in asked:
+            beginning = tuple(row.tokens[:-1])
+            if beginning in entering:
+                copies.append(row)
+            elif pages.comes(row.tokens, (other.tokens for other in self.live[first:])) or not (
+                taken := pages.take(row.tokens, self.stop.length(row))
+            ):
+                later.append(row)
+            else:
+                entering[beginning], held = taken
+                if held < len(beginning):
+                    parts.append(Part(beginning[held:], held, entering[beginning]))
+                self._begin(row, entering[beginning])
+        if parts:
+            self.model.extend(parts)
+        for beginning, own in entering.items():
+            pages.filled(beginning, own)
+        pairs = []
+        for row in copies:
+            if taken := pages.take(row.tokens, self.stop.length(row)):
+                last = (len(row.tokens) - 1) // SIZE
+                pairs.append((entering[tuple(row.tokens[:-1])][last], taken[0][last]))
+                self._begin(row, taken[0])
+            else:
+                later.append(row)
+        if pairs:
+            source, to = torch.tensor(pairs, device=self.ids.device).T
+            for buffer in (*self.model.keys, *self.model.values):
+                buffer[to] = buffer[source]
+        self.waiting.extendleft(sorted(later, key=lambda row: -row.index))
+
+    def _begin(self, row: hf.Running, pages: list[int]) -> None:
+        place = len(self.live)
+        self.live.append(row)
+        self.pages.append(pages)
+        self.ids[place] = row.tokens[-1]
+        self.place[place] = len(row.tokens) - 1
+        self.table[place, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def _step(self) -> None:
+        """One more token for every row; those that end leave."""
+        count = len(self.live)
+        size = count if self.ids.device.type != "cuda" else min(self.most, 1 << (count - 1).bit_length())
+        self.model.graphs.ready(("write", size), partial(self._compute, size))()
+        tokens = self.choose(self.live, self.logits[:count].float())
+        for row, token in zip(self.live, tokens, strict=True):
+            row.tokens.append(token)
+        going = [place for place, row in enumerate(self.live) if not self.stop(row)]
+        self.ids[:count] = torch.tensor(tokens)
+        self.place[:count] += 1
+        if len(going) == count:
+            return
+        for place in set(range(count)) - set(going):
+            self.model.pages.give_back(self.pages[place])
+        kept = torch.tensor(going, dtype=torch.int64, device=self.ids.device)
+        for buffer, empty in ((self.ids, 0), (self.place, 0), (self.table, -1)):
+            buffer[: len(going)] = buffer[kept]
+            buffer[len(going) : count] = empty
+        self.live = [self.live[place] for place in going]
+        self.pages = [self.pages[place] for place in going]
+
+    def _compute(self, count: int) -> None:
+        place, table = self.place[:count], self.table[:count]
+        page = table.gather(1, (place // SIZE)[:, None])[:, 0].long()
+        slots = page * SIZE + place % SIZE  # negative behind the last row
+        hidden = self.model.forward(self.ids[:count], place, place, table, slots)
+        self.logits[:count].copy_(self.model.logits(hidden, self.logits.shape[1]))
