@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ def takeover(
     policy: RequestPolicy,
     prompts: Sequence[Tensor | Sequence[int]],
     max_new_tokens: int = 4096,
-    *,
-    tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
+    **options: Any,
 ) -> list[TakeoverGeneration]:
     """The SLM decodes greedily up to its first admitted state; from there on the LLM does.
 
@@ -45,7 +45,7 @@ def takeover(
         policy: when the SLM would ask.
         prompts: [P] int64 each.
         max_new_tokens: the most tokens of a generation, both models' together.
-        tokenizer: as in `CollaborativeDecoder`.
+        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
 
     Returns:
         One generation a prompt, in order, with one event (the LLM's own pool, its first token chosen) where the LLM
@@ -55,9 +55,8 @@ def takeover(
         TypeError: as `CollaborativeDecoder.generate`.
         ValueError: as `CollaborativeDecoder` and its `generate`.
     """
-    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, tokenizer=tokenizer)
-    pair, large = decoder.pair, decoder.llm
-    assert large is not None
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    pair, large = decoder.pair, decoder.pair.large()
     done = decoder.generate_many(prompts, max_new_tokens, until=1)
     taken = [
         place
@@ -79,6 +78,6 @@ def takeover(
 METHOD = Method(
     name="takeover",
     label="Takeover",
-    decode=lambda run, _: partial(takeover, run.models.slm, run.models.llm, run.policy, tokenizer=run.models.tokenizer),
+    decode=lambda run, _: partial(takeover, run.models.slm, run.models.llm, run.policy, **run.options),
     timed=("plain",),
 )

@@ -17,7 +17,7 @@ from fb_core.decoding import Generation
 from fb_core.methods import Generate
 from fb_core.pool import Event
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.deploy import generator
+from fb_core.stages.deploy import generator, together_of
 from fb_core.stages.inputs import verifier_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
@@ -33,7 +33,6 @@ ASKED = (
     "verify",
 )  # settings that say what a benchmark asks
 WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
-TOGETHER = 64  # prompts at most that decode at once
 LARGEST = 1 << 31
 
 Loop = Literal["fast", "plain", "batch"]  # one at a time in either loop; many at once in the fast one
@@ -210,8 +209,7 @@ class DecodeStage(Stage):
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # its memory first
             longest = self._longest[trial.benchmark]
-            together = max(1, min(TOGETHER, self.settings.models.batch_tokens // longest))
-            loops = {"plain": (None, 1), "fast": (longest, 1), "batch": (longest, together)}
+            loops = {"plain": (None, 1), "fast": (longest, 1), "batch": (longest, together_of(self.settings, longest))}
             generate = self.generate(trial, *loops[trial.loop])
             for prompt in prompts[:WARM_UP] if trial.loop != "batch" else ():
                 if generate([prompt], self.max_new_tokens)[0].events:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fb_core.verify import Verifier
 
 POLICY, RERANKER = "policy", "reranker"  # stages
+TOGETHER = 64  # prompts that decode at once
 
 
 def frozen_policy(run: Path) -> RequestPolicy:
@@ -143,6 +144,11 @@ def generator(
         ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
     """
     return method(name).decode(Context(settings, run, name, max_length, max_batch), seed)
+
+
+def together_of(settings: RunSettings, length: int) -> int:
+    """How many prompts decode at once, each with its answer of so many tokens at most."""
+    return max(1, min(TOGETHER, settings.models.batch_tokens // length))
 
 
 def seed_of(name: str, settings: RunSettings) -> int | None:

@@ -15,7 +15,7 @@ from fb_core.config import RunSettings
 from fb_core.llm import LocalLLM
 from fb_core.methods import Generate
 from fb_core.policy import RequestPolicy
-from fb_core.stages.deploy import deployed_digest, generator
+from fb_core.stages.deploy import deployed_digest, generator, together_of
 from fb_core.stages.examples import State, Trajectory, example_files
 from fb_core.stages.inputs import DEPLOYED, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem
@@ -157,7 +157,8 @@ class TrajectoryStage(Stage):
     def _generate(self) -> Generate:
         """With the first reranker of the deployed run."""
         run = Path(self.settings.collect.deployed or "")
-        return generator("futurebridge", self.settings, run, self.settings.train.seeds[0])
+        together = together_of(self.settings, self.longest)
+        return generator("futurebridge", self.settings, run, self.settings.train.seeds[0], self.longest, together)
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)
