@@ -299,7 +299,7 @@ class EvaluateSettings(BaseModel):
         benchmarks: known sets, local files, or the demo's own.
         limit: the first so many problems of each alone.
         certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
-        per_shard: problems of one shard.
+        per_shard: problems of one shard, of which up to 64 decode at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -309,7 +309,7 @@ class EvaluateSettings(BaseModel):
     max_new_tokens: int = Field(default=4096, ge=1)
     max_events: int = Field(default=8, ge=0)
     certainty: float | None = Field(default=None, ge=0, le=1)
-    per_shard: int = Field(default=16, ge=1)
+    per_shard: int = Field(default=64, ge=1)
 
 
 class RouterSettings(BaseModel):
