@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 from fb_core.engine.loop import Loop, Task, check_own, has_native
+from fb_core.engine.model import CHUNK
 from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
@@ -84,6 +85,7 @@ class CollaborativeDecoder:
         max_batch: prompts that `generate_many` runs together in the fast loop.
         kv_memory: bytes for keys and values of the models in this process; None for what `max_batch` sequences of
             `max_length` tokens need, half of the memory that is free at most.
+        prefill_tokens: of prompts that enter between two steps of the fast loop while others run: what those wait for.
         on_llm_error: what an LLM that does not answer (an OSError, as `ServerError` is) means: "raise" ends the call
             with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
             are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
@@ -111,6 +113,7 @@ class CollaborativeDecoder:
         max_length: int | None = None,
         max_batch: int = 1,
         kv_memory: int | None = None,
+        prefill_tokens: int = CHUNK,
         on_llm_error: OnError = "raise",
     ) -> None:
         self.pair = Pair(slm, llm, tokenizer)
@@ -124,6 +127,7 @@ class CollaborativeDecoder:
             ("max_events", max_events, 0),
             ("batch_tokens", batch_tokens, 1),
             ("max_batch", max_batch, 1),
+            ("prefill_tokens", prefill_tokens, 1),
         ):
             check_least(name, count, least)
         if max_length is not None and max_length < 2:
@@ -150,7 +154,15 @@ class CollaborativeDecoder:
         self._turn = threading.Lock()
         self._at_work: int | None = None  # the thread whose turn it is
         if max_length is not None and has_native("slm", slm):
-            self.loop = Loop(self.pair, self._intervention, policy, rows=max_batch, length=max_length, memory=kv_memory)
+            self.loop = Loop(
+                self.pair,
+                self._intervention,
+                policy,
+                rows=max_batch,
+                length=max_length,
+                memory=kv_memory,
+                prefill=prefill_tokens,
+            )
             self._intervention = self.loop.intervention
 
     @property

@@ -131,7 +131,7 @@ class Engine:
         max_batch: sequences that run together.
         max_length: tokens of a sequence at most, prompt included.
         kv_memory: as for `CollaborativeDecoder`.
-        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, on_llm_error.
+        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.

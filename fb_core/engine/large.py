@@ -56,9 +56,8 @@ class PagedLLM(LocalLLM):
             self._forget()
 
     def _forget(self) -> None:
-        while self._held:
-            self._drop()
-        self.paged.pages.forget()
+        self._held.clear()
+        self.paged.pages.release()
 
     @torch.no_grad()
     def candidates_many(

@@ -95,7 +95,7 @@ class Loop:
         rows: int,
         length: int,
         memory: int | None = None,
-        prefill: int = CHUNK,
+        prefill: int,
     ) -> None:
         check_own(policy)
         length = min(length, hf.max_positions(pair.slm) or length)
@@ -181,11 +181,16 @@ class Loop:
         self._end(task)
 
     def clear(self) -> None:
-        """End all sequences, also after an interrupt in the middle of a step."""
+        """End all sequences, also after an interrupt in the middle of whatever was going on."""
         for task in (*self.waiting, *self.entering, *self.rows):
-            self._end(task)
-        self.step.skip()
-        self._runs.clear()
+            task.done, task.place, task.pages = True, None, None
+            if task.asking is not None and task.asking.answer is not None:
+                task.asking.answer.cancel()
+            task.asking = None
+        for queue in (self.waiting, self.entering, self.rows, self._runs):
+            queue.clear()
+        self.step.reset()
+        self.model.pages.release()
 
     def close(self) -> None:
         """End all sequences and the threads that ask the LLM."""
@@ -255,10 +260,11 @@ class Loop:
     def _end(self, task: Task) -> None:
         """Give back what the sequence holds; the last row moves to its place."""
         task.done = True
-        for queue in (self.waiting, self.entering):
-            if task in queue:
-                queue.remove(task)
-        if task.place is not None:
+        if task.place is None:
+            for queue in (self.waiting, self.entering):
+                if task in queue:
+                    queue.remove(task)
+        else:
             place, last = task.place, self.rows.pop()
             self.step.clear(place)
             if last is not task:

@@ -23,8 +23,12 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+        self.release()
+
+    def release(self) -> None:
+        """No sequence holds a page and nothing is known, whatever an interrupt has left."""
+        self._free = list(range(self.count - 1, -1, -1))
+        self._holders = [0] * self.count
         self._idle: OrderedDict[int, None] = OrderedDict()  # known pages without a holder, oldest first
         self._known: dict[Beginning, int] = {}
         self._names: dict[int, tuple[int, Beginning]] = {}  # page -> its own number and what it is known by

@@ -114,6 +114,15 @@ class DecodeStep:
         self.first_slot[row] = -SIZE
 
     @torch.no_grad()
+    def reset(self) -> None:
+        """No row has a sequence any more, and nobody asks for outcomes of runs so far."""
+        self.order()
+        self.state.halt.fill_(int(Halt.LENGTH))
+        self.state.length.fill_(1)
+        self.first_slot.fill_(-SIZE)
+        self._looked = self._begun
+
+    @torch.no_grad()
     def move(self, row: int, to: int, count: int) -> None:
         """A row's sequence goes to a row that has none, and leaves its own empty.
 
@@ -159,10 +168,6 @@ class DecodeStep:
             self.ended[place].synchronize()
         self._looked += 1
         return [Outcome(Halt(int(halt)), int(token), nats) for halt, token, nats in self.ring[place, :count].tolist()]
-
-    def skip(self) -> None:
-        """Drop the outcomes of all runs so far."""
-        self._looked = self._begun
 
     def _captured(self, count: int) -> int:
         """How many rows a step for so many has: where it is captured, a power of 2."""

@@ -118,6 +118,30 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
     assert pages.free == count
 
 
+def test_a_prompt_enters_in_pieces_while_others_run(monkeypatch):
+    slm, llm = models()
+    slm.generation_config.eos_token_id = None
+    short, long = prompts(5, 150)
+    (want_short,), (want_long,) = alone(slm, llm, [short], 200), alone(slm, llm, [long], 9)
+    pieces, extend = [], PagedModel.extend
+
+    def extending(self, parts):
+        if self.model is slm and len(running.decoder.loop.rows):
+            pieces.append((running.decoder.loop.step.begun, sum(len(part.tokens) for part in parts)))
+        return extend(self, parts)
+
+    monkeypatch.setattr(PagedModel, "extend", extending)
+    with engine(slm, llm, max_length=210, max_batch=2, prefill_tokens=16) as running:
+        first = running.submit(short, 200)
+        next(iter(first))
+        assert facts(running.submit(long, 9).result(60)) == want_long
+        assert facts(first.result(60)) == want_short
+    assert [count for _, count in pieces] == [16] * 9 + [149 % 16]
+    assert len({begun for begun, _ in pieces}) == 10  # a step between each two
+    with pytest.raises(ValueError, match="prefill_tokens: expected 1 or more, got 0"):
+        engine(slm, llm, prefill_tokens=0)
+
+
 def test_prompts_that_arrive_together_compute_their_common_pages_once(monkeypatch):
     slm, llm = models()
     (stem,) = prompts(150)
@@ -390,6 +414,24 @@ def test_a_listener_that_fails_ends_its_own_sequence():
         with pytest.raises(RuntimeError, match="nobody is there"):
             handles[0].result(60)
         assert [facts(handles[1].result(60))] == alone(slm, llm, asked[1:], 20)
+
+
+def test_an_interrupt_in_the_midst_of_a_move_loses_no_page(monkeypatch):
+    slm, llm = models()
+    decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4)
+    asked, loop = prompts(5, 90, 7, 70), decoder.loop
+    before = [facts(one) for one in decoder.generate_many(asked, 12)]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for name in ("clear", "move", "put", "go_on"):  # of the step, each in the midst of what the loop does
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.step, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                decoder.generate_many([*asked, prompts(9)[0]], 12 if name != "go_on" else 20)
+        assert (loop.model.pages.free, loop.busy) == (loop.model.pages.count, False)
+        assert [facts(one) for one in decoder.generate_many(asked, 12)] == before
 
 
 def test_an_engine_whose_loop_cannot_be_mended_closes_and_says_why(monkeypatch):
