@@ -19,6 +19,7 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
+from fb_core.engine.step import Ranked
 from fb_core.llm import check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
@@ -31,6 +32,15 @@ class Token(NamedTuple):
 
     id: int
     event: Event | None
+    seconds: float | None = None  # that the event took, where it is known
+    ranked: Ranked | None = None  # the SLM's likeliest tokens there, where they were asked for
+
+    @property
+    def logprob(self) -> float | None:
+        """The SLM's, in nats; None where it was not asked for."""
+        if self.ranked is None:
+            return None
+        return self.ranked.logprobs[0] if self.event is None else self.event.slm_logprob[self.event.choice]
 
 
 class Load(NamedTuple):
@@ -89,11 +99,13 @@ class Handle:
 
     def _tell(self) -> bool:
         """What is new since the last time, by the engine's thread; False where its listener failed, which ends it."""
-        row = self._task.row
+        task, row = self._task, self._task.row
         events = {event.step: event for event in row.events}
+        waits = dict(zip(events, task.waits, strict=False))  # of the plain loop they are not known
         try:
             for step, token in enumerate(row.tokens[row.prompt + self._heard :], self._heard):
-                self._listener(Token(token, events.get(step)))
+                ranked = task.ranks[step] if task.ranking else None
+                self._listener(Token(token, events.get(step), waits.get(step), ranked))
         except Exception as problem:
             self._end(problem)
             return False
@@ -174,6 +186,7 @@ class Engine:
         *,
         threshold: float | None = None,
         max_events: int | None = None,
+        ranking: bool = False,
         listener: Listener | None = None,
     ) -> Handle:
         """A prompt that is to be continued, from now on or as soon as there is room.
@@ -183,6 +196,7 @@ class Engine:
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
             threshold: nats, of this sequence; None for the policy's.
             max_events: of this sequence, at most the engine's; None for as many.
+            ranking: whether tokens come with the SLM's likeliest ones at their place, and so with their log-prob.
             listener: who hears of tokens, instead of who iterates over the handle.
 
         Raises:
@@ -201,7 +215,9 @@ class Engine:
             )
         stop = hf.Stop(hf.eos_ids(decoder.slm), max_new_tokens, hf.max_positions(decoder.slm))
         policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
-        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events)
+        if ranking and decoder.loop is None:
+            raise ValueError("ranking: expected an SLM with a native decoder, got one without; leave it out")
+        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events, ranking)
         if decoder.loop is not None:
             decoder.loop.check(task)
         handle = Handle(self._state, task, listener)

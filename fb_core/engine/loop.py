@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fb_core.engine.large import PagedLLM
 from fb_core.engine.merged import MergedReranker, MergedSelector
 from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
 from fb_core.engine.pages import SIZE, pages_of
-from fb_core.engine.step import DecodeStep
+from fb_core.engine.step import DecodeStep, Ranked, rank, ranked
 from fb_core.intervention import Intervention
 from fb_core.llm import LLM, LocalLLM
 from fb_core.native import NativeDecoder
@@ -43,6 +44,7 @@ class Asking:
     logits: Tensor  # [1, V] the SLM's
     since: int  # runs of the step
     answer: Future[list[Pool] | OSError] | None  # of an LLM elsewhere
+    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
@@ -54,12 +56,16 @@ class Task:
         stop: when it ends.
         threshold: nats.
         max_events: of this sequence.
+        ranking: whether the likeliest tokens at each place are wanted.
     """
 
     row: hf.Running
     stop: hf.Stop
     threshold: float
     max_events: int
+    ranking: bool = False
+    ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, where they are wanted
+    waits: list[float] = field(default_factory=list)  # seconds that each event took
     error: Exception | None = None
     done: bool = False
     pages: list[int] | None = None  # None until it is admitted
@@ -281,7 +287,7 @@ class Loop:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.step.run(len(self.rows))
+        self.step.run(len(self.rows), any(task.ranking for task in self.rows))
         self._runs.append(list(self.rows))
 
     def _look(self, changed: list[Task]) -> None:
@@ -297,12 +303,14 @@ class Loop:
                 self._ask(task, outcome.entropy)
                 continue
             else:
-                self._append(task, outcome.token, bool(outcome.halt))
+                self._append(task, outcome.token, outcome.ranked, bool(outcome.halt))
             changed.append(task)
 
-    def _append(self, task: Task, token: int, halted: bool) -> None:
+    def _append(self, task: Task, token: int, known: Ranked | None, halted: bool) -> None:
         """A token that the step has appended, or that a halted row is to go on with."""
         task.row.tokens.append(token)
+        if task.ranking and known is not None:
+            task.ranks.append(known)
         try:
             ends = task.stop(task.row)
         except Exception as problem:
@@ -360,10 +368,12 @@ class Loop:
             for task in tasks:
                 self._fail(task, problem)
             return
-        for task, event in zip(tasks, events, strict=True):
+        for task, event, each in zip(tasks, events, asking, strict=True):
             task.asking = None
             task.row.events.append(event)
-            self._append(task, event.token, halted=True)
+            task.waits.append(time.perf_counter() - each.began)
+            known = ranked(rank(each.logits[0]).tolist()) if task.ranking else None
+            self._append(task, event.token, known, halted=True)
 
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, pages_of
@@ -17,12 +19,36 @@ RING = 2
 """Runs whose outcomes the host may still read."""
 
 
+RANKED = 20
+"""Likeliest tokens that are known of a place, where they are asked for."""
+
+
+class Ranked(NamedTuple):
+    """The model's likeliest tokens at one place, and their log-probs in nats."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+def rank(logits: Tensor) -> Tensor:
+    """Ids and log-probs [..., 2, k] of the likeliest tokens, ties to the lowest, in a precision that holds both."""
+    _, values, ids = topk_entropy(logits, min(RANKED, logits.shape[-1]))
+    logprobs = values - logits.to(values.dtype).logsumexp(-1, keepdim=True)
+    return torch.stack([ids.to(values.dtype), logprobs], -2)
+
+
+def ranked(row: list[list[float]]) -> Ranked:
+    """What `rank` says of one place."""
+    return Ranked([int(token) for token in row[0]], row[1])
+
+
 class Outcome(NamedTuple):
     """What a run did to one row."""
 
     halt: Halt
     token: int  # the greedy one, appended unless it halted
     entropy: float  # nats
+    ranked: Ranked | None  # where it was asked for
 
 
 class DecodeStep:
@@ -65,8 +91,11 @@ class DecodeStep:
             exact = torch.promote_types(model.keys[0].dtype, torch.float32)
             pinned = device.type == "cuda"
             self.ring = torch.zeros(RING, rows, 3, dtype=exact, pin_memory=pinned)  # halt, token, entropy
+            top = min(RANKED, vocabulary)
+            self.ranks = torch.zeros(RING, rows, 2, top, dtype=exact, pin_memory=pinned)  # ids, log-probs
             self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
+        self._ranked = [False] * RING
         self._begun = self._looked = 0  # runs so far, and those whose outcome was asked for
 
     @property
@@ -146,11 +175,19 @@ class DecodeStep:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
 
     @torch.no_grad()
-    def run(self, count: int) -> None:
-        """Each of the first `count` rows appends its greedy token or halts; what it saw is in `logits`."""
+    def run(self, count: int, ranked: bool = False) -> None:
+        """Each of the first `count` rows appends its greedy token or halts; what it saw is in `logits`.
+
+        Args:
+            count: rows.
+            ranked: whether outcomes are to say what was likeliest; that comes behind the step.
+        """
         self.order()
         place = self._begun % RING
         self._ready(self._captured(count), place)()
+        self._ranked[place] = ranked
+        if ranked:
+            self.ranks[place, :count].copy_(rank(self.logits[:count]), non_blocking=True)
         if self.ended:
             self.ended[place].record(torch.cuda.current_stream(self.logits.device))
         self._begun += 1
@@ -167,7 +204,11 @@ class DecodeStep:
         if self.ended:
             self.ended[place].synchronize()
         self._looked += 1
-        return [Outcome(Halt(int(halt)), int(token), nats) for halt, token, nats in self.ring[place, :count].tolist()]
+        ranks = map(ranked, self.ranks[place, :count].tolist()) if self._ranked[place] else repeat(None)
+        return [
+            Outcome(Halt(int(halt)), int(token), nats, known)
+            for (halt, token, nats), known in zip(self.ring[place, :count].tolist(), ranks, strict=False)
+        ]
 
     def _captured(self, count: int) -> int:
         """How many rows a step for so many has: where it is captured, a power of 2."""

@@ -1,5 +1,6 @@
 """Many sequences at once: tokens of each are those that it has alone, whatever enters, waits, leaves or fails."""
 
+import copy
 import gc
 import math
 import subprocess
@@ -21,6 +22,7 @@ from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.engine.engine import Engine
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, Pages, pages_of
+from fb_core.engine.step import RANKED
 from fb_core.llm import LLM
 from fb_core.pair import Pair
 
@@ -181,6 +183,35 @@ def test_sequences_come_out_as_alone(family, ahead):
             handles = {place: running.submit(asked[place], lengths[place]) for place in order}
             assert [facts(handles[place].result(60)) for place in range(11)] == want
     assert sum(len(events) for _, events in want) > 20
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_log_probs_are_the_small_models_at_every_place(ahead):
+    """Some ask for them and some do not, at events and between; float64 forwards say what they are."""
+    slm, llm = models()
+    exact, asked = copy.deepcopy(slm).double(), prompts(5, 40, 130, 9, 64, seed=6)
+    want = alone(slm, llm, asked, 20)
+    with engine(slm, llm, max_batch=3, max_length=300) as running:
+        running.decoder.loop.step.ahead = ahead
+        handles = [running.submit(ids, 20, ranking=place % 2 == 0) for place, ids in enumerate(asked)]
+        tokens = [list(handle) for handle in handles]
+    assert [[token.id for token in each] for each in tokens] == [ids for ids, _ in want]
+    events = 0
+    for place, (ids, each) in enumerate(zip(asked, tokens, strict=True)):
+        if place % 2:
+            assert {(token.ranked, token.logprob) for token in each} == {(None, None)}
+            continue
+        whole = torch.cat([ids, torch.tensor([token.id for token in each])])
+        logprobs = exact(whole[None]).logits[0, len(ids) - 1 : -1].detach().log_softmax(-1)
+        for token, row in zip(each, logprobs, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+            best = row.topk(RANKED)
+            torch.testing.assert_close(torch.tensor(token.ranked.logprobs).double(), best.values, rtol=0, atol=1e-4)
+            torch.testing.assert_close(row[token.ranked.ids], best.values, rtol=0, atol=1e-4)
+            assert (token.seconds is None) == (token.event is None)
+            assert token.seconds is None or 0 < token.seconds < 60
+            events += token.event is not None and token.id != token.ranked.ids[0]
+    assert events > 5
 
 
 def test_where_pages_are_scarce_sequences_wait():
