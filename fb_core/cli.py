@@ -348,6 +348,9 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, help="Requests waiting or under way at most.")] = 256,
     body_limit: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1 << 20,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests under way get at the end.")] = 30,
+    on_llm_error: Annotated[
+        str, typer.Option(help="Where the large model does not answer: raise ends the answer, slm goes on without.")
+    ] = "raise",
 ) -> None:
     """Serve a pair to OpenAI's clients: completions and chat completions, streamed or whole."""
     settings = _pair_settings(locals())
@@ -367,6 +370,7 @@ def serve(
         queue=queue,
         body_limit=body_limit,
         drain=drain,
+        on_llm_error=on_llm_error,
     )
 
 

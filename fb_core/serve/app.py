@@ -7,32 +7,39 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from fb_core.pool import Event
-from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import (
     ChatRequest,
     CompletionRequest,
+    Piece,
     Shape,
     problem_fields,
     usage_fields,
 )
-from fb_core.serve.service import Answer, Service
+from fb_core.serve.service import Answer, Busy, Service, merged
 
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
 GONE = 499  # the client closed the connection
+NAMES = {"max_events": "futurebridge.max_events", "threshold": "futurebridge.threshold", "ranking": "logprobs"}
+"""What a client calls an argument of the engine."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 def application(service: Service, *, key: str | None, body_limit: int) -> Starlette:
@@ -49,23 +56,46 @@ def application(service: Service, *, key: str | None, body_limit: int) -> Starle
 class _Problem(Exception):
     """An answer in OpenAI's form of an error."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", parameter: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        parameter: str | None = None,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.response = JSONResponse(problem_fields(message, kind, parameter), status)
+        self.response = JSONResponse(problem_fields(message, kind, parameter, code), status)
+
+
+class _Stream(StreamingResponse):
+    """An answer in pieces; `end` is called behind it, whether or not anybody has read it."""
+
+    def __init__(self, content: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As of any response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.end()
 
 
 class _Application:
     def __init__(self, service: Service, key: str | None, body_limit: int) -> None:
         self.service, self.key, self.body_limit = service, key, body_limit
-        self.metrics = Metrics(service.engine)
+        self.metrics = service.metrics
         routes = [
-            Route("/v1/models", self._guarded(self.models)),
-            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-            Route("/health", self._guarded(self.health, open_to_all=True)),
-            Route("/metrics", self._guarded(self.prometheus)),
+            self._route("/v1/models", self.models),
+            self._route("/v1/models/{model:path}", self.model),
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/health", self.health, open_to_all=True),
+            self._route("/metrics", self.prometheus),
         ]
-        self.app = Starlette(routes=routes, lifespan=self.lifespan)
+        self.app = Starlette(routes=routes, lifespan=self.lifespan, exception_handlers={HTTPException: self.no_route})
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -73,40 +103,51 @@ class _Application:
         yield
         await asyncio.to_thread(self.service.engine.close)
 
-    def _guarded(
-        self, answer: Callable[[HTTPRequest], Awaitable[Response]], open_to_all: bool = False
-    ) -> Callable[[HTTPRequest], Awaitable[Response]]:
+    def _route(self, path: str, answer: Handler, method: str = "GET", *, open_to_all: bool = False) -> Route:
         """With the key checked, errors in one form, and a line of the access log."""
 
         async def guarded(request: HTTPRequest) -> Response:
-            began = time.perf_counter()
+            request.state.began, request.state.path = time.perf_counter(), path
             try:
                 if not open_to_all:
                     self._check_key(request)
                 response = await answer(request)
             except _Problem as problem:
                 response = problem.response
+            except ClientDisconnect:
+                response = Response(status_code=GONE)
             except asyncio.CancelledError:
-                self._log(request, GONE, began)
+                self._log(request, GONE)
                 raise
+            except Exception as problem:
+                response = self._failed(problem).response
             if not isinstance(response, StreamingResponse):
-                self._log(request, response.status_code, began)
+                self._log(request, response.status_code)
             return response
 
-        return guarded
+        return Route(path, guarded, methods=[method])
 
     def _check_key(self, request: HTTPRequest) -> None:
         given = request.headers.get("authorization", "")
         if self.key is not None and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.key}".encode()):
             raise _Problem(401, "authorization: expected the server's key, got none or another", "authentication_error")
 
-    def _log(self, request: HTTPRequest, status: int, began: float, **more: object) -> None:
-        seconds = round(time.perf_counter() - began, 4)
-        path = request.url.path
+    def _log(self, request: HTTPRequest, status: int, **more: object) -> None:
+        seconds, path = time.perf_counter() - request.state.began, request.state.path
         self.metrics.requests.labels(path, str(status)).inc()
-        LOG.info(json.dumps({"method": request.method, "path": path, "status": status, "seconds": seconds, **more}))
+        line = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4), **more}
+        LOG.info(json.dumps(line))
 
     # --- routes -------------------------------------------------------------------------------------------------------
+
+    async def no_route(self, request: HTTPRequest, problem: Exception) -> Response:
+        """What is not there, or not for this method."""
+        assert isinstance(problem, HTTPException)
+        path = request.url.path[:100]
+        message = f"path: expected one of this server's, got {request.method} {path}; see its documentation"
+        failed = _Problem(problem.status_code, message)
+        failed.response.headers.update(problem.headers or {})
+        return failed.response
 
     async def health(self, _: HTTPRequest) -> Response:
         """Whether the server is there."""
@@ -117,35 +158,47 @@ class _Application:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: HTTPRequest) -> Response:
+        """The one model, in a list."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HTTPRequest) -> Response:
         """The one model."""
-        one = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "futurebridge"}
-        return JSONResponse({"object": "list", "data": [one]})
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.service.name, "object": "model", "created": 0, "owned_by": "futurebridge"}
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.service.name):
+            message = f"model: expected {self.service.name!r}, got another; /v1/models lists it, or leave it out"
+            raise _Problem(404, message, parameter="model", code="model_not_found")
 
     async def completions(self, request: HTTPRequest) -> Response:
-        """A prompt continued."""
-        return await self._answered(request, CompletionRequest)
+        """Prompts continued."""
+        return await self._answered(request, CompletionRequest, "prompt")
 
     async def chat(self, request: HTTPRequest) -> Response:
         """A conversation continued."""
-        return await self._answered(request, ChatRequest)
+        return await self._answered(request, ChatRequest, "messages")
 
-    async def _answered(self, request: HTTPRequest, kind: type[Body]) -> Response:
-        began = time.perf_counter()
+    async def _answered(self, request: HTTPRequest, kind: type[Body], asked: str) -> Response:
         body = await self._read(request, kind)
-        if self.service.requests >= self.service.queue:
-            problem = _Problem(429, f"queue: expected fewer than {self.service.queue} requests under way; try again")
-            problem.response.headers["Retry-After"] = RETRY_AFTER
-            raise problem
+        self._check_model(body.model)
         try:
-            answer = self.service.begin(body)
+            answers = await self.service.begin(body)
+        except Busy as busy:
+            problem = _Problem(429, str(busy), "rate_limit_error", code="rate_limit_exceeded")
+            problem.response.headers["Retry-After"] = RETRY_AFTER
+            raise problem from None
         except (ValueError, TypeError) as wrong:
-            raise _Problem(400, str(wrong)) from None
+            raise _refused(str(wrong), asked) from None
         except RuntimeError as wrong:  # the engine is closed
             raise _Problem(503, str(wrong), "server_error") from None
-        shape = Shape(self.service.name, isinstance(body, ChatRequest))
+        shape = Shape(self.service.name, isinstance(body, ChatRequest), body.ranking is not None)
         if body.stream:
-            return StreamingResponse(self._stream(request, body, answer, shape, began), media_type="text/event-stream")
-        return await self._whole(request, body, answer, shape, began)
+            return self._stream(request, body, answers, shape)
+        return await self._whole(request, body, answers, shape)
 
     async def _read(self, request: HTTPRequest, kind: type[Body]) -> Body:
         """The request's body, no more of it than the limit."""
@@ -157,84 +210,108 @@ class _Application:
         try:
             return kind.model_validate_json(bytes(data))
         except ValidationError as problem:
-            first = problem.errors()[0]
-            place = ".".join(map(str, first["loc"]))
+            first = problem.errors(include_url=False)[0]
+            place, words = ".".join(map(str, first["loc"])), first["msg"]
             if first["type"] == "extra_forbidden":
-                refused = f"{place}: expected a parameter that this server heeds; leave it out"
-                raise _Problem(400, refused, parameter=place) from None
-            raise _Problem(400, f"{place or 'body'}: {first['msg']}", parameter=place or None) from None
+                words = "expected a parameter that this server heeds; leave it out"
+            elif isinstance(own := first.get("ctx", {}).get("error"), ValueError):
+                words, place = own.args[0], own.args[1] if own.args[1:] else place
+            raise _Problem(400, f"{place or 'body'}: {words}", parameter=place or None) from None
 
-    async def _whole(self, request: HTTPRequest, body: Body, answer: Answer, shape: Shape, began: float) -> Response:
-        """The whole answer, unless the client goes away meanwhile."""
-        pieces: list[str] = []
+    async def _whole(self, request: HTTPRequest, body: Body, answers: Sequence[Answer], shape: Shape) -> Response:
+        """The whole answers, unless the client goes away meanwhile."""
+        came: list[list[Piece]] = [[] for _ in answers]
 
         async def read() -> None:
-            async for piece in answer.pieces():
-                if not pieces:
-                    self.metrics.first.observe(time.perf_counter() - began)
-                pieces.append(piece.text)
+            async for index, piece in merged(answers):
+                if piece is not None:
+                    self._heard(request, any(came))
+                    came[index].append(piece)
 
         reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(_gone(request))
-        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await reading
-            return Response(status_code=GONE)
-        leaving.cancel()
         try:
+            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                return Response(status_code=GONE)
             reading.result()
         except Exception as problem:
             raise self._failed(problem) from None
-        text = "".join(pieces)
-        return JSONResponse(
-            shape.whole([(text, answer.finish, answer.events)] * body.n, self._used(body, answer, began))
-        )
-
-    async def _stream(
-        self, request: HTTPRequest, body: Body, answer: Answer, shape: Shape, began: float
-    ) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
-        status = 200
-        first = True
-        try:
-            async for piece in answer.pieces():
-                if first:
-                    self.metrics.first.observe(time.perf_counter() - began)
-                for index in range(body.n):
-                    yield _sent(shape.piece(index, piece.text, None, piece.events, first))
-                first = False
-            for index in range(body.n):
-                yield _sent(shape.piece(index, "", answer.finish, [], first))
-            used = self._used(body, answer, began)
-            if body.stream_options is not None and body.stream_options.include_usage:
-                yield _sent(shape.used(used))
-            yield "data: [DONE]\n\n"
-        except Exception as problem:
-            failed = self._failed(problem)
-            status = failed.response.status_code
-            yield f"data: {bytes(failed.response.body).decode()}\n\n"
-        except (asyncio.CancelledError, GeneratorExit):
-            status = GONE
-            raise
         finally:
-            self._log(request, status, began, tokens=answer.completion, events=len(answer.events))
+            reading.cancel()
+            leaving.cancel()
+            _cancel(answers)
+        whole = [(Piece.joined(pieces), answer.finish) for pieces, answer in zip(came, answers, strict=True)]
+        copies = [each for each in whole for _ in range(body.n)]
+        return JSONResponse(shape.whole(copies, self._used(request, body, answers)))
+
+    def _stream(self, request: HTTPRequest, body: Body, answers: Sequence[Answer], shape: Shape) -> Response:
+        """The answers as server-sent events."""
+        status = GONE
+
+        async def events() -> AsyncIterator[str]:
+            nonlocal status
+            first = [True] * len(answers)
+            try:
+                async for index, piece in merged(answers):
+                    finish = None if piece is not None else answers[index].finish
+                    self._heard(request, not all(first))
+                    for copy in range(index * body.n, (index + 1) * body.n):
+                        yield _sent(shape.piece(copy, piece or Piece(), finish, first[index]))
+                    first[index] = False
+                used = self._used(request, body, answers)
+                if body.stream_options is not None and body.stream_options.include_usage:
+                    yield _sent(shape.used(used))
+                yield "data: [DONE]\n\n"
+                status = 200
+            except Exception as problem:
+                failed = self._failed(problem)
+                status = failed.response.status_code
+                yield f"data: {bytes(failed.response.body).decode()}\n\n"
+
+        def end() -> None:
+            _cancel(answers)
+            tokens = sum(answer.completion for answer in answers)
+            self._log(request, status, tokens=tokens, events=sum(len(answer.events) for answer in answers))
+
+        return _Stream(events(), end)
+
+    def _heard(self, request: HTTPRequest, before: bool) -> None:
+        """Of the first text the time counts."""
+        if not before:
+            self.metrics.first.observe(time.perf_counter() - request.state.began)
 
     def _failed(self, problem: Exception) -> _Problem:
         """What a client is told of an error that is not its own; the rest goes to the log."""
-        ERRORS.error("%s: %s", type(problem).__name__, problem)
+        if isinstance(problem, CancelledError):
+            return _Problem(503, "server: expected to finish the answer, but it is being ended", "server_error")
+        ERRORS.error(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
         if isinstance(problem, OSError):
             return _Problem(502, "large model: expected an answer, got none; try again later", "server_error")
         return _Problem(
             500, "engine: expected to finish the answer, got an error; see the server's log", "server_error"
         )
 
-    def _used(self, body: Body, answer: Answer, began: float) -> dict[str, Any]:
-        self.metrics.whole.observe(time.perf_counter() - began)
-        self.metrics.prompt_tokens.inc(answer.prompt)
-        self.metrics.tokens.inc(answer.completion)
-        self.metrics.events.inc(len(answer.events))
-        return usage_fields(answer.prompt, answer.completion * body.n, *_asked(answer.events))
+    def _used(self, request: HTTPRequest, body: Body, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Of all answers; those that are the same are counted as often as they are sent."""
+        self.metrics.whole.observe(time.perf_counter() - request.state.began)
+        prompt, completion = sum(answer.prompt for answer in answers), sum(answer.completion for answer in answers)
+        events = [event for answer in answers for event in answer.events]
+        return usage_fields(prompt, completion * body.n, *_asked(events))
+
+
+def _refused(message: str, asked: str) -> _Problem:
+    """What the engine does not take, by the client's names."""
+    name, _, words = message.partition(":")
+    if not name.isidentifier():
+        return _Problem(400, message)
+    name = asked if name in ("input_ids", "prompt") else NAMES.get(name, name)
+    return _Problem(400, f"{name}:{words}", parameter=name)
+
+
+def _cancel(answers: Sequence[Answer]) -> None:
+    """End those that have not ended."""
+    for answer in answers:
+        answer.handle.cancel()
 
 
 def _asked(events: list[Event]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fb_core.engine.engine import Engine
+from fb_core.engine.engine import Engine, Token
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -25,9 +25,11 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.requests = self._counter("requests", "Requests by path and status.", "path", "status")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.tokens = self._counter("tokens", "Tokens generated.")
-        self.events = self._counter("events", "Events served.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were taken.")
+        self.tokens = self._counter("tokens", "Tokens generated, as they come.")
+        self.events = self._counter("events", "Events served, as they come.")
+        self.event_errors = self._counter("event_errors", "Of these, those whose large model did not answer.")
+        self.event_seconds = self._seconds("event_seconds", "From an event to its token: the large model, mostly.")
         self.first = self._seconds("first_token_seconds", "From request to first text.")
         self.whole = self._seconds("request_seconds", "From request to end.")
 
@@ -36,6 +38,15 @@ class Metrics(Collector):
 
     def _seconds(self, name: str, words: str) -> Histogram:
         return Histogram(f"futurebridge_{name}", words, buckets=SECONDS, registry=self.registry)
+
+    def count(self, token: Token) -> None:
+        """One more token."""
+        self.tokens.inc()
+        if token.event is not None:
+            self.events.inc()
+            self.event_errors.inc(token.event.error is not None)
+            if token.seconds is not None:
+                self.event_seconds.observe(token.seconds)
 
     def collect(self) -> Iterator[Metric]:
         """The engine's gauges."""

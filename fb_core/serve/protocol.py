@@ -1,20 +1,111 @@
 """What clients send and get: the part of OpenAI's completions and chat completions that greedy decoding has.
 
-Parameters that nothing here heeds are refused by name.
+Parameters that nothing here does are refused by name, unless they say that they are not wanted.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from fb_core.engine.step import RANKED
 from fb_core.pool import Event
 
-Stop = str | Annotated[list[str], Field(max_length=16)] | None
+STOPS, STOP_LENGTH = 16, 256  # strings, characters of one
+OFF: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "temperature": (0,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_k": (-1, 0, 1),
+    "top_p": (1,),
+    "use_beam_search": (False,),
+}
+"""What parameters of other servers may say here, beside null: what greedy decoding of text does in any case."""
+LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
+
+
+def _heeded(body: Any) -> Any:
+    """A request without what is null, what changes nothing and labels.
+
+    Raises:
+        ValueError: a parameter that wants something else; its second argument is the name.
+    """
+    if not isinstance(body, dict):
+        return body
+    kept = {}
+    for name, value in body.items():
+        if name in OFF and value is not None and value not in OFF[name]:
+            allowed = " or ".join(json.dumps(each) for each in OFF[name])
+            raise ValueError(f"expected {allowed}, or nothing, got {_shown(value)}; this server heeds no other", name)
+        if value is not None and name not in OFF and name not in LABELS:
+            kept[name] = value
+    return kept
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    """The strings that end an answer."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"expected a string or a list of them, got {_shown(value)}")
+    if len(given) > STOPS or max(map(len, given), default=0) > STOP_LENGTH:
+        raise ValueError(f"expected at most {STOPS} strings of at most {STOP_LENGTH} characters, got more")
+    return tuple(text for text in given if text)
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """Each prompt of a request: texts, or token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(text, str) for text in value):
+            return value
+        many = value if all(isinstance(ids, list) for ids in value) else [value]
+        if all(type(token) is int and 0 <= token < 1 << 31 for ids in many for token in ids):
+            return many
+    raise ValueError("expected a string, token ids from 0, or a list of such, not empty")
+
+
+def _content(value: Any) -> str:
+    """The text of a message, its parts put together."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"expected a string or a list of parts, got {_shown(value)}")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f'expected parts of type "text", got {_shown(kind)}; this server takes text alone')
+    return "".join(part["text"] for part in value)
 
 
 class Overrides(BaseModel):
@@ -25,65 +116,84 @@ class Overrides(BaseModel):
         max_events: None for the server's; no more than that.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    threshold: float | None = None
+    threshold: float | None = Field(default=None, allow_inf_nan=False)
     max_events: int | None = Field(default=None, ge=0)
 
 
 class StreamOptions(BaseModel):
     """Of a streamed answer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class Request(BaseModel):
     """What both kinds of requests have.
 
     Attributes:
-        model: whatever it says, the server has one.
+        model: the server's one, or left out.
         seed: heeded in that the same request always gets the same answer.
         n: how many answers; all of them are the same.
-        temperature: 0, since decoding is greedy.
-        user: not looked at.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Stop = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=16)
-    temperature: Annotated[float, Field(ge=0, le=0)] | None = None
-    top_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    user: str | None = None
     futurebridge: Overrides = Overrides()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_heeded(cls, body: Any) -> Any:
+        return _heeded(body)
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("expected it with stream true alone, got it without; leave it out", "stream_options")
+        return self
+
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in given if text)
+    def ranking(self) -> int | None:
+        """How many of the likeliest tokens an answer names at each place; None where it says nothing of them."""
+        raise NotImplementedError
 
 
 class CompletionRequest(Request):
-    """Of `/v1/completions`: a prompt as text or as token ids."""
+    """Of `/v1/completions`: prompts as text or as token ids."""
 
-    prompt: str | list[int]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
     max_tokens: int = Field(default=16, ge=1)
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, ge=0, le=RANKED
+    )
+
+    @property
+    def ranking(self) -> int | None:
+        return self.logprobs
 
 
 class Message(BaseModel):
     """One turn."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Annotated[str, PlainValidator(_content)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, message: Any) -> Any:
+        """Without what is null: clients send the answers that they got back as they came."""
+        return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
 
 
 class ChatRequest(Request):
@@ -92,15 +202,48 @@ class ChatRequest(Request):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=RANKED)
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_completion_tokens: expected it or max_tokens, got both; max_tokens is its older name")
+            words = "expected it or max_tokens, got both; max_tokens is its older name"
+            raise ValueError(words, "max_completion_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("expected it with logprobs true alone, got it without", "top_logprobs")
         return self
+
+    @property
+    def ranking(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 Finish = Literal["stop", "length"]
+LEAST = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+class Place(NamedTuple):
+    """A token of an answer with its log-prob, and the likeliest ones there."""
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]]
+    offset: int  # characters of the answer before it
+
+
+class Piece(NamedTuple):
+    """Some more of an answer."""
+
+    text: str = ""
+    events: Sequence[Event] = ()
+    places: Sequence[Place] = ()  # where they were asked for
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+        """Of the whole answer."""
+        events = [event for piece in pieces for event in piece.events]
+        return cls("".join(piece.text for piece in pieces), events, [p for piece in pieces for p in piece.places])
 
 
 def event_fields(event: Event) -> dict[str, Any]:
@@ -134,46 +277,90 @@ def usage_fields(prompt: int, completion: int, calls: int, chosen: int) -> dict[
 
 
 class Shape:
-    """How answers of one request are written: as text or as a chat, whole or in pieces."""
+    """How answers of one request are written: as text or as a chat, whole or in pieces.
 
-    def __init__(self, model: str, chat: bool) -> None:
-        self.model = model
-        self.chat = chat
+    Args:
+        model: its name.
+        chat: whether they are a chat's.
+        ranking: whether they say what was likely.
+    """
+
+    def __init__(self, model: str, chat: bool, ranking: bool) -> None:
+        self.model, self.chat, self.ranking = model, chat, ranking
         self.id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.created = int(time.time())
 
-    def whole(self, texts: list[tuple[str, Finish, list[Event]]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: list[tuple[Piece, Finish]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answers at once."""
-        kind = "chat.completion" if self.chat else "text_completion"
         choices = []
-        for index, (text, finish, events) in enumerate(texts):
-            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            own = {"events": [event_fields(event) for event in events]}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish, "futurebridge": own})
-        return {**self._head(kind), "choices": choices, "usage": usage}
+        for index, (piece, finish) in enumerate(answers):
+            content = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
+            own = {"events": [event_fields(event) for event in piece.events]}
+            choices.append({**self._choice(index, content, piece.places, finish), "futurebridge": own})
+        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
-    def piece(self, index: int, text: str, finish: Finish | None, events: list[Event], first: bool) -> dict[str, Any]:
+    def piece(self, index: int, piece: Piece, finish: Finish | None, first: bool) -> dict[str, Any]:
         """Some more of one answer."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
         role = {"role": "assistant"} if first else {}
-        content = {"delta": {**role, "content": text} if text or first else {}} if self.chat else {"text": text}
-        choice: dict[str, Any] = {"index": index, **content, "logprobs": None, "finish_reason": finish}
-        if events:
-            choice["futurebridge"] = {"events": [event_fields(event) for event in events]}
-        return {**self._head(kind), "choices": [choice]}
+        delta = {**role, "content": piece.text} if piece.text or first else {}
+        choice = self._choice(index, {"delta": delta} if self.chat else {"text": piece.text}, piece.places, finish)
+        if piece.events:
+            choice["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
+        return {**self._head(self._part), "choices": [choice]}
 
     def used(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last piece, where a client wants to know what its request took."""
-        return {
-            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
-            "choices": [],
-            "usage": usage,
-        }
+        return {**self._head(self._part), "choices": [], "usage": usage}
+
+    def _choice(
+        self, index: int, content: dict[str, Any], places: Sequence[Place], finish: Finish | None
+    ) -> dict[str, Any]:
+        known = None
+        if self.ranking and (places or finish is None):
+            known = _chat_logprobs(places) if self.chat else _logprobs(places)
+        return {"index": index, **content, "logprobs": known, "finish_reason": finish}
+
+    @property
+    def _part(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def problem_fields(message: str, kind: str, parameter: str | None = None) -> dict[str, Any]:
+def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
+    """Of a completion; the token itself is among the likeliest ones in any case, as OpenAI has it."""
+    tops = []
+    for place in places:
+        top: dict[str, float] = {}
+        for token, logprob in (*place.top, (place.token, place.logprob)):
+            top.setdefault(token, max(logprob, LEAST))
+        tops.append(top)
+    return {
+        "tokens": [place.token for place in places],
+        "token_logprobs": [max(place.logprob, LEAST) for place in places],
+        "top_logprobs": tops,
+        "text_offset": [place.offset for place in places],
+    }
+
+
+def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
+    """Of a chat."""
+    return {
+        "content": [
+            {**_entry(place.token, place.logprob), "top_logprobs": [_entry(*each) for each in place.top]}
+            for place in places
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    """A token whose text is a part of a character has no bytes here."""
+    known = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
+    return {"token": token, "logprob": max(logprob, LEAST), "bytes": known}
+
+
+def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import threading
 
 import uvicorn
 
@@ -13,6 +15,9 @@ from fb_core.engine.pages import SIZE
 from fb_core.loading import load
 from fb_core.serve.app import LOG, application
 from fb_core.serve.service import Service
+
+LAST = 5
+"""Seconds to tell clients of the end."""
 
 
 def serve(
@@ -26,6 +31,7 @@ def serve(
     queue: int,
     body_limit: int,
     drain: int,
+    on_llm_error: str,
 ) -> None:
     """Load the pair and serve it; SIGTERM and Ctrl-C let what is under way end, for `drain` seconds at most.
 
@@ -39,6 +45,7 @@ def serve(
         queue: requests that may be waiting or under way.
         body_limit: bytes of a request.
         drain: seconds.
+        on_llm_error: as for `CollaborativeDecoder`.
     """
     if key == "":
         raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
@@ -52,6 +59,7 @@ def serve(
         max_length=settings.max_length,
         kv_memory=kv_memory,
         max_events=settings.max_events,
+        on_llm_error=on_llm_error,
     )
     if not LOG.handlers:
         handler = logging.StreamHandler()
@@ -62,10 +70,24 @@ def serve(
     address = f"http://{name}:{listening.getsockname()[1]}/v1"
     room = f"{max_batch} sequences, {engine.load.all_pages * SIZE} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {address}: {room}", flush=True)
-    service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens)
+    service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens, settings.max_length)
     app = application(service, key=key, body_limit=body_limit)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain + LAST)
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, engine, drain).run(sockets=[listening])
     finally:
         engine.close()
+
+
+class _Server(uvicorn.Server):
+    """Ends an engine some seconds after it was told to end: so that clients whose answers are under way are told."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain: int) -> None:
+        super().__init__(config)
+        self.engine, self.drain = engine, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        closing = asyncio.get_running_loop().call_later(self.drain, threading.Thread(target=self.engine.close).start)
+        await super().shutdown(sockets)
+        closing.cancel()

@@ -1,26 +1,26 @@
-"""What a server does with a request: its prompt to the engine, the engine's tokens to text."""
+"""What a server does with a request: its prompts to the engine, the engine's tokens to text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+
+from jinja2 import TemplateError
 
 from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.pool import Event
-from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish
+from fb_core.serve.metrics import Metrics
+from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, Place
 from fb_core.serve.text import Text
 
 
-class Piece(NamedTuple):
-    """Some more of an answer."""
-
-    text: str
-    events: list[Event]
+class Busy(Exception):
+    """More requests than the queue takes."""
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Answer:
     text: Text
     prompt: int  # tokens
     ends: frozenset[int]
+    ranking: int | None  # likeliest tokens to be named at each place
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
@@ -42,6 +43,7 @@ class Answer:
         Raises:
             ValueError: NaN logits, or a selector's error.
             OSError: the large model did not answer.
+            concurrent.futures.CancelledError: the engine was closed.
         """
         try:
             events: list[Event] = []
@@ -50,11 +52,12 @@ class Answer:
                 if token.event is not None:
                     self.events.append(token.event)
                     events.append(token.event)
+                places = self._places(token)
                 piece = self.text.add(token.id)
                 if self.text.stopped or token.id in self.ends:
                     self.finish = "stop"
-                if piece or events:
-                    yield Piece(piece, events)
+                if piece or events or places:
+                    yield Piece(piece, events, places)
                     events = []
                 if self.text.stopped:
                     return
@@ -63,9 +66,17 @@ class Answer:
             if self.text.stopped:
                 self.finish = "stop"
             if rest:
-                yield Piece(rest, [])
+                yield Piece(rest)
         finally:
             self.handle.cancel()
+
+    def _places(self, token: Token) -> list[Place]:
+        """The place of a token, where it was asked for."""
+        if self.ranking is None or token.ranked is None or token.logprob is None:
+            return []
+        names = [self.text.name(each) for each in token.ranked.ids[: self.ranking]]
+        top = list(zip(names, token.ranked.logprobs, strict=False))
+        return [Place(self.text.name(token.id), token.logprob, top, self.text.decoded)]
 
 
 class Service:
@@ -75,35 +86,70 @@ class Service:
         engine: does the work.
         tokenizer: of prompts and answers.
         name: of the model, as clients see it.
-        queue: requests that may be waiting or under way.
+        queue: sequences that may be waiting or under way.
         answer: tokens of a chat's answer at most, where the request says nothing.
+        length: tokens of a sequence at most, prompt included.
     """
 
-    def __init__(self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int, answer: int) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int, answer: int, length: int
+    ) -> None:
         self.engine, self.tokenizer, self.name, self.queue, self.answer = engine, tokenizer, name, queue, answer
+        self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
+        self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
+        self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
 
-    def prompt(self, request: CompletionRequest | ChatRequest) -> list[int]:
-        """Token ids of what a request asks to be continued."""
+    def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """Token ids of what a request asks to be continued; ValueError for what the tokenizer does not take."""
         if isinstance(request, ChatRequest):
-            return hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])
-        return hf.text_ids(self.tokenizer, request.prompt) if isinstance(request.prompt, str) else request.prompt
+            try:
+                return [hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])]
+            except TemplateError as problem:
+                raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
+        return [hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each for each in request.prompt]
 
-    def begin(self, request: CompletionRequest | ChatRequest) -> Answer:
-        """Hand a request to the engine.
+    async def begin(self, request: CompletionRequest | ChatRequest) -> list[Answer]:
+        """Hand a request to the engine: a sequence for each of its prompts.
 
         Raises:
+            Busy: try again later.
             ValueError: a prompt, limit or override that the engine does not take.
+            RuntimeError: a closed engine.
         """
-        ids, decoder = self.prompt(request), self.engine.decoder
+        count = 1 if isinstance(request, ChatRequest) else len(request.prompt)
+        if count > self.queue:
+            raise ValueError(f"prompt: expected at most the queue's {self.queue}, got {count}; send fewer at once")
+        if self.requests + count > self.queue:
+            raise Busy(f"queue: expected at most {self.queue} sequences under way; try again")
+        self.requests += count
+        answers: list[Answer] = []
+        try:
+            loop = asyncio.get_running_loop()
+            for ids in await loop.run_in_executor(self._tokenizing, self.prompts, request):
+                answers.append(self._submit(ids, request))
+        except BaseException:
+            for answer in answers:
+                answer.handle.cancel()
+            raise
+        finally:
+            self.requests -= count - len(answers)
+        self.metrics.prompt_tokens.inc(sum(answer.prompt for answer in answers))
+        return answers
+
+    def _submit(self, ids: list[int], request: CompletionRequest | ChatRequest) -> Answer:
         loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token | None]()
         wanted = request.max_tokens
         if isinstance(request, ChatRequest):
-            wanted = request.max_completion_tokens or wanted or self.answer
+            room = max(1, self.length - len(ids))
+            wanted = request.max_completion_tokens or wanted or min(self.answer, room)
         assert wanted is not None
 
         def tell(token: Token | None) -> None:
-            self.requests -= token is None
+            if token is None:
+                self.requests -= 1
+            else:
+                self.metrics.count(token)
             tokens.put_nowait(token)
 
         handle = self.engine.submit(
@@ -111,11 +157,42 @@ class Service:
             wanted,
             threshold=request.futurebridge.threshold,
             max_events=request.futurebridge.max_events,
+            ranking=request.ranking is not None,
             listener=lambda token: _soon(loop, partial(tell, token)),
         )
-        self.requests += 1  # ahead of whatever the engine says of it: that comes by this thread
-        text = Text(self.tokenizer, request.stops)
-        return Answer(handle, tokens, text, len(ids), hf.eos_ids(decoder.slm))
+        text = Text(self.tokenizer, request.stop)
+        return Answer(handle, tokens, text, len(ids), hf.eos_ids(self.engine.decoder.slm), request.ranking)
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | None]]:
+    """Pieces of all answers as they come, with the answer's number; None behind the last one of each.
+
+    Raises:
+        Exception: what `Answer.pieces` does; nobody reads the other answers then.
+    """
+    came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+    async def read(index: int, answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                came.put_nowait((index, piece))
+        except Exception as problem:
+            came.put_nowait((index, problem))
+        else:
+            came.put_nowait((index, None))
+
+    reading = [asyncio.ensure_future(read(index, answer)) for index, answer in enumerate(answers)]
+    left = len(answers)
+    try:
+        while left:
+            index, piece = await came.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= piece is None
+            yield index, piece
+    finally:
+        for task in reading:
+            task.cancel()
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

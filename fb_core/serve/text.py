@@ -18,11 +18,13 @@ class Text:
 
     Attributes:
         stopped: whether one has come.
+        decoded: characters so far, those of a stop string included.
     """
 
     def __init__(self, tokenizer: hf.Tokenizer, stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False
+        self.decoded = 0
         self._ids: list[int] = []  # from the last token of what is decoded on: some tokenizers join by what is before
         self._known = ""  # the text of those that are decoded
         self._held = ""  # decoded, but may be the beginning of a stop string
@@ -37,6 +39,10 @@ class Text:
             return ""
         return self._decoded(text)
 
+    def name(self, token: int) -> str:
+        """The text of one token by itself."""
+        return str(self.tokenizer.decode([token]))
+
     def end(self) -> str:
         """What is left, whole characters or not."""
         if self.stopped:
@@ -47,6 +53,7 @@ class Text:
 
     def _decoded(self, text: str) -> str:
         new, self._ids = text[len(self._known) :], self._ids[-1:]
+        self.decoded += len(new)
         self._known = str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
         whole = self._held + new
         found = min((place for stop in self.stops if (place := whole.find(stop)) >= 0), default=None)

@@ -1,6 +1,7 @@
 """The server over HTTP, with OpenAI's own client: real processes, real sockets."""
 
 import asyncio
+import copy
 import json
 import re
 import signal
@@ -13,14 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+import torch
+from limits import HANG
 
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.demo.pairs import load_pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
+from fb_core.serve.protocol import OFF
 from fb_core.serve.text import Text
 
-THRESHOLD = 0.6
+THRESHOLD, MODEL = 0.6, "demo:plans"
 
 
 class Server:
@@ -74,7 +78,7 @@ def test_completions_are_the_decoders(server, problems, expected):
     client = server.client()
     for problem, want in zip(problems, expected, strict=True):
         for prompt in (problem.prompt, list(problem.prompt_ids)):
-            got = client.completions.create(model="demo:plans", prompt=prompt, max_tokens=60)
+            got = client.completions.create(model=MODEL, prompt=prompt, max_tokens=60)
             assert got.choices[0].text == want.text
             assert got.choices[0].finish_reason == "stop"
             assert got.usage.prompt_tokens == len(problem.prompt_ids)
@@ -90,11 +94,11 @@ def test_completions_are_the_decoders(server, problems, expected):
 def test_a_chat_streams_what_it_answers_whole(server, problems, expected):
     client = server.client()
     messages = [{"role": "user", "content": problems[0].prompt}]
-    whole = client.chat.completions.create(model="any", messages=messages, max_completion_tokens=60, n=2, seed=5)
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=60, n=2, seed=5)
     assert [choice.message.content for choice in whole.choices] == [expected[0].text] * 2
     pieces = list(
         client.chat.completions.create(
-            model="any", messages=messages, max_tokens=60, stream=True, stream_options={"include_usage": True}
+            model=MODEL, messages=messages, max_tokens=60, stream=True, stream_options={"include_usage": True}
         )
     )
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == expected[0].text
@@ -113,7 +117,7 @@ def test_many_clients_get_their_own_answers(server, problems, expected):
     async def ask():
         async with server.client(openai.AsyncOpenAI) as client:
             return await asyncio.gather(
-                *(client.completions.create(model="m", prompt=p.prompt, max_tokens=60) for p in problems * 4)
+                *(client.completions.create(model=MODEL, prompt=p.prompt, max_tokens=60) for p in problems * 4)
             )
 
     got = asyncio.run(ask())
@@ -123,42 +127,206 @@ def test_many_clients_get_their_own_answers(server, problems, expected):
 def test_stop_strings_limits_and_overrides(server, problems, expected):
     client, text = server.client(), expected[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    cut = client.completions.create(model="m", prompt=problems[0].prompt, max_tokens=60, stop=[stop, "never"])
+    cut = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=60, stop=[stop, "never"])
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    pieces = client.completions.create(model="m", prompt=problems[0].prompt, max_tokens=60, stop=stop, stream=True)
+    pieces = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=60, stop=stop, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == text[: text.index(stop)]
-    short = client.completions.create(model="m", prompt=problems[0].prompt, max_tokens=5)
+    short = client.completions.create(model=MODEL, prompt=problems[0].prompt, max_tokens=5)
     assert short.choices[0].finish_reason == "length"
     assert short.usage.completion_tokens == 5
     quiet = client.completions.create(
-        model="m", prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"max_events": 0}}
+        model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"max_events": 0}}
     )
     assert quiet.choices[0].model_extra["futurebridge"]["events"] == []
     always = client.completions.create(
-        model="m", prompt=problems[0].prompt, max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}
+        model=MODEL, prompt=problems[0].prompt, max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}
     )
     assert len(always.choices[0].model_extra["futurebridge"]["events"]) == 8
 
 
+REFUSED = [
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "expected 0, or nothing, got 0.5; this server heeds no other"),
+    ({"presence_penalty": -1}, "presence_penalty", "expected 0"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "expected {}, or nothing"),
+    ({"echo": True, "logprobs": 1}, "echo", "expected false, or nothing, got true"),
+    ({"best_of": 2}, "best_of", "expected 1"),
+    ({"suffix": "x"}, "suffix", "expected"),
+    ({"tools": [{"type": "function"}]}, "tools", "expected []"),
+    ({"response_format": {"type": "json_object"}}, "response_format", 'expected {"type": "text"}'),
+    ({"temperature": 0.7}, "temperature", "expected 0"),
+    ({"top_p": 0.5}, "top_p", "expected 1"),
+    ({"guided_json": {}}, "guided_json", "expected a parameter that this server heeds"),
+    ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"logprobs": True}, "logprobs", "valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": "9"}, "max_tokens", "valid integer"),
+    ({"n": 1000}, "n", "less than or equal to 16"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
+    ({"stop": "a" * 257}, "stop", "of at most 256 characters"),
+    ({"stop": [7]}, "stop", "expected a string or a list of them, got [7]"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "with stream true alone"),
+    ({"stream": True, "stream_options": {"all": 1}}, "stream_options.all", "expected a parameter"),
+    ({"prompt": [10**6]}, "prompt", "expected ids from 0 below 34, got 1000000"),
+    ({"prompt": []}, "prompt", "expected a string, token ids from 0, or a list of such, not empty"),
+    ({"prompt": [[]]}, "prompt", "expected at least one token"),
+    ({"prompt": [[1], "a"]}, "prompt", "expected a string"),
+    ({"prompt": [10**30]}, "prompt", "expected a string"),
+    ({"prompt": [-1]}, "prompt", "expected a string"),
+    ({"prompt": [[1, True]]}, "prompt", "expected a string"),
+    ({"prompt": 7}, "prompt", "expected a string"),
+    ({"prompt": "no word of it"}, "prompt", "expected words of the tokenizer's vocabulary"),
+    ({"prompt": [[1, 4]] * 300}, "prompt", "expected at most the queue's 256, got 300"),
+    ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
+    ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
+    ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold", "valid number"),
+    ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),
+    ({"futurebridge": 7}, "futurebridge", "object"),
+]
+REFUSED_CHATS = [
+    ({"top_logprobs": 2}, "top_logprobs", "expected it with logprobs true alone"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "expected it or max_tokens, got both"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role", "'system', 'user' or 'assistant'"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or a list of parts, got 7"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content",
+        'expected parts of type "text", got "image_url"',
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("path", "changes", "name", "words"),
+    [*(("completions", *each) for each in REFUSED), *(("chat/completions", *each) for each in REFUSED_CHATS)],
+)
+def test_what_is_not_heeded_is_refused_by_the_clients_name(server, problems, path, changes, name, words):
+    chat = {"messages": [{"role": "user", "content": problems[0].prompt}]}
+    body = {"max_tokens": 9} | ({"prompt": problems[0].prompt} if path == "completions" else chat) | changes
+    answer = httpx.post(f"{server.url}/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, name, "invalid_request_error")
+    assert error["message"].startswith(f"{name}: ")
+    assert words in error["message"]
+
+
+def test_parameters_that_want_nothing_change_nothing(server, problems, expected):
+    """What clients send without being asked: defaults, nulls and labels."""
+    defaults = {name: value for name, (value, *_) in OFF.items()}
+    labels = {"metadata": {"run": "7"}, "user": "someone", "store": False, "n": None, "stream": None, "seed": None}
+    nothing = dict.fromkeys(OFF) | {"stop": None, "stream_options": None, "model": None, "futurebridge": None}
+    url, prompt = f"{server.url}/v1", problems[0].prompt
+    for more in (defaults | labels, nothing):
+        text = httpx.post(f"{url}/completions", json={"prompt": prompt, "max_tokens": 60, "logprobs": None} | more)
+        assert text.json()["choices"][0]["text"] == expected[0].text
+        messages = [{"role": "user", "content": prompt, "name": None}]
+        chat = httpx.post(f"{url}/chat/completions", json={"messages": messages, "logprobs": False} | more)
+        assert chat.json()["choices"][0]["message"]["content"] == expected[0].text
+    parts = [{"type": "text", "text": prompt[:3]}, {"type": "text", "text": prompt[3:]}]
+    got = server.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    assert got.choices[0].message.content == expected[0].text
+    sent_back = got.choices[0].message.model_dump() | {"content": prompt}  # with what was null in it
+    again = server.client().chat.completions.create(model=MODEL, messages=[sent_back])
+    assert again.choices[0].message.content == expected[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_answered_each_as_alone(server, problems, expected, stream):
+    client = server.client()
+    texts, ids = [p.prompt for p in problems[:3]], [list(p.prompt_ids) for p in problems[:3]]
+    for prompt in (texts, ids, texts[:1], ids[:1]):
+        options = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "n": 2}
+        got, finish, events = ["" for _ in prompt * 2], {}, {}
+        if stream:
+            *pieces, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+            usage, choices = last.usage, [piece.choices[0] for piece in pieces]
+        else:
+            whole = client.completions.create(**options)
+            usage, choices = whole.usage, whole.choices
+        for choice in choices:
+            got[choice.index] += choice.text
+            finish[choice.index] = choice.finish_reason
+            events[choice.index] = events.get(choice.index, 0) + len(
+                (choice.model_extra or {}).get("futurebridge", {"events": []})["events"]
+            )
+        want = [each for each in expected[: len(prompt)] for _ in range(2)]
+        assert got == [each.text for each in want]
+        assert set(finish.values()) == {"stop"}
+        assert [events[index] for index in range(len(want))] == [len(each.events) for each in want]
+        assert usage.prompt_tokens == sum(len(p.prompt_ids) for p in problems[: len(prompt)])
+        assert usage.completion_tokens == sum(len(each.token_ids) for each in want)
+        assert usage.model_extra["large_model"]["calls"] == sum(each.usage.calls for each in want) // 2
+
+
+def test_log_probs_are_the_small_models(server, pair, problems, expected):
+    """Of a completion and of a chat, whole and in pieces, beside a float64 forward."""
+    client, problem, want = server.client(), problems[0], expected[0]
+    whole = torch.tensor([*problem.prompt_ids, *want.token_ids.tolist()])
+    exact = copy.deepcopy(pair.slm).double()(whole[None]).logits[0, len(problem.prompt_ids) - 1 : -1]
+    rows = exact.detach()[:, : len(pair.world.tokenizer)].log_softmax(-1)
+    names = [pair.world.tokenizer.decode([token]) for token in range(rows.shape[1])]
+    likely = [float(row[token]) for row, token in zip(rows, want.token_ids, strict=True)]
+    tops = [{names[int(i)]: float(row[i]) for i in row.topk(3).indices} for row in rows]
+
+    options = {"model": MODEL, "prompt": problem.prompt, "max_tokens": 60, "logprobs": 3}
+    got = client.completions.create(**options)
+    one = got.choices[0].logprobs
+    assert one.tokens == [names[int(token)] for token in want.token_ids]
+    assert one.token_logprobs == pytest.approx(likely, abs=1e-4)
+    for top, known, token, value in zip(one.top_logprobs, tops, one.tokens, likely, strict=True):
+        assert top == pytest.approx(known | {token: value}, abs=1e-4)
+    spelt = [
+        name
+        for name, offset in zip(one.tokens, one.text_offset, strict=True)
+        if got.choices[0].text[offset:].startswith(name)
+    ]
+    assert spelt == one.tokens[:-1]  # the end is no text
+    pieces = [piece.choices[0] for piece in client.completions.create(**options, stream=True)]
+    assert [token for piece in pieces if piece.logprobs for token in piece.logprobs.tokens] == one.tokens
+    assert "".join(piece.text for piece in pieces) == got.choices[0].text
+    assert any(value < max(top.values()) for value, top in zip(likely, tops, strict=True))  # the large model's choice
+
+    messages = [{"role": "user", "content": problem.prompt}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, logprobs=True, top_logprobs=3)
+    entries = chat.choices[0].logprobs.content
+    assert [(entry.token, bytes(entry.bytes).decode()) for entry in entries] == [(name, name) for name in one.tokens]
+    assert [entry.logprob for entry in entries] == pytest.approx(likely, abs=1e-4)
+    assert [{top.token: top.logprob for top in entry.top_logprobs} for entry in entries] == [
+        pytest.approx(top, abs=1e-4) for top in tops
+    ]
+    none = client.completions.create(**options | {"logprobs": 0}).choices[0].logprobs
+    assert [list(top) for top in none.top_logprobs] == [[token] for token in none.tokens]
+
+
+def test_a_long_prompt_does_not_hold_up_other_answers(server):
+    """Tokenizing takes long: meanwhile the server says that it is well, again and again."""
+    answered, long = 0, {"prompt": "1+" * 200_000, "max_tokens": 1}
+    with ThreadPoolExecutor(1) as other, httpx.Client(timeout=HANG) as client:
+        asked = other.submit(httpx.post, f"{server.url}/v1/completions", json=long, timeout=HANG)
+        while not asked.done():
+            assert client.get(f"{server.url}/health").status_code == 200
+            answered += 1
+    assert asked.result().status_code == 400
+    assert "for a model of 128 positions, got 400001" in asked.result().json()["error"]["message"]
+    assert answered > 10
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty: expected a parameter that this server heeds"),
-        ({"logprobs": 3}, "logprobs: expected a parameter"),
-        ({"temperature": 0.7}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"prompt": [10**6]}, "input_ids"),
-        ({"prompt": []}, "input_ids: expected at least one token"),
-        ({"futurebridge": {"max_events": 99}}, "expected at most the engine's 8"),
-        ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold"),
-        ({"prompt": 7}, "prompt"),
+        (b"{", "Invalid JSON"),
+        (b"", "Invalid JSON"),
+        (b"[]", "object"),
+        (b'{"prompt": "\xff"}', "Invalid JSON"),
+        (b'{"a":' * 5000, "recursion limit"),
+        (b'{"prompt": "1;", "seed": ' + b"9" * 5000 + b"}", "out of range"),
     ],
 )
-def test_what_is_not_heeded_is_refused_by_name(server, problems, changes, words):
-    body = {"model": "m", "prompt": problems[0].prompt, "max_tokens": 9} | changes
-    answer = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert answer.status_code == 400
+def test_bodies_that_are_no_request_are_refused(server, body, words):
+    answer = httpx.post(f"{server.url}/v1/completions", content=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, None)
     assert words in answer.json()["error"]["message"]
 
 
@@ -168,13 +336,33 @@ def test_health_models_metrics_and_other_paths(server):
     text = httpx.get(f"{server.url}/metrics").text
     for name in ("tokens_total", "events_total", "requests_total", "waiting", "running", "asking", "kv_pages_used"):
         assert f"futurebridge_{name}" in text
-    assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
-    assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
-    assert httpx.post(f"{server.url}/v1/completions", content=b"x" * (2 << 20)).status_code == 413
+    assert server.client().models.retrieve(MODEL).id == MODEL
+
+
+def test_every_error_has_openais_form(server, problems):
+    client, prompt = server.client(), problems[0].prompt
+    with pytest.raises(openai.NotFoundError) as other:
+        client.completions.create(model="gpt-4", prompt=prompt)
+    assert (other.value.code, other.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ):
+        answer = httpx.request(method, f"{server.url}{path}")
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert path in answer.json()["error"]["message"]
+    assert "POST" in httpx.get(f"{server.url}/v1/completions").headers["Allow"]
+    long = httpx.post(f"{server.url}/v1/completions", content=b"x" * (2 << 20))
+    assert (long.status_code, long.json()["error"]["type"]) == (413, "invalid_request_error")
 
 
 def test_a_client_that_goes_away_frees_its_place(server, problems):
-    body = {"model": "m", "prompt": problems[0].prompt, "max_tokens": 200, "stream": True}
+    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200, "stream": True}
     for stream in (True, False):
         try:
             with httpx.stream(
@@ -192,7 +380,7 @@ def test_a_client_that_goes_away_frees_its_place(server, problems):
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     monkeypatch.setenv("OUR_KEY", "secret")
     running = Server("--key-variable", "OUR_KEY", "--queue", "1", "--max-batch", "1")
-    body = {"model": "m", "prompt": problems[0].prompt, "max_tokens": 200}
+    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200}
     url, key = f"{running.url}/v1/completions", {"Authorization": "Bearer secret"}
     assert httpx.post(url, json=body).status_code == 401
     assert urllib.request.urlopen(f"{running.url}/health").status == 200
