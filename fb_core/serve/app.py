@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError
@@ -35,6 +36,7 @@ from fb_core.serve.service import Answer, Busy, Service, merged
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
+LAST = 5.0  # seconds to close the engine, or to tell clients of the end
 GONE = 499  # the client closed the connection
 NAMES = {"max_events": "futurebridge.max_events", "threshold": "futurebridge.threshold", "ranking": "logprobs"}
 """What a client calls an argument of the engine."""
@@ -101,7 +103,9 @@ class _Application:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """What is under way ends before the engine does: the server drains its connections first."""
         yield
-        await asyncio.to_thread(self.service.engine.close)
+        closing = threading.Thread(target=self.service.engine.close, daemon=True)  # it may wait for a large model
+        closing.start()
+        await asyncio.to_thread(closing.join, LAST)
 
     def _route(self, path: str, answer: Handler, method: str = "GET", *, open_to_all: bool = False) -> Route:
         """With the key checked, errors in one form, and a line of the access log."""

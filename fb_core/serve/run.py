@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-import threading
 
 import uvicorn
 
@@ -13,11 +13,8 @@ from fb_core.config import PairSettings
 from fb_core.engine.engine import Engine
 from fb_core.engine.pages import SIZE
 from fb_core.loading import load
-from fb_core.serve.app import LOG, application
+from fb_core.serve.app import LAST, LOG, application
 from fb_core.serve.service import Service
-
-LAST = 5
-"""Seconds to tell clients of the end."""
 
 
 def serve(
@@ -72,22 +69,25 @@ def serve(
     print(f"futurebridge: {settings.slm} at {address}: {room}", flush=True)
     service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens, settings.max_length)
     app = application(service, key=key, body_limit=body_limit)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain + LAST)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain + int(LAST))
     try:
-        _Server(config, engine, drain).run(sockets=[listening])
+        _Server(config, service, drain).run(sockets=[listening])
+    except KeyboardInterrupt:  # as SIGTERM: at once, since threads that wait for a large model would hold the process
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     finally:
         engine.close()
 
 
 class _Server(uvicorn.Server):
-    """Ends an engine some seconds after it was told to end: so that clients whose answers are under way are told."""
+    """Ends answers some seconds after it was told to end, so that their clients hear of it."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain: int) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain: int) -> None:
         super().__init__(config)
-        self.engine, self.drain = engine, drain
+        self.service, self.drain = service, drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
-        closing = asyncio.get_running_loop().call_later(self.drain, threading.Thread(target=self.engine.close).start)
+        ending = asyncio.get_running_loop().call_later(self.drain, self.service.end)
         await super().shutdown(sockets)
-        closing.cancel()
+        ending.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ class Answer:
         Raises:
             ValueError: NaN logits, or a selector's error.
             OSError: the large model did not answer.
-            concurrent.futures.CancelledError: the engine was closed.
+            concurrent.futures.CancelledError: the server or its engine ends.
         """
         try:
             events: list[Event] = []
@@ -61,6 +61,8 @@ class Answer:
                     events = []
                 if self.text.stopped:
                     return
+            if not self.handle.done:
+                raise CancelledError
             self.handle.result()
             rest = self.text.end()
             if self.text.stopped:
@@ -98,6 +100,7 @@ class Service:
         self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
+        self._open: set[asyncio.Queue[Token | None]] = set()  # of those that the engine has
         self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
@@ -137,6 +140,11 @@ class Service:
         self.metrics.prompt_tokens.inc(sum(answer.prompt for answer in answers))
         return answers
 
+    def end(self) -> None:
+        """End all answers now, whatever the engine waits for."""
+        for tokens in self._open:
+            tokens.put_nowait(None)
+
     def _submit(self, ids: list[int], request: CompletionRequest | ChatRequest) -> Answer:
         loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token | None]()
         wanted = request.max_tokens
@@ -148,6 +156,7 @@ class Service:
         def tell(token: Token | None) -> None:
             if token is None:
                 self.requests -= 1
+                self._open.discard(tokens)
             else:
                 self.metrics.count(token)
             tokens.put_nowait(token)
@@ -160,6 +169,7 @@ class Service:
             ranking=request.ranking is not None,
             listener=lambda token: _soon(loop, partial(tell, token)),
         )
+        self._open.add(tokens)  # ahead of whatever the engine says of it: that comes by this thread
         text = Text(self.tokenizer, request.stop)
         return Answer(handle, tokens, text, len(ids), hf.eos_ids(self.engine.decoder.slm), request.ranking)
 

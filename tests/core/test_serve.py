@@ -30,10 +30,11 @@ THRESHOLD, MODEL = 0.6, "demo:plans"
 class Server:
     """`futurebridge serve` as a process of its own."""
 
-    def __init__(self, *options, env=None):
-        command = [sys.executable, "-m", "fb_core", "serve", "--slm", "demo:plans", "--llm", "demo:plans"]
-        command += ["--threshold", str(THRESHOLD), "--port", "0", "--max-length", "256", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    def __init__(self, *options, slm=None):
+        command = [sys.executable, "-m", "fb_core", "serve", "--port", "0", "--slm", str(slm or MODEL)]
+        own = ["--llm", MODEL, "--threshold", str(THRESHOLD), "--max-length", "256"]
+        command += [*([] if slm else own), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
         found = re.search(r"at (http://\S+)/v1", line)
         assert found, line + self.process.stderr.read()
