@@ -1,0 +1,152 @@
+"""The server with clients as people have them: OpenAI's, curl, lm-eval, and the documentation's own lines."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import openai
+import pytest
+from limits import HANG
+from test_serve import MODEL, THRESHOLD, Server
+
+from fb_core.decoding import LowLatencyDecoder
+from fb_core.demo.pairs import load_pair
+from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "serving.md"
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Server()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def problems(pair):
+    return pair.world.problems(6, 3, "validation")
+
+
+@pytest.fixture(scope="module")
+def expected(pair, problems):
+    decoder = LowLatencyDecoder(
+        pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD), max_length=256, tokenizer=pair.world.tokenizer
+    )
+    return [decoder.generate(list(problem.prompt_ids), 60).text for problem in problems]
+
+
+def test_openais_asynchronous_client_streams_many_answers_at_once(server, problems, expected):
+    async def answer(client, problem):
+        pieces = []
+        messages = [{"role": "user", "content": problem.prompt}]
+        async for piece in await client.chat.completions.create(model=MODEL, messages=messages, stream=True):
+            pieces.append(piece.choices[0].delta.content or "")
+        return "".join(pieces)
+
+    async def ask():
+        async with server.client(openai.AsyncOpenAI) as client:
+            return await asyncio.gather(*(answer(client, problem) for problem in problems))
+
+    assert asyncio.run(ask()) == expected
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_streams(server, problems, expected):
+    body = json.dumps({"prompt": problems[0].prompt, "max_tokens": 60, "stream": True})
+    command = ["curl", "-sN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    *lines, end = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+    assert end == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected[0]
+    refused = subprocess.run([*command[:-1], "{"], capture_output=True, text=True, timeout=HANG)
+    assert json.loads(refused.stdout)["error"]["type"] == "invalid_request_error"
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------------------
+
+YAML = """
+task: fb_served
+custom_dataset: !function served.split
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
+"""
+CHOICES = """
+doc_to_choice: ["1", "2"]
+doc_to_target: 0
+"""
+UNTIL = """
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["?"], max_gen_toks: 60, do_sample: false}
+filter_list:
+  - name: boxed
+    filter: [{function: regex, regex_pattern: "boxed.([0-9]+)"}, {function: take_first}]
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture
+def harness(tmp_path, pair, problems):
+    """Runs lm-eval over the server with a task of our own."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity", reason="lm-eval's models behind a server need it")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    asked = {"question": [p.prompt for p in problems], "answer": [p.answer for p in problems]}
+    (tmp_path / "served.py").write_text(
+        f"import datasets\n\n\ndef split(**_):\n    return {{'test': datasets.Dataset.from_dict({asked!r})}}\n"
+    )
+    pair.world.tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    def run(model, url, kind, more, **arguments):
+        (tmp_path / "served.yaml").write_text(YAML.format(kind=kind) + more)
+        found = simple_evaluate(
+            model=model,
+            model_args={"model": MODEL, "base_url": url, "max_retries": 1, **arguments},
+            tasks=["fb_served"],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            apply_chat_template="chat" in model,
+            bootstrap_iters=0,
+        )
+        return found["results"]["fb_served"], [each["resps"][0][0] for each in found["samples"]["fb_served"]]
+
+    run.tokenizer = str(tmp_path / "tokenizer")
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+def test_lm_eval_completes_by_token_ids(server, harness, problems, expected, batch):
+    options = {"tokenizer": harness.tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
+    url = f"{server.url}/v1/completions"
+    result, answers = harness("local-completions", url, "generate_until", UNTIL, batch_size=batch, **options)
+    assert answers == expected
+    right = sum(f"boxed{{{problem.answer}}}" in text for problem, text in zip(problems, expected, strict=True))
+    assert result["exact_match,boxed"] == right / len(problems) > 0
+
+
+@pytest.mark.slow
+def test_lm_eval_chats(server, harness, expected):
+    url = f"{server.url}/v1/chat/completions"
+    _, answers = harness("local-chat-completions", url, "generate_until", UNTIL, num_concurrent=3)
+    assert answers == expected
+
+
+@pytest.mark.slow
+def test_lm_eval_is_told_that_prompts_are_not_scored(server, harness, caplog):
+    url = f"{server.url}/v1/completions"
+    options = {"tokenizer": harness.tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
+    with pytest.raises(Exception, match="400"):
+        harness("local-completions", url, "multiple_choice", CHOICES, **options)
+    assert "echo: expected false, or nothing, got true" in caplog.text
