@@ -46,7 +46,7 @@ def serve(
     """
     if key == "":
         raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
-    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening = listen(host, port)
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -91,3 +91,10 @@ class _Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self.drain, self.service.end)
         await super().shutdown(sockets)
         ending.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for clients to connect to; no piece of an answer waits until the client has acknowledged the last."""
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which its connections inherit
+    return listening

@@ -5,6 +5,7 @@ import copy
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from fb_core.demo.pairs import load_pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
 from fb_core.serve.protocol import OFF
+from fb_core.serve.run import listen
 from fb_core.serve.text import Text
 
 THRESHOLD, MODEL = 0.6, "demo:plans"
@@ -360,6 +362,13 @@ def test_every_error_has_openais_form(server, problems):
     assert "POST" in httpx.get(f"{server.url}/v1/completions").headers["Allow"]
     long = httpx.post(f"{server.url}/v1/completions", content=b"x" * (2 << 20))
     assert (long.status_code, long.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_no_piece_waits_for_the_clients_acknowledgement():
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_client_that_goes_away_frees_its_place(server, problems):
