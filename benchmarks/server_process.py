@@ -1,0 +1,120 @@
+"""`futurebridge serve` on the demo's plans as a process of its own, and what it should answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy
+from fb_core.demo.pairs import DemoPair
+
+PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # tokens of an answer, of a sequence, at most
+THREADS = 1  # of torch, in every process: the models are small
+
+
+class Server:
+    """The process, on a free port of the loopback, from its being ready on; ends with the context.
+
+    Args:
+        options: more of the command's.
+        environment: more variables.
+    """
+
+    def __init__(self, *options: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "fb_core", "serve", "--slm", f"demo:{PAIR}", "--llm", f"demo:{PAIR}"]
+        command += ["--threshold", str(THRESHOLD), "--max-length", str(LENGTH), "--port", "0", *options]
+        whole = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=whole
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
+        if found is None:
+            raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
+        self.host, self.port = found[1], int(found[2])
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+    @property
+    def url(self) -> str:
+        """Of its API."""
+        return f"http://{self.host}:{self.port}/v1"
+
+    def cpu_seconds(self) -> float:
+        """That it has used so far."""
+        fields = self._about("stat").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_bytes(self) -> int:
+        """Memory that it has now."""
+        return int(self._about("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def open_files(self) -> int:
+        """Files and sockets."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def threads(self) -> int:
+        """Of all kinds."""
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    def metrics(self) -> dict[str, float]:
+        """What it counts, by name and labels."""
+        with urllib.request.urlopen(f"http://{self.host}:{self.port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
+
+    def wait_until_idle(self, seconds: float = 60.0) -> None:
+        """Until no sequence is under way and no page is held.
+
+        Raises:
+            TimeoutError: something is still.
+        """
+        names = [f"futurebridge_{name}" for name in ("waiting", "running", "asking", "kv_pages_used")]
+        stop = time.monotonic() + seconds
+        while any((found := self.metrics())[name] for name in names):
+            if time.monotonic() > stop:
+                raise TimeoutError(f"server: expected nothing under way, got { {name: found[name] for name in names} }")
+            time.sleep(0.05)
+
+    def _about(self, file: str) -> str:
+        return Path(f"/proc/{self.process.pid}/{file}").read_text()
+
+
+class Truth(NamedTuple):
+    """What a prompt becomes alone."""
+
+    text: str
+    tokens: int
+    ended: bool  # by the end-of-sequence token
+    steps: list[int]  # of its events
+
+
+def alone(pair: DemoPair, prompts: Sequence[Sequence[int]], new: int = NEW, max_events: int = 8) -> list[Truth]:
+    """One prompt after another, without pages, batches and server."""
+    decoder = CollaborativeDecoder(
+        pair.slm,
+        pair.llm,
+        LLMPreference(),
+        RequestPolicy(THRESHOLD),
+        tokenizer=pair.world.tokenizer,
+        max_events=max_events,
+    )
+    end = pair.world.tokenizer.eos_token_id
+    found = [decoder.generate(list(prompt), new) for prompt in prompts]
+    return [
+        Truth(one.text or "", len(one.token_ids), int(one.token_ids[-1]) == end, [event.step for event in one.events])
+        for one in found
+    ]

@@ -1,0 +1,238 @@
+"""`python -m benchmarks.soak`: thousands of mixed requests to one server, which must answer right and keep nothing.
+
+OpenAI's client asks: streamed and whole, completions and chats, with stop strings, limits, several answers and without
+events; some go away in the middle, some are refused. Answers are compared with the prompt's alone, and what the server
+holds at the end with what it held after the first requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import openai
+import torch
+
+from benchmarks import harness
+from benchmarks.server_process import PAIR, THREADS, Server, Truth, alone
+from fb_core.demo.pairs import DemoPair, load_pair
+from fb_core.report.page import markdown_table
+
+RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
+LIMITS, EVENTS = (60, 25, 7), (8, 0)  # tokens, events at most
+KINDS = ("streamed", "whole", "left while streaming", "left while waiting", "refused")
+WEIGHTS = (40, 30, 10, 5, 15)
+BAD: tuple[Mapping[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"frequency_penalty": 0.5},
+    {"max_tokens": 0},
+    {"prompt": []},
+    {"prompt": [10**6]},
+    {"extra_body": {"futurebridge": {"max_events": 99}}},
+)
+CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "16")
+"""Of torch's oneDNN, which keeps kernels for the last 1,024 shapes: that would hide a leak."""
+PATIENCE = 0.1  # seconds, of those who leave while waiting; some have not even sent their request
+SHOWN = 5  # wrong answers, in words
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the server has while nothing is under way."""
+
+    requests: int  # so far
+    resident_bytes: int
+    open_files: int
+    threads: int
+
+
+@dataclass
+class Soak:
+    """What came of it."""
+
+    clients: int
+    seconds: float = 0.0
+    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    statuses: dict[str, int] = field(default_factory=dict)  # by the server's own count
+    wrong: list[str] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and what is to come back."""
+
+    kind: str
+    chat: bool
+    body: Mapping[str, Any]
+    want: Truth
+    text: str  # up to the stop string
+
+
+def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[Question]:
+    """Drawn alike in every process."""
+    asked = pair.world.problems(problems, seed=0, role="test")
+    ids = [list(problem.prompt_ids) for problem in asked]
+    truths = {(limit, events): alone(pair, ids, limit, events) for limit in LIMITS for events in EVENTS}
+    draw = Random(seed)
+    for _ in range(count):
+        kind, place = draw.choices(KINDS, WEIGHTS)[0], draw.randrange(problems)
+        limit, events = draw.choice(LIMITS), draw.choice(EVENTS)
+        want = truths[limit, events][place]
+        body: dict[str, Any] = {"max_tokens": limit, "n": draw.choice((1, 1, 1, 2))}
+        if not events:
+            body["extra_body"] = {"futurebridge": {"max_events": 0}}
+        text = want.text
+        if draw.random() < 0.25 and len(text) > 4:
+            begin = draw.randrange(1, len(text) - 2)
+            body["stop"] = [text[begin : begin + 3], "never"]
+            text = text[: text.index(text[begin : begin + 3])]
+        chat = kind != "refused" and draw.random() < 0.3
+        if chat:
+            body["messages"] = [{"role": "user", "content": asked[place].prompt}]
+        else:
+            body["prompt"] = draw.choice((asked[place].prompt, ids[place]))
+        yield Question(kind, chat, body | draw.choice(BAD) if kind == "refused" else body, want, text)
+
+
+async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
+    """What is wrong with the answer, where something is."""
+    create: Any = client.chat.completions.create if question.chat else client.completions.create
+    body = {"model": PAIR, **question.body}
+    if question.kind == "refused":
+        try:
+            return f"{body}: expected to be refused, got {await create(**body)}"
+        except openai.BadRequestError:
+            return None
+    if question.kind == "left while waiting":
+        with suppress(TimeoutError):
+            await asyncio.wait_for(create(**body), PATIENCE)
+        return None
+    if question.kind == "left while streaming":
+        stream = await create(**body, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        return None
+    if question.kind == "streamed":
+        stream = await create(**body, stream=True, stream_options={"include_usage": True})
+        pieces = [piece async for piece in stream]
+    else:
+        pieces = [await create(**body)]
+    got = [_answer(pieces, index) for index in range(body["n"])]
+    tokens, steps = question.want.tokens, question.want.steps
+    if question.text != question.want.text:  # as far as the stop string
+        tokens = pieces[-1].usage.completion_tokens // body["n"]
+        steps = [step for step in steps if step < tokens]
+    finish = "stop" if question.want.ended or question.text != question.want.text else "length"
+    want = [(question.text, finish, steps)] * body["n"]
+    if got == want and pieces[-1].usage.completion_tokens == tokens * body["n"]:
+        return None
+    return f"{body}: expected {want} of {tokens} tokens, got {got}, {pieces[-1].usage}"
+
+
+def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[int]]:
+    """(text, reason, steps of events) of one of the answers, whole or in pieces."""
+    text, reason, steps = "", None, []
+    for choice in (one for piece in pieces for one in piece.choices if one.index == index):
+        said = getattr(choice, "delta", None) or getattr(choice, "message", None)
+        text += (said.content or "") if said is not None else getattr(choice, "text", "")
+        reason = choice.finish_reason or reason
+        steps += [event["step"] for event in (choice.model_extra or {}).get("futurebridge", {}).get("events", ())]
+    return text, reason, steps
+
+
+def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, seed: int = 0) -> Soak:
+    """Ask, and look at what the server holds behind every so many requests.
+
+    Args:
+        requests: in all.
+        every: requests between two looks; the clients leave for each.
+        problems: different prompts.
+        clients: requests under way at once.
+        seed: of what is asked.
+
+    Raises:
+        TimeoutError: the server still holds something though nobody asks.
+    """
+    pair = load_pair(PAIR)
+    asked, found = list(questions(pair, problems, requests, seed)), Soak(clients)
+    with Server(**CACHES) as server:
+        for first in range(0, requests, every):
+            began = time.perf_counter()
+            asyncio.run(_together(server.url, iter(asked[first : first + every]), found))
+            found.seconds += time.perf_counter() - began
+            server.wait_until_idle()
+            time.sleep(0.5)  # closed connections
+            done = min(first + every, requests)
+            found.held.append(Held(done, server.resident_bytes(), server.open_files(), server.threads()))
+        for name, count in server.metrics().items():
+            if status := re.fullmatch(r'futurebridge_requests_total{path="/v1/.*",status="(\d+)"}', name):
+                found.statuses[status[1]] = found.statuses.get(status[1], 0) + int(count)
+    return found
+
+
+async def _together(url: str, asked: Iterator[Question], found: Soak) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+
+        async def one_after_another() -> None:
+            for question in asked:
+                found.kinds[question.kind] += 1
+                if wrong := await ask(client, question):
+                    found.wrong.append(wrong)
+
+        await asyncio.gather(*(one_after_another() for _ in range(found.clients)))
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """What a result says."""
+    first, last = result["held"][0], result["held"][-1]
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
+    statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
+    rows = [
+        [f"{one['requests']:,}", f"{one['resident_bytes'] / 2**20:.1f}", f"{one['open_files']}", f"{one['threads']}"]
+        for one in result["held"]
+    ]
+    more = (last["resident_bytes"] - first["resident_bytes"]) / 2**20
+    return [
+        f"{last['requests']:,} requests ({kinds}), {result['clients']} at once, in {result['seconds']:.0f} s: "
+        f"{len(result['wrong'])} wrong answers; statuses: {statuses}; {more:+.1f} MiB of memory since request "
+        f"{first['requests']:,}. Behind each row no page of keys and values was held.",
+        "",
+        *markdown_table(["requests so far", "resident MiB", "open files", "threads"], rows),
+        "",
+        f"*{result['device']}, commit {result['commit'][:10]}, {result['date']}*",
+    ]
+
+
+def main() -> None:
+    """Print what came of it; status 1 where an answer was wrong."""
+    parser = argparse.ArgumentParser(description="thousands of mixed requests to one server")
+    parser.add_argument("--requests", type=int, default=10_000, help="in all (default: 10,000)")
+    parser.add_argument("--every", type=int, default=2_000, help="between two looks at the server (default: 2,000)")
+    parser.add_argument("--write", action="store_true", help="also write benchmarks/results/soak/<device>.json")
+    given = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    result = {**harness.machine(), **asdict(soak(given.requests, given.every))}
+    print(*lines(result), *result["wrong"][:SHOWN], sep="\n")
+    if given.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{harness.DEVICE}.json").write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(bool(result["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
