@@ -1,0 +1,272 @@
+"""`python -m benchmarks.serving`: the server under 1 to 64 clients, beside its engine in process and one at a time.
+
+Clients ask one request after another, streamed; a load of requests is timed whole, all ways in turn, and every answer
+is checked against the prompt's alone. The client reads HTTP by hand: it shares the machine with the server, and a
+client library takes several times as much of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import OURS, Result
+from benchmarks.roofline import GREY, STYLE, save
+from benchmarks.server_process import LENGTH, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
+from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
+from fb_core.demo.pairs import DemoPair, load_pair
+from fb_core.pair import Pair
+from fb_core.report.page import markdown_table
+
+CLIENTS = (1, 4, 16, 64)
+PROBLEMS = 64
+ENGINE, SINGLE = "engine in process", "one at a time"
+SHARES = (50, 90, 99)
+
+
+@dataclass
+class Reply:
+    """A streamed answer, and when its pieces came."""
+
+    began: float
+    times: list[float] = field(default_factory=list)
+    pieces: list[bytes] = field(default_factory=list)
+
+    def truth(self) -> Truth:
+        """What it says."""
+        lines = b"".join(self.pieces).decode().split("\n\n")
+        assert lines[-2] == "data: [DONE]", lines
+        *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        choices = [piece["choices"][0] for piece in pieces]
+        events = [event["step"] for one in choices for event in one.get("futurebridge", {}).get("events", ())]
+        text, ended = "".join(one["text"] for one in choices), choices[-1]["finish_reason"] == "stop"
+        return Truth(text, last["usage"]["completion_tokens"], ended, events)
+
+
+@dataclass
+class Load:
+    """What was seen of one load of requests."""
+
+    seconds: float
+    answers: list[Truth]
+    details: dict[str, float] = field(default_factory=dict)
+    replies: list[Reply] = field(default_factory=list)
+
+
+async def ask(host: str, port: int, requests: Iterator[tuple[int, bytes]], replies: dict[int, Reply]) -> None:
+    """One client: a connection, and the next of the requests as soon as it has an answer."""
+    reader, writer = await asyncio.open_connection(host, port)
+    for place, body in requests:
+        reply = replies[place] = Reply(time.perf_counter())
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        got = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in got, got
+        while size := int(await reader.readline(), 16):
+            reply.pieces.append((await reader.readexactly(size + 2))[:-2])
+            reply.times.append(time.perf_counter())
+        await reader.readexactly(2)
+    writer.close()
+    await writer.wait_closed()
+
+
+def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
+    """A load over HTTP."""
+    about = {"model": PAIR, "max_tokens": NEW, "stream": True, "stream_options": {"include_usage": True}}
+    bodies = iter([(place, json.dumps(about | {"prompt": ids}).encode()) for place, ids in enumerate(prompts)])
+    replies: dict[int, Reply] = {}
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(ask(server.host, server.port, bodies, replies) for _ in range(clients)))
+
+    cpu, own, began = server.cpu_seconds(), time.process_time(), time.perf_counter()
+    asyncio.run(all_of_them())
+    seconds = time.perf_counter() - began
+    used = {"client cpu": time.process_time() - own, "server cpu": server.cpu_seconds() - cpu}
+    found = [replies[place] for place in range(len(prompts))]
+    return Load(seconds, [reply.truth() for reply in found], used, found)
+
+
+def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], clients: int) -> Load:
+    """The same load on an engine here, from as many threads as there are clients."""
+    loop = engine.decoder.loop
+    assert loop is not None
+    steps, began = loop.step.begun, time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        found = list(threads.map(lambda ids: engine.submit(ids, NEW).result(), prompts))
+    seconds = time.perf_counter() - began
+    batch = sum(len(one.token_ids) for one in found) / (loop.step.begun - steps)
+    return Load(seconds, [_truth(pair, one) for one in found], {"mean batch": batch})
+
+
+def one_at_a_time(decoder: CollaborativeDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
+    """`CollaborativeDecoder.generate`, over pages as the engine, without company."""
+    began = time.perf_counter()
+    found = [decoder.generate(ids, NEW) for ids in prompts]
+    return Load(time.perf_counter() - began, [_truth(pair, one) for one in found])
+
+
+def _truth(pair: DemoPair, one: Any) -> Truth:
+    text = pair.world.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+    ended = int(one.token_ids[-1]) == pair.world.tokenizer.eos_token_id
+    return Truth(text, len(one.token_ids), ended, [event.step for event in one.events])
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds."""
+    values = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor(SHARES, dtype=torch.float64) / 100)
+    return {f"{name} p{share}": value * 1e3 for share, value in zip(SHARES, values.tolist(), strict=True)}
+
+
+def row(clients: int, impl: str, loads: Sequence[Load], wanted: Sequence[Truth]) -> Result:
+    """What the loads of all rounds say; nothing of those whose answers are not the prompts' alone."""
+    asked = len(loads[0].answers)
+    wrong = sum(got != wanted[place % PROBLEMS] for load in loads for place, got in enumerate(load.answers))
+    shape = f"{clients} client{'s' * (clients > 1)}"
+    if wrong:
+        return Result("serving", shape, impl, "float32", None, None, None, float(wrong), False)
+    seconds = sum(load.seconds for load in loads)
+    tokens = sum(one.tokens for load in loads for one in load.answers)
+    details = {"requests": float(asked), "requests/s": len(loads) * asked / seconds, "tokens/s": tokens / seconds}
+    for name in loads[0].details:
+        found = sum(load.details[name] for load in loads)
+        details[name] = found / len(loads) if name == "mean batch" else found / seconds  # of a core
+    if replies := [reply for load in loads for reply in load.replies]:
+        answers = [one for load in loads for one in load.answers]
+        each = [
+            (reply.times[-1] - reply.times[0]) / (one.tokens - 1) for reply, one in zip(replies, answers, strict=True)
+        ]
+        details |= percentiles("first token", [reply.times[0] - reply.began for reply in replies])
+        details |= percentiles("latency", [reply.times[-1] - reply.began for reply in replies])
+        details |= percentiles("token", each)
+        details["pieces/token"] = sum(len(reply.pieces) - 3 for reply in replies) / tokens  # less reason, usage and end
+    times = harness.quantiles_us([load.seconds / asked for load in loads])
+    return Result("serving", shape, impl, "float32", *times, 0.0, True, details=details)
+
+
+def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, rounds: int) -> list[Result]:
+    """A row for every way and number of clients."""
+    prompts = [list(problem.prompt_ids) for problem in pair.world.problems(PROBLEMS, seed=0, role="test")]
+    wanted, alike = alone(pair, prompts), (pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD))
+    decoder = CollaborativeDecoder(*alike, tokenizer=pair.world.tokenizer, max_length=LENGTH)
+    ways: dict[str, Callable[[list[list[int]], int], Load]] = {
+        OURS: lambda asked, clients: served(server, asked, clients),
+        ENGINE: lambda asked, clients: in_process(engine, pair, asked, clients),
+        SINGLE: lambda asked, clients: one_at_a_time(decoder, pair, asked[:PROBLEMS], clients),
+    }
+    loads: dict[tuple[int, str], list[Load]] = {}
+    for place in range(-1, rounds):
+        for clients in CLIENTS:
+            asked = [prompts[number % PROBLEMS] for number in range(max(PROBLEMS, requests * clients // CLIENTS[-1]))]
+            for impl, way in ways.items():
+                load = way(asked if place >= 0 else asked[: 2 * clients], clients)  # the first round warms up
+                if place >= 0:
+                    loads.setdefault((clients, impl), []).append(load)
+    return [row(clients, impl, found, wanted) for (clients, impl), found in loads.items()]
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Every load that was right; the others by name."""
+    head = [
+        "clients",
+        "requests/s",
+        "tokens/s",
+        *(f"{name}, ms p50 / p90 / p99" for name in ("first token", "latency")),
+    ]
+    head += ["ms a token", "the server's and the clients' CPU", *(f"{name}, requests/s" for name in (ENGINE, SINGLE))]
+    rows = []
+    for shape, found in _by_shape(result).items():
+        if OURS not in found:
+            continue
+        ours = found[OURS]
+        about = [shape.partition(" ")[0], f"{ours['requests/s']:.0f}", f"{ours['tokens/s']:,.0f}"]
+        for name in ("first token", "latency"):
+            about.append(" / ".join(f"{ours[f'{name} p{share}']:.0f}" for share in SHARES))
+        about += [f"{ours['token p50']:.1f}", f"{ours['server cpu']:.0%}, {ours['client cpu']:.0%}"]
+        for name in (ENGINE, SINGLE):
+            other = found.get(name, {}).get("requests/s")
+            about.append("" if other is None else f"{other:.0f} ({other / ours['requests/s']:.2f}x)")
+        rows.append(about)
+    wrong = [f"{case['shape']}, {case['impl']}" for case in result["cases"] if not case["ok"]]
+    lines = [f"*{result['device']} of torch in a process, commit {result['commit'][:10]}, {result['date']}*", ""]
+    lines += markdown_table(head, rows)
+    return [*lines, "", f"Not reported, since answers differed: {'; '.join(wrong)}."] if wrong else lines
+
+
+def _by_shape(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """{shape: {implementation: details}} of what was right."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for case in result["cases"]:
+        if case["ok"]:
+            found.setdefault(case["shape"], {})[case["impl"]] = case["details"]
+    return found
+
+
+def plot(result: Mapping[str, Any], path: Path) -> Path:
+    """Latency against throughput, and throughput against clients."""
+    from matplotlib import pyplot as plt
+
+    shapes = {int(shape.partition(" ")[0]): found for shape, found in _by_shape(result).items() if OURS in found}
+    clients = sorted(shapes)
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
+        rates = [shapes[count][OURS]["requests/s"] for count in clients]
+        for place, share in enumerate(SHARES):
+            late = [shapes[count][OURS][f"latency p{share}"] for count in clients]
+            left.plot(rates, late, marker="o", markersize=3, color="C0", alpha=1 - 0.3 * place, label=f"p{share}")
+            if share == SHARES[0]:
+                for count, x, y in zip(clients, rates, late, strict=True):
+                    left.annotate(f"{count}", (x, y), (0, -11), textcoords="offset points", ha="center")
+        left.set(xlabel="requests a second (at so many clients)", ylabel="latency, ms", yscale="log")
+        for impl, label, look in (
+            (OURS, "server", {"color": "C0", "linewidth": 2.5}),
+            (ENGINE, ENGINE, {"color": GREY}),
+            (SINGLE, SINGLE, {"color": GREY, "linestyle": "--"}),
+        ):
+            points = [(count, shapes[count][impl]["requests/s"]) for count in clients if impl in shapes[count]]
+            right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, **look)
+        right.set(xlabel="clients", ylabel="requests a second", xscale="log", ylim=(0, None))
+        right.set_xticks(clients, [str(count) for count in clients], minor=False)
+        right.minorticks_off()
+        for axis in (left, right):
+            axis.grid(color=GREY, alpha=0.25)
+            axis.legend()
+        return save(figure, path)
+
+
+def main() -> None:
+    """Print the table; write the results where asked."""
+    parser = argparse.ArgumentParser(description="the server under load")
+    parser.add_argument("--requests", type=int, default=256, help="of a load of 64 clients; fewer have fewer")
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways and numbers of clients in turn (default: 3)")
+    parser.add_argument("--write-results", metavar="DIR", type=Path, help="write <device>/serving.json to DIR")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    pair, batch = load_pair(PAIR), max(CLIENTS)
+    engine = Engine(
+        Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=LENGTH, max_batch=batch
+    )
+    with engine, Server("--max-batch", str(batch)) as server:
+        rows = measured(server, engine, pair, options.requests, options.rounds)
+    cases = [vars(row) for row in rows]
+    print(*table({**harness.machine(), "cases": cases}), sep="\n")
+    if options.write_results:
+        print(*harness.write_results(options.write_results, {"serving": rows}))
+
+
+if __name__ == "__main__":
+    main()
