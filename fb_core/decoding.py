@@ -146,7 +146,7 @@ class CollaborativeDecoder:
         self.max_events = max_events
         self.batch_tokens = batch_tokens
         self.vocabulary = self.pair.vocabulary
-        self._intervention = Intervention(
+        self.intervention = Intervention(
             self.pair.llm, selector, pool, min(slm_k, self.vocabulary), min(llm_k, self.vocabulary), on_llm_error
         )
         self.loop: Loop | None = None
@@ -156,24 +156,24 @@ class CollaborativeDecoder:
         if max_length is not None and has_native("slm", slm):
             self.loop = Loop(
                 self.pair,
-                self._intervention,
+                self.intervention,
                 policy,
                 rows=max_batch,
                 length=max_length,
                 memory=kv_memory,
                 prefill=prefill_tokens,
             )
-            self._intervention = self.loop.intervention
+            self.intervention = self.loop.intervention
 
     @property
     def llm(self) -> LLM | None:
         """Where candidates come from: the given one, kept in step where it can be."""
-        return self._intervention.llm
+        return self.intervention.llm
 
     @property
     def selector(self) -> Selector | None:
         """Who takes a candidate: the given one, over the decoder's pages where it can be."""
-        return self._intervention.selector
+        return self.intervention.selector
 
     def generate(
         self,
@@ -363,7 +363,7 @@ class CollaborativeDecoder:
             ids = step.rows[place].tokens
             prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))
             states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
-        for place, event in zip(asking, self._intervention(states, logits[asking]), strict=True):
+        for place, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
             step.rows[place].events.append(event)
             tokens[place] = event.token
         return tokens

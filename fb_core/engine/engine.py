@@ -186,6 +186,7 @@ class Engine:
         *,
         threshold: float | None = None,
         max_events: int | None = None,
+        selector: Selector | None = None,
         ranking: bool = False,
         listener: Listener | None = None,
     ) -> Handle:
@@ -196,11 +197,12 @@ class Engine:
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
             threshold: nats, of this sequence; None for the policy's.
             max_events: of this sequence, at most the engine's; None for as many.
+            selector: of this sequence; None for the engine's.
             ranking: whether tokens come with the SLM's likeliest ones at their place, and so with their log-prob.
             listener: who hears of tokens, instead of who iterates over the handle.
 
         Raises:
-            TypeError: ids that are not integers.
+            TypeError: ids that are not integers, or another selector than one.
             ValueError: as `CollaborativeDecoder.generate`, or a sequence for which the pages never suffice.
             RuntimeError: a closed engine.
         """
@@ -215,9 +217,13 @@ class Engine:
             )
         stop = hf.Stop(hf.eos_ids(decoder.slm), max_new_tokens, hf.max_positions(decoder.slm))
         policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
+        if selector is not None:
+            if not isinstance(selector, Selector):
+                raise TypeError(f"selector: expected type Selector, got {type(selector).__name__}; leave it out")
+            selector.check_slm(decoder.slm)
         if ranking and decoder.loop is None:
             raise ValueError("ranking: expected an SLM with a native decoder, got one without; leave it out")
-        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events, ranking)
+        task = Task(hf.Running(0, ids.tolist(), len(ids)), stop, policy.threshold, events, ranking, selector)
         if decoder.loop is not None:
             decoder.loop.check(task)
         handle = Handle(self._state, task, listener)
@@ -379,6 +385,8 @@ def _one_after_another(state: _State) -> None:
         decoder, task = copy.copy(state.decoder), handle._task
         decoder.policy = replace(decoder.policy, threshold=task.threshold)
         decoder.max_events = task.max_events
+        if task.selector is not None:
+            decoder.intervention = replace(decoder.intervention, selector=task.selector)
 
         def told(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row

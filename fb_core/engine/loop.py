@@ -24,7 +24,7 @@ from fb_core.llm import LLM, LocalLLM
 from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, not_finite
-from fb_core.pool import Pool
+from fb_core.pool import Event, Pool
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import CertainLLM, FutureBridgeSelector, Selector, State
 from fb_kernels import Halt
@@ -57,6 +57,7 @@ class Task:
         threshold: nats.
         max_events: of this sequence.
         ranking: whether the likeliest tokens at each place are wanted.
+        selector: of this sequence; None for the loop's.
     """
 
     row: hf.Running
@@ -64,6 +65,7 @@ class Task:
     threshold: float
     max_events: int
     ranking: bool = False
+    selector: Selector | None = None
     ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, where they are wanted
     waits: list[float] = field(default_factory=list)  # seconds that each event took
     error: Exception | None = None
@@ -363,7 +365,7 @@ class Loop:
         states, logits = [each.state for each in asking], torch.cat([each.logits for each in asking])
         changed += tasks
         try:
-            events = self.intervention.events(states, logits, ask(states, logits))
+            events = self._events(tasks, states, logits, ask(states, logits))
         except Exception as problem:
             for task in tasks:
                 self._fail(task, problem)
@@ -374,6 +376,18 @@ class Loop:
             task.waits.append(time.perf_counter() - each.began)
             known = ranked(rank(each.logits[0]).tolist()) if task.ranking else None
             self._append(task, event.token, known, halted=True)
+
+    def _events(
+        self, tasks: Sequence[Task], states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError
+    ) -> list[Event]:
+        """By the selector of each."""
+        made: dict[int, Event] = {}
+        for selector in {id(task.selector): task.selector for task in tasks}.values():
+            places = [place for place, task in enumerate(tasks) if task.selector is selector]
+            own = self.intervention if selector is None else replace(self.intervention, selector=selector)
+            some = pools if isinstance(pools, OSError) else [pools[place] for place in places]
+            made.update(zip(places, own.events([states[p] for p in places], logits[places], some), strict=True))
+        return [made[place] for place in range(len(tasks))]
 
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:

@@ -38,7 +38,7 @@ ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
 LAST = 5.0  # seconds to close the engine, or to tell clients of the end
 GONE = 499  # the client closed the connection
-NAMES = {"max_events": "futurebridge.max_events", "threshold": "futurebridge.threshold", "ranking": "logprobs"}
+NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}, "ranking": "logprobs"}
 """What a client calls an argument of the engine."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 Handler = Callable[[HTTPRequest], Awaitable[Response]]

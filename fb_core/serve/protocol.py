@@ -114,12 +114,15 @@ class Overrides(BaseModel):
     Attributes:
         threshold: nats above which the large model is asked; None for the server's.
         max_events: None for the server's; no more than that.
+        recipe: "greedy" asks nobody, "direct" takes what the large model would, "futurebridge" is the server's
+            reranker; None for the server's own.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     threshold: float | None = Field(default=None, allow_inf_nan=False)
     max_events: int | None = Field(default=None, ge=0)
+    recipe: Literal["greedy", "direct", "futurebridge"] | None = None
 
 
 class StreamOptions(BaseModel):

@@ -14,9 +14,12 @@ from jinja2 import TemplateError
 from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.pool import Event
+from fb_core.selectors import LLMPreference
 from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, Place
 from fb_core.serve.text import Text
+
+DIRECT = LLMPreference()  # one for all, so that their events are served at once
 
 
 class Busy(Exception):
@@ -161,11 +164,15 @@ class Service:
                 self.metrics.count(token)
             tokens.put_nowait(token)
 
+        own = request.futurebridge
+        if own.recipe == "futurebridge" and isinstance(self.engine.decoder.selector, LLMPreference):
+            raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; this server has no adapter')
         handle = self.engine.submit(
             ids,
             wanted,
-            threshold=request.futurebridge.threshold,
-            max_events=request.futurebridge.max_events,
+            threshold=own.threshold,
+            max_events=0 if own.recipe == "greedy" else own.max_events,
+            selector=DIRECT if own.recipe == "direct" else None,
             ranking=request.ranking is not None,
             listener=lambda token: _soon(loop, partial(tell, token)),
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -240,6 +241,22 @@ def test_a_threshold_and_a_budget_of_ones_own():
             running.submit(ids, 16, max_events=5)
         with pytest.raises(ValueError, match="threshold"):
             running.submit(ids, 16, threshold=math.nan)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_selector_of_ones_own_among_others(family):
+    slm, llm = models(family)
+    asked, own = prompts(5, 9, 12, 7, seed=6), [None, SLMPreference(), LLMPreference(), None]
+    want = [alone(slm, llm, [ids], 20, each, -1.0)[0] for ids, each in zip(asked, own, strict=True)]
+    assert want != alone(slm, llm, asked, 20, threshold=-1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gemma2 runs in the plain loop
+        running = engine(slm, llm, threshold=-1.0)
+    with running:
+        handles = [running.submit(ids, 20, selector=selector) for ids, selector in zip(asked, own, strict=True)]
+        assert [facts(handle.result(60)) for handle in handles] == want
+        with pytest.raises(TypeError, match="selector: expected type Selector, got str"):
+            running.submit(asked[0], 20, selector="direct")
 
 
 def test_other_families_run_one_after_another():

@@ -21,7 +21,8 @@ from limits import HANG
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.demo.pairs import load_pair
 from fb_core.policy import RequestPolicy
-from fb_core.selectors import LLMPreference
+from fb_core.reranker import TokenReranker
+from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.protocol import OFF
 from fb_core.serve.run import listen
 from fb_core.serve.text import Text
@@ -142,6 +143,11 @@ def test_stop_strings_limits_and_overrides(server, problems, expected):
         model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"max_events": 0}}
     )
     assert quiet.choices[0].model_extra["futurebridge"]["events"] == []
+    for recipe, text in (("greedy", quiet.choices[0].text), ("direct", expected[0].text)):
+        by = client.completions.create(
+            model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"recipe": recipe}}
+        )
+        assert by.choices[0].text == text
     always = client.completions.create(
         model=MODEL, prompt=problems[0].prompt, max_tokens=9, extra_body={"futurebridge": {"threshold": -1.0}}
     )
@@ -182,6 +188,8 @@ REFUSED = [
     ({"prompt": [[1, 4]] * 300}, "prompt", "expected at most the queue's 256, got 300"),
     ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
     ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
+    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "this server has no adapter"),
+    ({"futurebridge": {"recipe": "magic"}}, "futurebridge.recipe", "'greedy', 'direct' or 'futurebridge'"),
     ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold", "valid number"),
     ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),
     ({"futurebridge": 7}, "futurebridge", "object"),
@@ -409,6 +417,28 @@ def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     assert status in (0, -signal.SIGTERM)  # which it passes on when all is done
     assert {line["status"] for line in log} >= {200, 401}
     assert not any(problems[0].prompt in json.dumps(line) for line in log)
+
+
+def test_a_request_chooses_between_the_servers_reranker_and_other_recipes(pair, problems, expected, tmp_path):
+    reranker = TokenReranker.from_base(pair.slm).eval()
+    with torch.no_grad():
+        reranker.head.copy_(-pair.slm.get_output_embeddings().weight[5])
+    reranker.save_pretrained(tmp_path)
+    policy, options = RequestPolicy(THRESHOLD), {"max_length": 256, "tokenizer": pair.world.tokenizer}
+    decoder = LowLatencyDecoder(pair.slm, pair.llm, FutureBridgeSelector(reranker), policy, **options)
+    own = decoder.generate(list(problems[0].prompt_ids), 60)
+    assert own.text != expected[0].text
+    running = Server("--adapter", str(tmp_path))
+    try:
+        for recipe, wanted in (("futurebridge", own), (None, own), ("direct", expected[0])):
+            found = running.client().completions.create(
+                model=MODEL, prompt=problems[0].prompt, max_tokens=60, extra_body={"futurebridge": {"recipe": recipe}}
+            )
+            assert found.choices[0].text == wanted.text
+            events = found.choices[0].model_extra["futurebridge"]["events"]
+            assert [event["choice"] for event in events] == [event.choice for event in wanted.events]
+    finally:
+        running.end()
 
 
 def test_text_comes_in_whole_characters_and_stops_where_it_is_told(pair):
