@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from limits import HANG
@@ -150,3 +153,39 @@ def test_lm_eval_is_told_that_prompts_are_not_scored(server, harness, caplog):
     with pytest.raises(Exception, match="400"):
         harness("local-completions", url, "multiple_choice", CHOICES, **options)
     assert "echo: expected false, or nothing, got true" in caplog.text
+
+
+# --- the documentation ------------------------------------------------------------------------------------------------
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+def run(lines):
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_documents_client_prints_what_they_say():
+    (command,) = (line for block in blocks("bash") for line in block.splitlines() if line.startswith("futurebridge "))
+    slm, *options = command.removeprefix("futurebridge serve --slm ").split()
+    running = Server(*options, slm=slm)
+    _, client = blocks("python")
+    assert run(client.replace("http://127.0.0.1:8000", running.url)) == blocks("text")[0]
+    running.end()
+
+
+def test_the_documents_engine_runs():
+    engine, _ = blocks("python")
+    assert "Event(" in run(engine)
+
+
+def test_every_metric_is_documented_and_no_other(server):
+    text = httpx.get(f"{server.url}/metrics").text
+    there = {name.removesuffix("_total") for name in re.findall(r"^# TYPE futurebridge_(\w+)", text, re.MULTILINE)}
+    there = {name for name in there if not name.endswith("_created")}
+    rows = DOCS.read_text().partition("| metric")[2].splitlines()[2:]
+    told = {name for row in rows for name in re.findall(r"`([a-z_]+)[`{]", row.split("|")[1])}
+    assert {name.removesuffix("_total") for name in told} == there
