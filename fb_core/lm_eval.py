@@ -1,4 +1,4 @@
-"""The model `futurebridge` of EleutherAI's lm-evaluation-harness: log-likelihoods behind shared contexts.
+"""The model `futurebridge` of EleutherAI's lm-evaluation-harness: log-likelihoods behind shared contexts, and a pair.
 
 Importing this module registers it with lm-eval, which finds models of other packages in no other way: use
 `import fb_core.lm_eval` ahead of `lm_eval.simple_evaluate(model="futurebridge", ...)`, and on a command line
@@ -8,6 +8,7 @@ Importing this module registers it with lm-eval, which finds models of other pac
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,12 +26,19 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fb_core import hf
+from fb_core.engine.engine import Engine, Handle, Token
+from fb_core.llm import LLM
+from fb_core.loading import selector_of
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
+from fb_core.serve.text import Text
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -44,24 +52,89 @@ class FutureBridgeLM(HFLM):
     """lm-eval's `hf` model, whose log-likelihoods come from packed forwards: each context runs once, without logits.
 
     Tokens, the split into context and continuation, truncation, chat templates and generation are those of `hf`;
-    `batch_size` is for generation alone. Log-probs are float32.
+    `batch_size` is for generation alone. Log-probs are float32. With a large model beside it, generations are the
+    pair's, by an `Engine`, and log-likelihoods stay the small one's.
 
     Args:
         pretrained: a folder, a name on the hub or a loaded transformers model, as for `hf`.
         token_budget: rows that a forward takes at most; what half the free memory holds by default.
+        llm: the large model that is asked in generations: a folder, a name on the hub, or one that is loaded.
+        adapter: folder of a reranker; without one the large model's own preference decides.
+        certainty: probability above which the large model's token is taken without asking the adapter.
+        threshold: entropy in nats above which the large model is asked.
+        max_events: of one generation at most.
+        max_batch: sequences that the pair continues together.
         options: as for `hf`, but those that make another forward than the plain one of a whole model.
 
     Raises:
-        ValueError: such an option, or a model that packing would get wrong.
+        ValueError: such an option, a model that packing would get wrong, or models that do not belong together.
     """
 
-    def __init__(self, pretrained: str | hf.CausalLM, *, token_budget: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        pretrained: str | hf.CausalLM,
+        *,
+        token_budget: int | None = None,
+        llm: str | LLM | hf.CausalLM | None = None,
+        adapter: str | None = None,
+        certainty: float | None = None,
+        threshold: float = 1.0,
+        max_events: int = 8,
+        max_batch: int = 32,
+        **options: Any,
+    ) -> None:
+        if llm is None and adapter is not None:
+            raise ValueError("adapter: expected an llm beside it, got none; it chooses among the large model's tokens")
         for name in UNSUPPORTED:
             if options.get(name):
                 raise ValueError(f"{name}: expected none for futurebridge, got {options[name]}; use --model hf")
         super().__init__(pretrained, **options)
         self.scorer = CompatibilityScorer(self.model)
         self.token_budget = token_budget or rows_in_memory(self.model)
+        self.engine: Engine | None = None
+        if llm is None:
+            return
+        tokenizers = (self.tokenizer, self.tokenizer)
+        if isinstance(llm, str):
+            llm, other = hf.load_model(llm, str(self.device), "auto")
+            tokenizers = (self.tokenizer, other)
+        self.engine = Engine(
+            Pair(self.model, llm, tokenizers),
+            selector_of(adapter, certainty, self.model),
+            RequestPolicy(threshold),
+            max_batch=max_batch,
+            max_length=self.max_length,
+            max_events=max_events,
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What each context is continued by, up to its stop strings: as `hf` has it, or the pair's.
+
+        Raises:
+            ValueError: a request to sample, where a pair decodes.
+        """
+        if self.engine is None:
+            return super().generate_until(requests, disable_tqdm)
+        end, answers, under_way = self.tok_decode(self.eot_token_id, skip_special_tokens=False), [], []
+        try:
+            for context, asked in (request.args for request in requests):
+                wanted = normalize_gen_kwargs(asked, self.max_gen_toks)
+                if wanted["do_sample"]:
+                    raise ValueError("do_sample: expected false, as a pair decodes, got true; use --model hf")
+                room, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=end)
+                ids = self.tok_encode(context, left_truncate_len=self.max_length - room)
+                written = _Written(Text(self.tokenizer, stops))
+                written.handle = self.engine.submit(ids, room, listener=written)
+                under_way.append((written, stops))
+            bar = tqdm(under_way, disable=disable_tqdm or self.rank != 0, desc="generations")
+            for request, (written, stops) in zip(requests, bar, strict=True):
+                answer = postprocess_generated_text(written.whole(), stops, self.think_end_token)
+                self.cache_hook.add_partial("generate_until", request.args, answer)
+                answers.append(answer)
+        finally:
+            for written, _ in under_way:
+                written.handle.cancel()
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of every text; the windows of one longer than the model are its sum."""
@@ -112,6 +185,32 @@ class FutureBridgeLM(HFLM):
                             self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(len(indices))
         return answers
+
+
+class _Written:
+    """Hears a sequence's tokens and ends it at a stop string."""
+
+    handle: Handle
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._pieces: list[str] = []
+        self._ended = threading.Event()
+
+    def __call__(self, token: Token | None) -> None:
+        if token is None:
+            self._ended.set()
+            return
+        self._pieces.append(self._text.add(token.id))
+        if self._text.stopped and hasattr(self, "handle"):  # which comes soon, and then with the next token
+            self.handle.cancel()
+
+    def whole(self) -> str:
+        """The text, once the sequence has ended; raises what ended it, if that was an error."""
+        self._ended.wait()
+        if not self._text.stopped:
+            self.handle.result()
+        return "".join([*self._pieces, self._text.end()])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def load(settings: PairSettings) -> Loaded:
     slm, tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
     llm, other = _llm(settings, tokenizer)
     return Loaded(
-        Pair(slm, llm, (tokenizer, other)), tokenizer, _selector(settings, slm), RequestPolicy(settings.threshold)
+        Pair(slm, llm, (tokenizer, other)),
+        tokenizer,
+        selector_of(settings.adapter, settings.certainty, slm),
+        RequestPolicy(settings.threshold),
     )
 
 
@@ -53,8 +56,9 @@ def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.Caus
     return server, tokenizer
 
 
-def _selector(settings: PairSettings, slm: hf.CausalLM) -> Selector:
-    if settings.adapter is None:
+def selector_of(adapter: str | None, certainty: float | None, slm: hf.CausalLM) -> Selector:
+    """A reranker's own selector, another certainty in it where one is given; without one the LLM decides."""
+    if adapter is None:
         return LLMPreference()
-    reranker = TokenReranker.from_pretrained(settings.adapter, slm).eval()
-    return overridden(FutureBridgeSelector(reranker), settings.certainty)
+    reranker = TokenReranker.from_pretrained(adapter, slm).eval()
+    return overridden(FutureBridgeSelector(reranker), certainty)

@@ -24,7 +24,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from fb_core import shared_prefix
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, shared_prefix
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -247,6 +247,42 @@ def test_what_cannot_be_scored_is_refused(
         ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored behind it, got"
     ):
         lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
+
+
+def test_generations_are_a_pairs_where_there_is_a_large_model(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, tasks: TaskManager, tmp_path: Path
+) -> None:
+    large = tiny("qwen3", 2, vocab_size=len(words), max_position_embeddings=1024)
+    large.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    decoder = CollaborativeDecoder(model, large, LLMPreference(), RequestPolicy(1.0), tokenizer=words)
+    contexts = ["Kate keeps", "Anna keeps red apples. Ben keeps", "What does he", "Leo", "Emma keeps"] * 2
+    whole = [decoder.generate(words(text, add_special_tokens=False)["input_ids"], 24) for text in contexts]
+    stop = whole[0].text[5:8]
+    asked = [(text, {"until": [stop], "max_gen_toks": 24, "do_sample": False}) for text in contexts]
+    wanted = [one.text.partition(stop)[0] for one in whole]
+    assert sum(len(one.events) for one in whole) > 10
+    for llm, most in ((large, 3), (str(tmp_path), 32)):
+        lm = FutureBridgeLM(model, tokenizer=words, llm=llm, threshold=1.0, max_batch=most)
+        lm.set_cache_hook(Recorder())
+        assert lm.generate_until(requests("generate_until", *asked), disable_tqdm=True) == wanted
+        assert [call[1:] for call in lm.cache_hook.calls] == list(zip(asked, wanted, strict=True))
+        assert lm.engine.load.pages == 0
+    sampled = requests("generate_until", ("Kate", {"until": [], "do_sample": True, "temperature": 1.0}))
+    with pytest.raises(ValueError, match=r"^do_sample: expected false, as a pair decodes, got true; use --model hf$"):
+        lm.generate_until(sampled, disable_tqdm=True)
+    found = simple_evaluate(
+        model="futurebridge",
+        model_args={"pretrained": model, "tokenizer": words, "llm": str(tmp_path), "max_events": 2},
+        tasks=["fb_generate"],
+        task_manager=tasks,
+        limit=3,
+        bootstrap_iters=0,
+        device="cpu",
+    )
+    assert found["n-samples"]["fb_generate"]["effective"] == 3
+    with pytest.raises(ValueError, match=r"^adapter: expected an llm beside it"):
+        FutureBridgeLM(model, tokenizer=words, adapter="folder")
 
 
 @pytest.mark.slow
