@@ -265,8 +265,8 @@ class _Application:
                 used = self._used(request, body, answers)
                 if body.stream_options is not None and body.stream_options.include_usage:
                     yield _sent(shape.used(used))
+                status = 200  # a client may close as soon as it has read the end
                 yield "data: [DONE]\n\n"
-                status = 200
             except Exception as problem:
                 failed = self._failed(problem)
                 status = failed.response.status_code

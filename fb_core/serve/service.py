@@ -105,6 +105,7 @@ class Service:
         self.requests = 0  # sequences that have not ended
         self._open: set[asyncio.Queue[Token | None]] = set()  # of those that the engine has
         self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
+        hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it, which no other thread bears
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         """Token ids of what a request asks to be continued; ValueError for what the tokenizer does not take."""
@@ -124,8 +125,8 @@ class Service:
             RuntimeError: a closed engine.
         """
         count = 1 if isinstance(request, ChatRequest) else len(request.prompt)
-        if count > self.queue:
-            raise ValueError(f"prompt: expected at most the queue's {self.queue}, got {count}; send fewer at once")
+        if (copies := count * request.n) > self.queue:
+            raise ValueError(f"n: expected at most the queue's {self.queue} answers, got {copies}; send fewer prompts")
         if self.requests + count > self.queue:
             raise Busy(f"queue: expected at most {self.queue} sequences under way; try again")
         self.requests += count

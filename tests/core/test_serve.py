@@ -185,7 +185,8 @@ REFUSED = [
     ({"prompt": [[1, True]]}, "prompt", "expected a string"),
     ({"prompt": 7}, "prompt", "expected a string"),
     ({"prompt": "no word of it"}, "prompt", "expected words of the tokenizer's vocabulary"),
-    ({"prompt": [[1, 4]] * 300}, "prompt", "expected at most the queue's 256, got 300"),
+    ({"prompt": [[1, 4]] * 257}, "n", "expected at most the queue's 256 answers, got 257"),
+    ({"prompt": [[1, 4]] * 17, "n": 16}, "n", "expected at most the queue's 256 answers, got 272"),
     ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
     ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
     ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "this server has no adapter"),
@@ -397,8 +398,8 @@ def test_a_client_that_goes_away_frees_its_place(server, problems):
 
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     monkeypatch.setenv("OUR_KEY", "secret")
-    running = Server("--key-variable", "OUR_KEY", "--queue", "1", "--max-batch", "1")
-    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 200}
+    running = Server("--key-variable", "OUR_KEY", "--queue", "1", "--max-batch", "1", "--max-length", "100")
+    body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 80}
     url, key = f"{running.url}/v1/completions", {"Authorization": "Bearer secret"}
     assert httpx.post(url, json=body).status_code == 401
     assert urllib.request.urlopen(f"{running.url}/health").status == 200
@@ -406,6 +407,9 @@ def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
         answers = list(clients.map(lambda _: httpx.post(url, json=body, headers=key, timeout=60), range(16)))
     assert {answer.status_code for answer in answers} == {200, 429}
     assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 429)
+    messages = [{"role": "user", "content": problems[0].prompt}]  # no limit in it: as many tokens as there is room for
+    chat = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": messages}, headers=key, timeout=HANG)
+    assert chat.status_code == 200
     seen = []
     with httpx.stream("POST", url, json=body | {"stream": True}, headers=key, timeout=60) as stream:
         lines = stream.iter_lines()

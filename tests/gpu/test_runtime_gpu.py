@@ -112,17 +112,23 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
     assert steps[0].model.graphs.nbytes > 0
 
 
-def test_small_a_warm_step_never_syncs() -> None:
+@pytest.mark.parametrize("ranked", [False, True])
+def test_small_a_warm_step_never_syncs(ranked: bool) -> None:
     step = started(model(torch.bfloat16), 200, tokens(9))
     for _ in range(2):  # a graph for each place of the ring
-        step.run(1)
+        step.run(1, ranked)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
-            step.run(1)
+            step.run(1, ranked)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    for outcome in (*step.outcomes(1), *step.outcomes(1)):
+        assert (outcome.ranked is not None) == ranked
+        if outcome.ranked is not None:
+            assert outcome.ranked.ids[0] == outcome.token
+            assert sorted(outcome.ranked.logprobs, reverse=True) == outcome.ranked.logprobs
 
 
 def test_small_other_weights_are_captured_anew() -> None:
