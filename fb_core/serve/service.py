@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
@@ -49,21 +50,24 @@ class Answer:
             concurrent.futures.CancelledError: the server or its engine ends.
         """
         try:
-            events: list[Event] = []
+            piece, events, places = "", list[Event](), list[Place]()
             while (token := await self.tokens.get()) is not None:
                 self.completion += 1
                 if token.event is not None:
                     self.events.append(token.event)
                     events.append(token.event)
-                places = self._places(token)
-                piece = self.text.add(token.id)
+                places += self._places(token)
+                piece += self.text.add(token.id)
                 if self.text.stopped or token.id in self.ends:
                     self.finish = "stop"
-                if piece or events or places:
+                behind = not (self.tokens.empty() or self.text.stopped)  # more has come: one piece for all of it
+                if (piece or events or places) and not behind:
                     yield Piece(piece, events, places)
-                    events = []
+                    piece, events, places = "", [], []
                 if self.text.stopped:
                     return
+            if piece or events or places:
+                yield Piece(piece, events, places)
             if not self.handle.done:
                 raise CancelledError
             self.handle.result()
@@ -104,6 +108,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
         self._open: set[asyncio.Queue[Token | None]] = set()  # of those that the engine has
+        self._inbox: _Inbox | None = None  # of the event loop that asks
         self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
         hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it, which no other thread bears
 
@@ -150,7 +155,8 @@ class Service:
             tokens.put_nowait(None)
 
     def _submit(self, ids: list[int], request: CompletionRequest | ChatRequest) -> Answer:
-        loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token | None]()
+        tokens = asyncio.Queue[Token | None]()
+        inbox = self._inbox = self._inbox or _Inbox(asyncio.get_running_loop())
         wanted = request.max_tokens
         if isinstance(request, ChatRequest):
             room = max(1, self.length - len(ids))
@@ -175,7 +181,7 @@ class Service:
             max_events=0 if own.recipe == "greedy" else own.max_events,
             selector=DIRECT if own.recipe == "direct" else None,
             ranking=request.ranking is not None,
-            listener=lambda token: _soon(loop, partial(tell, token)),
+            listener=lambda token: inbox.put(partial(tell, token)),
         )
         self._open.add(tokens)  # ahead of whatever the engine says of it: that comes by this thread
         text = Text(self.tokenizer, request.stop)
@@ -188,16 +194,16 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | 
     Raises:
         Exception: what `Answer.pieces` does; nobody reads the other answers then.
     """
-    came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+    came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)  # more waits to become one piece
 
     async def read(index: int, answer: Answer) -> None:
         try:
             async for piece in answer.pieces():
-                came.put_nowait((index, piece))
+                await came.put((index, piece))
         except Exception as problem:
-            came.put_nowait((index, problem))
+            await came.put((index, problem))
         else:
-            came.put_nowait((index, None))
+            await came.put((index, None))
 
     reading = [asyncio.ensure_future(read(index, answer)) for index, answer in enumerate(answers)]
     left = len(answers)
@@ -213,7 +219,27 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | 
             task.cancel()
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call it in the loop's thread, unless the loop is closed, where nobody listens any more."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
+class _Inbox:
+    """Calls of another thread, made in an event loop's: one wake-up for all that have come together.
+
+    Args:
+        loop: where they are made, unless it is closed, where nobody listens any more.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls: deque[Callable[[], None]] = deque()
+        self._woken = False
+
+    def put(self, call: Callable[[], None]) -> None:
+        """From any thread."""
+        self._calls.append(call)
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._woken = False  # ahead of the calls: one that comes behind the last of them wakes the loop again
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()

@@ -20,11 +20,14 @@ from limits import HANG
 
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.demo.pairs import load_pair
+from fb_core.engine.engine import Engine
+from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
-from fb_core.serve.protocol import OFF
+from fb_core.serve.protocol import OFF, CompletionRequest
 from fb_core.serve.run import listen
+from fb_core.serve.service import Service
 from fb_core.serve.text import Text
 
 THRESHOLD, MODEL = 0.6, "demo:plans"
@@ -443,6 +446,19 @@ def test_a_request_chooses_between_the_servers_reranker_and_other_recipes(pair, 
             assert [event["choice"] for event in events] == [event.choice for event in wanted.events]
     finally:
         running.end()
+
+
+def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
+    async def read_late(service):
+        (answer,) = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
+        answer.handle.result(60)  # no token has reached this thread's loop
+        await asyncio.sleep(0)
+        return [piece async for piece in answer.pieces()]
+
+    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
+        (piece,) = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
+    assert piece.text == expected[0].text
+    assert [event.step for event in piece.events] == [event.step for event in expected[0].events]
 
 
 def test_text_comes_in_whole_characters_and_stops_where_it_is_told(pair):
