@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, speedups, stages, targets
+from benchmarks import roofline, serving, soak, speedups, stages, targets
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
@@ -228,11 +228,19 @@ def render_shared_prefix(text: str, root: Path = ROOT) -> str:
     return _replace(text, "lm-eval", speedups.lm_eval_table(tasks)) if tasks else text
 
 
+def render_serving(text: str, root: Path = ROOT) -> str:
+    """docs/serving.md with what was measured of the server made anew."""
+    load_test, soaked = load(root, "cpu").get("serving"), load(root, "soak").get("cpu")
+    text = _replace(text, "load", serving.table(load_test)) if load_test else text
+    return _replace(text, "soak", soak.lines(soaked)) if soaked else text
+
+
 RENDERED = {  # by file
     "README.md": render,
     "docs/experiments.md": render_experiments,
     "docs/benchmarks.md": render_benchmarks,
     "docs/scale.md": render_scale,
+    "docs/serving.md": render_serving,
     "docs/shared_prefix.md": render_shared_prefix,
     "benchmarks/NOTES.md": render_notes,
 }
@@ -246,6 +254,8 @@ def main(root: Path = ROOT) -> None:
             roofline.plots(list(gpu.values()), root / "docs" / device)
     if grpo:
         speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
+    if load_test := load(root, "cpu").get("serving"):
+        serving.plot(load_test, root / "docs" / "serving.svg")
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

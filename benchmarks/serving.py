@@ -219,6 +219,7 @@ def _by_shape(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]
 def plot(result: Mapping[str, Any], path: Path) -> Path:
     """Latency against throughput, and throughput against clients."""
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     shapes = {int(shape.partition(" ")[0]): found for shape, found in _by_shape(result).items() if OURS in found}
     clients = sorted(shapes)
@@ -232,6 +233,10 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
                 for count, x, y in zip(clients, rates, late, strict=True):
                     left.annotate(f"{count}", (x, y), (0, -11), textcoords="offset points", ha="center")
         left.set(xlabel="requests a second (at so many clients)", ylabel="latency, ms", yscale="log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        left.yaxis.set_minor_locator(NullLocator())
+        left.margins(y=0.12)
         for impl, label, look in (
             (OURS, "server", {"color": "C0", "linewidth": 2.5}),
             (ENGINE, ENGINE, {"color": GREY}),

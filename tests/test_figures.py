@@ -33,14 +33,14 @@ def case(op: str, shape: str, impl: str, us: float | None, share: float | None) 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A copy of what the figures are made of, without GPU results."""
-    for device in ("cpu", "grpo"):
+    for device in ("cpu", "grpo", "soak"):
         shutil.copytree(ROOT / "benchmarks" / "results" / device, tmp_path / "benchmarks" / "results" / device)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
     if (ROOT / "docs" / "experiments").exists():
         shutil.copytree(ROOT / "docs" / "experiments", tmp_path / "docs" / "experiments")
-    for name in ("scale.md", "experiments.md", "benchmarks.md", "shared_prefix.md"):
+    for name in ("scale.md", "experiments.md", "benchmarks.md", "serving.md", "shared_prefix.md"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     shutil.copy(ROOT / "benchmarks" / "NOTES.md", tmp_path / "benchmarks")
     return tmp_path
