@@ -187,7 +187,11 @@ def table(result: Mapping[str, Any]) -> list[str]:
         "tokens/s",
         *(f"{name}, ms p50 / p90 / p99" for name in ("first token", "latency")),
     ]
-    head += ["ms a token", "the server's and the clients' CPU", *(f"{name}, requests/s" for name in (ENGINE, SINGLE))]
+    head += [
+        "ms a token",
+        "the server's and the clients' CPU",
+        *(f"{name}, requests/s (by ours)" for name in (ENGINE, SINGLE)),
+    ]
     rows = []
     for shape, found in _by_shape(result).items():
         if OURS not in found:
