@@ -40,6 +40,9 @@ class Server:
         if found is None:
             raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
         self.host, self.port = found[1], int(found[2])
+        self.metrics()  # once it answers it has opened all that it opens without clients
+        time.sleep(0.5)
+        self.files = self.open_files()
 
     def __enter__(self) -> Server:
         return self
@@ -77,7 +80,7 @@ class Server:
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self, seconds: float = 60.0) -> None:
-        """Until no sequence is under way and no page is held.
+        """Until no sequence is under way, no page is held and no client is connected.
 
         Raises:
             TimeoutError: something is still.
@@ -87,6 +90,10 @@ class Server:
         while any((found := self.metrics())[name] for name in names):
             if time.monotonic() > stop:
                 raise TimeoutError(f"server: expected nothing under way, got { {name: found[name] for name in names} }")
+            time.sleep(0.05)
+        while self.open_files() > self.files:
+            if time.monotonic() > stop:
+                raise TimeoutError(f"server: expected {self.files} open files without clients, got {self.open_files()}")
             time.sleep(0.05)
 
     def _about(self, file: str) -> str:

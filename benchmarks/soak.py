@@ -176,7 +176,6 @@ def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, se
             asyncio.run(_together(server.url, iter(asked[first : first + every]), found))
             found.seconds += time.perf_counter() - began
             server.wait_until_idle()
-            time.sleep(0.5)  # closed connections
             done = min(first + every, requests)
             found.held.append(Held(done, server.resident_bytes(), server.open_files(), server.threads()))
         for name, count in server.metrics().items():
