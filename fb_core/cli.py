@@ -351,27 +351,48 @@ def serve(
     on_llm_error: Annotated[
         str, typer.Option(help="Where the large model does not answer: raise ends the answer, slm goes on without.")
     ] = "raise",
+    prefill_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompts that enter between two steps, while others wait.")
+    ] = 512,
+    engine: Annotated[
+        str, typer.Option(help="local for this process, or ray for replicas on a Ray cluster.")
+    ] = "local",
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the pair with --engine ray, each on a GPU where there is one.")
+    ] = None,
 ) -> None:
     """Serve a pair to OpenAI's clients: completions and chat completions, streamed or whole."""
     settings = _pair_settings(locals())
     from fb_core.extras import require
 
+    if engine not in ("local", "ray"):
+        raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
+    if replicas is not None and engine == "local":
+        raise ValueError("replicas: expected --engine ray beside it, got none; this process serves one")
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
-    from fb_core.serve.run import serve as run
     from fb_core.server import key_in
 
-    run(
-        settings,
-        host=host,
-        port=port,
-        key=key_in(key_variable),
-        max_batch=max_batch,
-        kv_memory=kv_memory,
-        queue=queue,
-        body_limit=body_limit,
-        drain=drain,
-        on_llm_error=on_llm_error,
-    )
+    given: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "key": key_in(key_variable),
+        "max_batch": max_batch,
+        "kv_memory": kv_memory,
+        "queue": queue,
+        "body_limit": body_limit,
+        "drain": drain,
+        "prefill_tokens": prefill_tokens,
+        "on_llm_error": on_llm_error,
+    }
+    if engine == "ray":
+        require("serve --engine ray", "ray", "fastapi", extra="serve-ray")
+        from fb_core.serve.replicas import serve_replicas
+
+        serve_replicas(settings, replicas or 1, **given)
+    else:
+        from fb_core.serve.run import serve as run
+
+        run(settings, **given)
 
 
 def _complain(problem: Exception) -> None:
@@ -386,6 +407,6 @@ def main() -> None:
     """Run a command: errors that a user can mend come as a line, wrong settings as a line each."""
     try:
         app()
-    except (ValueError, TypeError, OSError) as problem:
+    except (ValueError, TypeError, OSError, ImportError) as problem:
         _complain(problem)
         raise SystemExit(2) from None

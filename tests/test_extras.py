@@ -294,7 +294,7 @@ def test_what_the_core_imports_is_declared_without_an_extra(at_work: subprocess.
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_what_is_imported_is_declared(path: Path) -> None:
-    wanted = [EXTRAS[extra] for extra in ("run", "gpu", "data", "ray", "lm-eval", "trl", "serve")]
+    wanted = [EXTRAS[extra] for extra in ("run", "gpu", "data", "ray", "lm-eval", "trl", "serve", "serve-ray")]
     assert undeclared(path, PROJECT["dependencies"], *wanted) == set()
 
 

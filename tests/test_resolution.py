@@ -69,9 +69,8 @@ def test_every_set_resolves(constraints: str, python: str, machine: str) -> None
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_newest_of_everything_resolves(python: str, machine: str) -> None:
-    found = resolve(
-        python, machine, *(f"--extra={extra}" for extra in ("run", "gpu", "data", "ray", "lm-eval", "serve"))
-    )
+    extras = ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray")
+    found = resolve(python, machine, *(f"--extra={extra}" for extra in extras))
     assert "antlr4-python3-runtime" in found
 
 
@@ -105,7 +104,11 @@ def test_pip_finds_the_default_set_for_this_python(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     asked = [
         *project["dependencies"],
-        *(line for extra in ("run", "gpu", "data", "ray", "lm-eval", "serve", "dev") for line in extras[extra]),
+        *(
+            line
+            for extra in ("run", "gpu", "data", "ray", "lm-eval", "serve", "serve-ray", "dev")
+            for line in extras[extra]
+        ),
     ]
     requirements = [line for line in asked if not line.startswith("futurebridge[")]  # those are asked for already
     assert len(requirements) > 20

@@ -9,6 +9,7 @@ from typing import Any
 
 from fb_core.stages.stage import Stage, work_and_put
 
+LOOPBACK = "127.0.0.1"
 RETRIES = 3  # of a shard whose worker died
 PATIENCE = 600  # seconds for a worker to find a place when none is at work
 
@@ -30,6 +31,29 @@ class Worker:
 _resting: list[tuple[bool, Any]] = []  # workers of this process between two stages, by whether they have a GPU
 
 
+def connect() -> bool:
+    """Join the cluster that RAY_ADDRESS names, or start a Ray on loopback that ends with this process.
+
+    Nothing is reported to Ray's makers. False where this process has one already.
+
+    Raises:
+        ValueError: Ray is not installed.
+    """
+    here: dict[str, Any] = {}
+    if "RAY_ADDRESS" not in os.environ:
+        here = {"address": "local", "_node_ip_address": LOOPBACK, "include_dashboard": False}
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray listens everywhere; read where it is imported
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("engine: expected Ray to be installed, got none; pip install 'futurebridge[ray]'") from None
+    if ray.is_initialized():
+        return False
+    ray.init(log_to_driver=False, logging_level="ERROR", **here)
+    return True
+
+
 def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
     """Compute and write shards on as many workers as the cluster has GPUs, or cores where it has none.
 
@@ -41,17 +65,12 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
         ValueError: Ray is not installed, or what the work raises.
         OSError: what the work raises, or workers that die again and again.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("engine: expected Ray to be installed, got none; pip install 'futurebridge[ray]'") from None
-
     if not shards:
         return
-    if not ray.is_initialized():
+    if connect():
         _resting.clear()
-        here: dict[str, Any] = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else here))
+    import ray
+
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0)) if stage.on_gpu else 0
     kind = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Worker)

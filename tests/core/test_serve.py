@@ -377,7 +377,8 @@ def test_every_error_has_openais_form(server, problems):
 
 
 def test_no_piece_waits_for_the_clients_acknowledgement():
-    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+    listening, _ = listen("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()):
         connection, _ = listening.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,229 @@
+"""What listens ahead of replicas: each request goes to one of them, and its answer to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from fb_core.serve.app import GONE, LOG, RETRY_AFTER
+from fb_core.serve.protocol import problem_fields
+from fb_core.serve.replicas import Asked
+
+ERRORS = logging.getLogger("futurebridge.errors")
+PASSED = ("method", "path", "raw_path", "query_string", "root_path", "scheme", "headers", "http_version", "client")
+TRIES = 2  # of a request whose replica died: one that kills replicas kills no more
+PATIENCE = 60  # seconds for a replica to take a request
+SCRAPE = 10  # seconds for all of them to say their metrics
+
+
+class Front:
+    """Hands each request to one replica and what that sends to the client.
+
+    Where a replica dies, what was sent decides: nothing yet, and another one answers; part of a stream, and the stream
+    ends with an error.
+
+    Args:
+        handle: of the deployment.
+        most: requests to be answered that may be under way.
+        body_limit: bytes of a request.
+    """
+
+    def __init__(self, handle: Any, most: int, body_limit: int) -> None:
+        self.handle, self.most, self.body_limit = handle, most, body_limit
+        self.replicas = handle.options(method_name="answer", stream=True)
+        self.under_way = 0
+        self.ending = asyncio.Event()
+
+    def end(self) -> None:
+        """End all answers with an error."""
+        self.ending.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request, until it is answered or its client has gone away."""
+        began, client = time.perf_counter(), _Client(send)
+        asked = await self._read(scope, receive)
+        counts = scope["method"] == "POST"
+        self.under_way += counts
+        try:
+            if counts and self.under_way > self.most:
+                await client.refuse(429, f"queue: expected at most {self.most} requests under way; try again")
+            elif asked is not None:
+                await self._until_end(self._answered(asked, client), client, receive)
+        finally:
+            self.under_way -= counts
+            seconds = round(time.perf_counter() - began, 4)
+            line = {"method": scope["method"], "path": scope["path"], "status": client.status, "seconds": seconds}
+            LOG.info(json.dumps(line))
+
+    async def _until_end(self, answering: Coroutine[Any, Any, None], client: _Client, receive: Receive) -> None:
+        """Answer, unless the client goes away or all is to end."""
+        answer, gone, end = map(asyncio.ensure_future, (answering, _gone(receive), self.ending.wait()))
+        try:
+            await asyncio.wait((answer, gone, end), return_when=asyncio.FIRST_COMPLETED)
+            if end.done() and not answer.done():
+                answer.cancel()
+                await client.refuse(503, "server: expected to finish the answer, but it is being ended")
+        finally:
+            for task in (gone, end, answer):
+                task.cancel()  # not awaited: what waits for a dead replica may not heed it
+        if answer.done() and not answer.cancelled():
+            answer.result()
+
+    async def _read(self, scope: Scope, receive: Receive) -> Asked | None:
+        """The request, of its body just so much that a replica sees that it is too long; None where the client left."""
+        body, more = bytearray(), True
+        while more and len(body) <= self.body_limit:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        return Asked({name: scope[name] for name in PASSED if name in scope}, bytes(body[: self.body_limit + 1]))
+
+    async def _answered(self, asked: Asked, client: _Client) -> None:
+        try:
+            if asked.scope["path"] == "/metrics":
+                await self._metrics(asked, client)
+            else:
+                await self._relayed(asked, client)
+        except TimeoutError:
+            await client.refuse(503, "replicas: expected one that takes the request in time, got none; try again")
+        except RayTaskError as problem:
+            _note(problem, "the client is told")
+            await client.refuse(500, "replica: expected to finish the answer, got an error; see Ray's log")
+        except (RayError, RayServeException) as problem:
+            _note(problem, "the client is told")
+            await client.refuse(503, "replica: expected to finish the answer, its process died; try again")
+
+    async def _relayed(self, asked: Asked, client: _Client) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                await self._tried(asked, client)
+                return
+            except RayTaskError:
+                raise
+            except (RayError, RayServeException) as problem:
+                if client.begun or not left:
+                    raise
+                _note(problem, "another replica is asked")
+
+    async def _tried(self, asked: Asked, client: _Client) -> None:
+        """One replica's answer: a stream piece by piece, all else at once."""
+        answer, held = self.replicas.remote(asked), list[Message]()
+        try:
+            await _within(PATIENCE, anext(answer))
+            async for messages in answer:
+                held += messages
+                if client.begun or (_is_stream(held) and len(held) > 1):  # its head waits for its first piece
+                    await client.send(held)
+                    held = []
+            await client.send(held)
+        finally:
+            answer.cancel()
+
+    async def _metrics(self, asked: Asked, client: _Client) -> None:
+        """Those of all replicas, or what one refuses it with."""
+        said = await _within(SCRAPE, self.handle.broadcast("whole", asked).results_async(return_exceptions=True))
+        answers = [one for one in said if not isinstance(one, BaseException)]
+        refused = [messages for _, messages in answers if messages[0]["status"] != 200]
+        if refused:
+            await client.send(refused[0])
+        else:
+            texts = {name: b"".join(one["body"] for one in rest).decode() for name, (_, *rest) in answers}
+            await client.give(Response(_joined(texts), media_type="text/plain; version=0.0.4"))
+
+
+class _Client:
+    """Who gets an answer: its status, and whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = GONE
+        self.begun = False
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Some more of the answer."""
+        for message in messages:
+            if message["type"] == "http.response.start":
+                self.status, self.begun = message["status"], True
+            await self._send(message)
+
+    async def give(self, response: Response) -> None:
+        """All of it."""
+        head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        await self.send([head, {"type": "http.response.body", "body": response.body}])
+
+    async def refuse(self, status: int, message: str) -> None:
+        """An error in OpenAI's form, as the answer or, where a stream has begun, as its last piece."""
+        fields = problem_fields(message, "invalid_request_error" if status < 500 else "server_error")
+        if self.begun:
+            await self.send([{"type": "http.response.body", "body": f"data: {json.dumps(fields)}\n\n".encode()}])
+            self.status = status
+        else:
+            await self.give(JSONResponse(fields, status, {} if status == 500 else {"Retry-After": RETRY_AFTER}))
+
+
+async def _within(seconds: float, awaited: Coroutine[Any, Any, Any]) -> Any:
+    """What it gives, or TimeoutError at that time, whether it heeds that it is cancelled or not."""
+    task = asyncio.ensure_future(awaited)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _is_stream(messages: list[Message]) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for message in messages[:1]
+        for name, value in message["headers"]
+    )
+
+
+def _note(problem: Exception, then: str) -> None:
+    """A line of the error log."""
+    message = str(problem).partition("\n")[0]
+    ERRORS.error(json.dumps({"error": type(problem).__name__, "message": message, "then": then}))
+
+
+class _Joined(Collector):
+    """Metrics of several replicas, each sample with the name of its own."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, text in self.texts.items():
+            for found in text_string_to_metric_families(text):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                for sample in found.samples:
+                    family.samples.append(sample._replace(labels=sample.labels | {"replica": replica}))
+        yield from families.values()
+
+
+def _joined(texts: dict[str, str]) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Joined(texts))
+    return generate_latest(registry)
