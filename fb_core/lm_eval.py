@@ -33,11 +33,11 @@ from tqdm import tqdm
 from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.llm import LLM
-from fb_core.loading import selector_of
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
+from fb_core.selectors import selector_of
 from fb_core.serve.text import Text
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from fb_core.config import PairSettings
 from fb_core.llm import LLM
 from fb_core.pair import Pair, known_ids
 from fb_core.policy import RequestPolicy
-from fb_core.reranker import TokenReranker
-from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
+from fb_core.selectors import Selector, selector_of
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.inputs import load_model
 
@@ -54,11 +53,3 @@ def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.Caus
     )
     server.check_tokenizer(tokenizer)
     return server, tokenizer
-
-
-def selector_of(adapter: str | None, certainty: float | None, slm: hf.CausalLM) -> Selector:
-    """A reranker's own selector, another certainty in it where one is given; without one the LLM decides."""
-    if adapter is None:
-        return LLMPreference()
-    reranker = TokenReranker.from_pretrained(adapter, slm).eval()
-    return overridden(FutureBridgeSelector(reranker), certainty)

@@ -199,3 +199,10 @@ class FutureBridgeSelector(ScoringSelector):
             reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
             for row, (state, pool) in enumerate(zip(states, pools, strict=True))
         ]
+
+
+def selector_of(adapter: str | None, certainty: float | None, slm: hf.CausalLM) -> Selector:
+    """That of a reranker's folder, under a `CertainLLM` where a certainty is given; without one the LLM decides."""
+    if adapter is None:
+        return LLMPreference()
+    return overridden(FutureBridgeSelector(TokenReranker.from_pretrained(adapter, slm).eval()), certainty)
