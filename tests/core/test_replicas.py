@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +110,9 @@ def leave_early(server: Server, prompt: str) -> None:
 def observe(prompts: list[str]) -> dict[str, Any]:
     """Everything that happens to two replicas, in the order in which it is told below."""
     server = Server("--engine", "ray", "--replicas", "2", "--queue", "16")
-    front = psutil.Process(server.process.pid)
+    front, log = psutil.Process(server.process.pid), list[str]()
+    reader = threading.Thread(target=lambda: log.extend(server.process.stderr))  # a full pipe would hold it up
+    reader.start()
     try:
         seen: dict[str, Any] = {}
         family = [front, *front.children(recursive=True)]
@@ -155,8 +158,9 @@ def observe(prompts: list[str]) -> dict[str, Any]:
             server.process.send_signal(signal.SIGTERM)
             ending += [line for line in lines if line]
         seen["ending"] = ending
-        _, log = server.process.communicate(timeout=HANG)
-        seen["status"], seen["log"] = server.process.returncode, [json.loads(line) for line in log.splitlines()]
+        seen["status"] = server.process.wait(HANG)
+        reader.join(HANG)
+        seen["log"] = [json.loads(line) for line in log]
         _, alive = psutil.wait_procs(family, timeout=30)
         seen["alive"] = [process.pid for process in alive]
         return seen
