@@ -17,6 +17,7 @@ from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import DemoPair
 
 PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # tokens of an answer, of a sequence, at most
+MODEL = f"demo:{PAIR}"
 THREADS = 1  # of torch, in every process: the models are small
 
 
@@ -29,7 +30,7 @@ class Server:
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "fb_core", "serve", "--slm", f"demo:{PAIR}", "--llm", f"demo:{PAIR}"]
+        command = [sys.executable, "-m", "fb_core", "serve", "--slm", MODEL, "--llm", MODEL]
         command += ["--threshold", str(THRESHOLD), "--max-length", str(LENGTH), "--port", "0", *options]
         whole = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
         self.process = subprocess.Popen(

@@ -26,7 +26,7 @@ import torch
 from benchmarks import harness
 from benchmarks.harness import OURS, Result
 from benchmarks.roofline import GREY, STYLE, save
-from benchmarks.server_process import LENGTH, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
+from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import DemoPair, load_pair
 from fb_core.pair import Pair
@@ -86,7 +86,7 @@ async def ask(host: str, port: int, requests: Iterator[tuple[int, bytes]], repli
 
 def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
     """A load over HTTP."""
-    about = {"model": PAIR, "max_tokens": NEW, "stream": True, "stream_options": {"include_usage": True}}
+    about = {"model": MODEL, "max_tokens": NEW, "stream": True, "stream_options": {"include_usage": True}}
     bodies = iter([(place, json.dumps(about | {"prompt": ids}).encode()) for place, ids in enumerate(prompts)])
     replies: dict[int, Reply] = {}
 

@@ -27,7 +27,7 @@ import openai
 import torch
 
 from benchmarks import harness
-from benchmarks.server_process import PAIR, THREADS, Server, Truth, alone
+from benchmarks.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core.demo.pairs import DemoPair, load_pair
 from fb_core.report.page import markdown_table
 
@@ -111,7 +111,7 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
 async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
     """What is wrong with the answer, where something is."""
     create: Any = client.chat.completions.create if question.chat else client.completions.create
-    body = {"model": PAIR, **question.body}
+    body = {"model": MODEL, **question.body}
     if question.kind == "refused":
         try:
             return f"{body}: expected to be refused, got {await create(**body)}"
