@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from fb_core.demo.pairs import load_pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "serving.md"
+ROOT = Path(__file__).parent.parent.parent
+DOCS, README = ROOT / "docs" / "serving.md", ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,21 @@ def run(lines):
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_readmes_server_answers_as_it_says():
+    lines = README.read_text().splitlines()
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("futurebridge serve "))
+    serve, curl, answer = lines[place : place + 3]
+    slm, *options = serve.removeprefix("futurebridge serve --slm ").split()
+    running = Server(*options, slm=slm)
+    done = subprocess.run(
+        shlex.split(curl.replace("http://127.0.0.1:8000", running.url)), capture_output=True, text=True
+    )
+    running.end()
+    parts = [part.strip(" ,") for part in answer.removeprefix("# ").split("...")]
+    assert [part for part in parts if part not in done.stdout] == []
+    assert "boxed" in answer
 
 
 def test_the_documents_client_prints_what_they_say():
