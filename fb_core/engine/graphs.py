@@ -11,17 +11,19 @@ WARM_RUNS = 2  # compile and load every kernel, so that nothing does inside a ca
 
 
 class Graphs:
-    """Computations over tensors that never move, each captured once and replayed; a plain call where there is no GPU.
+    """Computations over tensors that never move, each captured once and replayed on a GPU; else a plain call.
 
     All graphs share one memory pool. That is safe since they run one after another and whatever outlives a run is
     copied to a tensor outside of the pool.
 
     Args:
         device: where the tensors are.
+        capture: whether that is worth while: a capture takes as long as hundreds of replays.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, capture: bool = True) -> None:
         self.device = device
+        self.captures = capture and device.type == "cuda"
         self.nbytes = 0
         """Memory that the captured graphs hold."""
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -29,14 +31,14 @@ class Graphs:
         self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
 
     def ready(self, key: Hashable, compute: Callable[[], None]) -> Callable[[], None]:
-        """What computes; on a GPU a replay of the graph, captured now where there is none yet.
+        """What computes; where it captures a replay of the graph, made now where there is none yet.
 
         Args:
             key: names the computation.
             compute: reads and writes the same tensors every time and never asks the host. A capture runs it several
                 times over, which must not matter.
         """
-        if self.device.type != "cuda":
+        if not self.captures:
             return compute
         if key not in self._graphs:
             self._capture(key, compute)
@@ -44,7 +46,7 @@ class Graphs:
 
     def runs(self, key: Hashable) -> bool:
         """Whether `ready` would run the computation now, to capture it."""
-        return self.device.type == "cuda" and key not in self._graphs
+        return self.captures and key not in self._graphs
 
     def forget(self) -> None:
         """Drop all graphs: what they read has moved."""

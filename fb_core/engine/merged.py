@@ -112,7 +112,7 @@ class MergedReranker:
     def _hidden(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
         """[K, D] of every state; all have the rows of the largest pool, or of a forward that is captured."""
         parts = [(state, part) for state, pool in enumerate(candidates) for part in pool.split(ROWS)]
-        captured = self.model.graphs.device.type == "cuda"
+        captured = self.model.graphs.captures
         rows = ROWS if captured else max(len(part) for _, part in parts)
         states = STATES * ROWS // rows
         found: list[list[Tensor]] = [[] for _ in candidates]

@@ -53,17 +53,18 @@ class PagedModel:
         model: a causal LM of the Llama family (`fb_core.native`).
         length: the most tokens of a sequence.
         count: of pages.
+        capture: whether what it computes on a GPU is captured.
 
     Raises:
         ValueError: a model without a native decoder.
     """
 
-    def __init__(self, model: hf.CausalLM, length: int, count: int) -> None:
+    def __init__(self, model: hf.CausalLM, length: int, count: int, capture: bool = True) -> None:
         self.model = model
         self.length = length
         self.pages = Pages(count)
         self.keys: list[Tensor] = []
-        self.graphs = Graphs(model.device)
+        self.graphs = Graphs(model.device, capture)
         self._read: list[tuple[int, int | None]] = []
         self._buffers: dict[int, Packed] = {}
         self._frequencies: Tensor | None = None  # what the rotary tables were made of,
@@ -184,7 +185,7 @@ class PagedModel:
 
     def _extend(self, parts: Sequence[Part]) -> Tensor:
         """In one forward; where it is captured, padding rows are a branch of a sequence that holds nothing."""
-        captured = self.graphs.device.type == "cuda"
+        captured = self.graphs.captures
         lengths = [len(part.tokens) for part in parts]
         total = sum(lengths)
         size = next(size for size in BUCKETS if total <= size) if captured else total
@@ -204,7 +205,7 @@ class PagedModel:
             torch.tensor([*bounds[1:], *[size] * absent]) - 1,
         )
         if not captured:
-            return self._take(numbers)
+            return self._take(Packed(*(x.to(self.graphs.device) for x in numbers)))
         packed = self._buffers.setdefault(size, Packed(*(x.to(self.graphs.device) for x in numbers)))
         for buffer, now in zip(packed, numbers, strict=True):
             buffer.copy_(now)

@@ -212,7 +212,7 @@ class DecodeStep:
 
     def _captured(self, count: int) -> int:
         """How many rows a step for so many has: where it is captured, a power of 2."""
-        return count if self.model.graphs.device.type != "cuda" else min(self.rows, 1 << (count - 1).bit_length())
+        return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
     def _ready(self, rows: int, place: int) -> Callable[[], None]:
         graphs, key, compute = self.model.graphs, ("step", rows, place), partial(self._compute, rows, place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def write(
 
 
 class _Writing:
-    """The sequences under way, a row each; on a GPU rows behind them are captured with them and compute nothing."""
+    """The sequences under way, a row each."""
 
     def __init__(
         self,
@@ -57,8 +56,9 @@ class _Writing:
         vocabulary: int,
     ) -> None:
         lengths = [stop.length(row) for row in rows]
-        needed = sum(map(pages_of, lengths))
-        self.model = PagedModel(model, max(lengths), min(needed, max(batch_tokens // SIZE, pages_of(max(lengths)))))
+        longest, needed = max(lengths), sum(map(pages_of, lengths))
+        count = min(needed, max(batch_tokens // SIZE, pages_of(longest)))
+        self.model = PagedModel(model, longest, count, capture=False)  # its pages last no longer than one call
         self.stop, self.choose = stop, choose
         self.waiting = deque(rows)
         self.live: list[hf.Running] = []
@@ -66,8 +66,8 @@ class _Writing:
         device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, hf.MAX_ROWS))
         self.ids = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.place = torch.zeros_like(self.ids)  # of the last token
-        self.table = torch.full((self.most, pages_of(max(lengths))), -1, dtype=torch.int32, device=device)
-        self.logits = self.model.keys[0].new_zeros(self.most, vocabulary)
+        self.table = torch.zeros(self.most, pages_of(longest), dtype=torch.int32, device=device)
+        self.vocabulary = vocabulary
 
     @torch.no_grad()
     def run(self) -> None:
@@ -125,28 +125,21 @@ class _Writing:
     def _step(self) -> None:
         """One more token for every row; those that end leave."""
         count = len(self.live)
-        size = count if self.ids.device.type != "cuda" else min(self.most, 1 << (count - 1).bit_length())
-        self.model.graphs.ready(("write", size), partial(self._compute, size))()
-        tokens = self.choose(self.live, self.logits[:count].float())
+        place, table = self.place[:count], self.table[:count]
+        slots = table.gather(1, (place // SIZE)[:, None])[:, 0].long() * SIZE + place % SIZE
+        hidden = self.model.forward(self.ids[:count], place, place, table, slots)
+        tokens = self.choose(self.live, self.model.logits(hidden, self.vocabulary).float())
         for row, token in zip(self.live, tokens, strict=True):
             row.tokens.append(token)
-        going = [place for place, row in enumerate(self.live) if not self.stop(row)]
+        going = [number for number, row in enumerate(self.live) if not self.stop(row)]
         self.ids[:count] = torch.tensor(tokens)
         self.place[:count] += 1
         if len(going) == count:
             return
-        for place in set(range(count)) - set(going):
-            self.model.pages.give_back(self.pages[place])
+        for ended in set(range(count)) - set(going):
+            self.model.pages.give_back(self.pages[ended])
         kept = torch.tensor(going, dtype=torch.int64, device=self.ids.device)
-        for buffer, empty in ((self.ids, 0), (self.place, 0), (self.table, -1)):
+        for buffer in (self.ids, self.place, self.table):
             buffer[: len(going)] = buffer[kept]
-            buffer[len(going) : count] = empty
-        self.live = [self.live[place] for place in going]
-        self.pages = [self.pages[place] for place in going]
-
-    def _compute(self, count: int) -> None:
-        place, table = self.place[:count], self.table[:count]
-        page = table.gather(1, (place // SIZE)[:, None])[:, 0].long()
-        slots = page * SIZE + place % SIZE  # negative behind the last row
-        hidden = self.model.forward(self.ids[:count], place, place, table, slots)
-        self.logits[:count].copy_(self.model.logits(hidden, self.logits.shape[1]))
+        self.live = [self.live[number] for number in going]
+        self.pages = [self.pages[number] for number in going]

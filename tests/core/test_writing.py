@@ -106,9 +106,9 @@ def test_no_more_tokens_are_held_than_asked_for_but_for_one_long_sequence(monkey
     model, counts = tiny("qwen3", 4, max_position_embeddings=400), []
     make = PagedModel.__init__
 
-    def making(self, model, length, count):
+    def making(self, model, length, count, **options):
         counts.append(count)
-        make(self, model, length, count)
+        make(self, model, length, count, **options)
 
     monkeypatch.setattr(PagedModel, "__init__", making)
     for batch_tokens in (1, 5 * SIZE, 10**9):

@@ -19,6 +19,7 @@ from fb_core import (
     RequestPolicy,
     SLMPreference,
     TokenReranker,
+    hf,
 )
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.engine.model import PagedModel, Part
@@ -93,6 +94,14 @@ def started(slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 10
     step.put(0, ids.tolist(), taken[0], length, math.inf)
     step.go_on(0, 0)
     return step
+
+
+def test_small_continuations_over_pages_are_the_plain_loops() -> None:
+    slm = model(torch.float32)
+    asked = [tokens(count) for count in (1, 5, 64, 65, 130)]
+    stop = hf.Stop(frozenset(), 20, None)
+    rows = hf.lockstep(slm, asked, stop, lambda step: step.logits.argmax(-1).tolist(), 1 << 16)
+    assert [new.tolist() for new in LocalLLM(slm).complete_many(asked, 20)] == [row.new for row in rows]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
