@@ -78,9 +78,13 @@ class Pages:
         for place, start in enumerate(range(0, len(tokens) - SIZE + 1, SIZE)):
             name = (parent, tuple(tokens[start : start + SIZE]))
             page = self._known.setdefault(name, pages[place])
-            if page == pages[place] and page not in self._names:
-                self._named += 1
-                self._names[page] = (self._named, name)
+            if page == pages[place]:
+                number, known = self._names.get(page, (0, name))
+                if known != name:  # the page before it, another sequence's, has made room since
+                    del self._known[known]
+                if not number:
+                    number = self._named = self._named + 1
+                self._names[page] = (number, name)
             parent = self._names[page][0]
 
     def give_back(self, pages: Sequence[int]) -> None:

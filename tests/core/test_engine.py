@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import random
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from tiny import V, tiny
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
 from fb_core.engine.engine import Engine
+from fb_core.engine.large import PagedLLM
 from fb_core.engine.model import PagedModel
 from fb_core.engine.pages import SIZE, Pages, pages_of
 from fb_core.engine.step import RANKED
@@ -119,6 +121,47 @@ def test_pages_are_never_given_twice_nor_lost(asked, count):
     for _, own in running:
         pages.give_back(own)
     assert pages.free == count
+
+
+def test_pages_that_were_computed_twice_are_shared_as_what_they_hold():
+    """Sequences that are taken together, filled again and given back in any order, against what pages hold."""
+    for seed in range(300):
+        draw, pages, held, holds = random.Random(seed), Pages(7), [], {}
+        for _ in range(40):
+            kind = draw.random()
+            if kind < 0.5 or not held:
+                taken = []
+                for _ in range(draw.randrange(1, 4)):
+                    tokens = [one for one in draw.choices(range(2), k=draw.randrange(1, 4)) for _ in range(SIZE)] + [9]
+                    if found := pages.take(tokens, len(tokens)):
+                        own, known = found
+                        for place in range(known // SIZE):
+                            assert holds[own[place]] == tokens[: (place + 1) * SIZE]
+                        taken.append((tokens, own))
+                for tokens, own in taken:
+                    holds |= {page: tokens[: (place + 1) * SIZE] for place, page in enumerate(own)}
+                    pages.filled(tokens, own)
+                held += taken
+            elif kind < 0.75:
+                pages.filled(*draw.choice(held))
+            else:
+                pages.give_back(held.pop(draw.randrange(len(held)))[1])
+
+
+def test_queries_together_that_share_a_page_stay_right_when_one_makes_room():
+    model = tiny("qwen3", 4, max_position_embeddings=400)
+    first, a, b = prompts(64, 64, 64)
+    paged, plain = PagedLLM(model, 320, 6), LocalLLM(model)
+    paged.candidates_many([torch.cat([first, a, a[:1]]), torch.cat([first, b, b[:1]])], 4)
+    for ids in (
+        prompts(190, seed=1)[0],
+        torch.cat([first, b, b[:2]]),
+        prompts(320, seed=2)[0],
+        torch.cat([first, b, b[:1]]),
+    ):
+        found, want = paged.candidates(ids, 4), plain.candidates(ids, 4)
+        assert found.ids.tolist() == want.ids.tolist()
+        torch.testing.assert_close(found.logprob, want.logprob, rtol=1e-4, atol=1e-4)
 
 
 def test_a_prompt_enters_in_pieces_while_others_run(monkeypatch):
