@@ -121,6 +121,11 @@ class FutureBridgeLM(HFLM):
                 wanted = normalize_gen_kwargs(asked, self.max_gen_toks)
                 if wanted["do_sample"]:
                     raise ValueError("do_sample: expected false, as a pair decodes, got true; use --model hf")
+                if wanted["max_gen_toks"] >= self.max_length:
+                    raise ValueError(
+                        f"max_gen_toks: expected less than max_length, {self.max_length}, got more; "
+                        "leave room for the prompt"
+                    )
                 room, stops = wanted["max_gen_toks"], handle_stop_sequences(wanted["until"], eos=end)
                 ids = self.tok_encode(context, left_truncate_len=self.max_length - room)
                 written = _Written(Text(self.tokenizer, stops))

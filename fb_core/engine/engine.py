@@ -269,6 +269,11 @@ class Engine:
             pages.count,
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more sequences: it was closed, or something has gone wrong that ends all of them."""
+        return self._state.closed
+
     def close(self) -> None:
         """Cancel what is under way and let the thread end."""
         self._closing()

@@ -360,16 +360,20 @@ class Loop:
                 self._resolve([task], lambda *_, answer=answer: answer.result(), changed)
 
     def _resolve(self, tasks: Sequence[Task], ask: Ask, changed: list[Task]) -> None:
-        """Events whose pools `ask` gives; what goes wrong with one of them ends them all."""
+        """Events whose pools `ask` gives; what goes wrong with one of them ends that one alone."""
         asking = [task.asking for task in tasks if task.asking is not None]
         states, logits = [each.state for each in asking], torch.cat([each.logits for each in asking])
-        changed += tasks
         try:
             events = self._events(tasks, states, logits, ask(states, logits))
         except Exception as problem:
-            for task in tasks:
-                self._fail(task, problem)
+            if len(tasks) > 1:
+                for task in tasks:
+                    self._resolve([task], ask, changed)
+            else:
+                self._fail(tasks[0], problem)
+                changed += tasks
             return
+        changed += tasks
         for task, event, each in zip(tasks, events, asking, strict=True):
             task.asking = None
             task.row.events.append(event)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, Generation, Usage
-from fb_core.llm import LLM
+from fb_core.llm import LLM, LocalLLM
 from fb_core.methods import Method
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
@@ -58,19 +58,17 @@ def takeover(
     decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
     pair, large = decoder.pair, decoder.pair.large()
     done = decoder.generate_many(prompts, max_new_tokens, until=1)
-    taken = [
-        place
-        for place, begun in enumerate(done)
-        if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends
-    ]
-    states = [
-        torch.cat([torch.as_tensor(prompts[place], device=slm.device), done[place].token_ids]).to(large.device)
-        for place in taken
-    ]
-    longest = max((max_new_tokens - len(done[place].token_ids) for place in taken), default=0)
-    rests = large.complete_many(states, longest) if taken else []
+    positions = hf.max_positions(large.model) if isinstance(large, LocalLLM) else None
+    states: dict[int, Tensor] = {}
+    for place, begun in enumerate(done):
+        if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
+            state = torch.cat([torch.as_tensor(prompts[place], device=slm.device), begun.token_ids])
+            if positions is None or len(state) < positions:  # else the LLM has none for another token
+                states[place] = state.to(large.device)
+    longest = max((max_new_tokens - len(done[place].token_ids) for place in states), default=0)
+    rests = large.complete_many(list(states.values()), longest) if states else []
     tokens = [begun.token_ids for begun in done]
-    for place, rest in zip(taken, rests, strict=True):
+    for place, rest in zip(states, rests, strict=True):
         tokens[place] = torch.cat([tokens[place], rest.to(slm.device)])[:max_new_tokens]
     return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
 

@@ -103,6 +103,7 @@ class _Application:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """What is under way ends before the engine does: the server drains its connections first."""
         yield
+        self.service.close()
         closing = threading.Thread(target=self.service.engine.close, daemon=True)  # it may wait for a large model
         closing.start()
         await asyncio.to_thread(closing.join, LAST)
@@ -147,6 +148,8 @@ class _Application:
     async def no_route(self, request: HTTPRequest, problem: Exception) -> Response:
         """What is not there, or not for this method."""
         assert isinstance(problem, HTTPException)
+        request.state.began, request.state.path = time.perf_counter(), "other"
+        self._log(request, problem.status_code)
         path = request.url.path[:100]
         message = f"path: expected one of this server's, got {request.method} {path}; see its documentation"
         failed = _Problem(problem.status_code, message)
@@ -154,7 +157,9 @@ class _Application:
         return failed.response
 
     async def health(self, _: HTTPRequest) -> Response:
-        """Whether the server is there."""
+        """Whether the server is there and its engine at work."""
+        if self.service.engine.closed:
+            raise _Problem(503, "engine: expected one at work, got a closed one; start the server anew", "server_error")
         return JSONResponse({"status": "ok"})
 
     async def prometheus(self, _: HTTPRequest) -> Response:

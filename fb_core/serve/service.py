@@ -27,7 +27,7 @@ class Busy(Exception):
     """More requests than the queue takes."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
     """An answer under way; `pieces` yields it, the other fields are known behind the last piece."""
 
@@ -40,6 +40,7 @@ class Answer:
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
+    cut: bool = False  # by the server's end
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Text as it becomes certain, with the events behind it; an answer that nobody reads on is cancelled.
@@ -68,7 +69,7 @@ class Answer:
                     return
             if piece or events or places:
                 yield Piece(piece, events, places)
-            if not self.handle.done:
+            if self.cut:
                 raise CancelledError
             self.handle.result()
             rest = self.text.end()
@@ -107,7 +108,7 @@ class Service:
         self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
-        self._open: set[asyncio.Queue[Token | None]] = set()  # of those that the engine has
+        self._open: set[Answer] = set()  # that the engine has
         self._inbox: _Inbox | None = None  # of the event loop that asks
         self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
         hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it, which no other thread bears
@@ -131,7 +132,8 @@ class Service:
         """
         count = 1 if isinstance(request, ChatRequest) else len(request.prompt)
         if (copies := count * request.n) > self.queue:
-            raise ValueError(f"n: expected at most the queue's {self.queue} answers, got {copies}; send fewer prompts")
+            name = "prompt" if count > self.queue else "n"
+            raise ValueError(f"{name}: expected at most the queue's {self.queue} answers, got {copies}; ask for fewer")
         if self.requests + count > self.queue:
             raise Busy(f"queue: expected at most {self.queue} sequences under way; try again")
         self.requests += count
@@ -151,8 +153,13 @@ class Service:
 
     def end(self) -> None:
         """End all answers now, whatever the engine waits for."""
-        for tokens in self._open:
-            tokens.put_nowait(None)
+        for answer in self._open:
+            answer.cut = True
+            answer.tokens.put_nowait(None)
+
+    def close(self) -> None:
+        """No more requests are to come."""
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, ids: list[int], request: CompletionRequest | ChatRequest) -> Answer:
         tokens = asyncio.Queue[Token | None]()
@@ -166,7 +173,7 @@ class Service:
         def tell(token: Token | None) -> None:
             if token is None:
                 self.requests -= 1
-                self._open.discard(tokens)
+                self._open.discard(answer)
             else:
                 self.metrics.count(token)
             tokens.put_nowait(token)
@@ -183,9 +190,10 @@ class Service:
             ranking=request.ranking is not None,
             listener=lambda token: inbox.put(partial(tell, token)),
         )
-        self._open.add(tokens)  # ahead of whatever the engine says of it: that comes by this thread
-        text = Text(self.tokenizer, request.stop)
-        return Answer(handle, tokens, text, len(ids), hf.eos_ids(self.engine.decoder.slm), request.ranking)
+        text, ends = Text(self.tokenizer, request.stop), hf.eos_ids(self.engine.decoder.slm)
+        answer = Answer(handle, tokens, text, len(ids), ends, request.ranking)
+        self._open.add(answer)  # ahead of whatever the engine says of it: that comes by this thread
+        return answer
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | None]]:

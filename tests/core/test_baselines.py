@@ -188,6 +188,15 @@ def test_takeover_at_the_limit_and_at_eos():
     assert takeover(slm, llm, RequestPolicy(1.0), [], 9) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"max_length": 200, "max_batch": 2}], ids=["plain", "fast"])
+def test_takeover_where_the_llm_has_no_position_left(options):
+    slm, llm = tiny("qwen3", 4, max_position_embeddings=400), tiny("qwen3", 5, max_position_embeddings=100)
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = None
+    full, short = takeover(slm, llm, RequestPolicy(-math.inf), prompts(99, 5), 20, **options)
+    assert (len(full.token_ids), len(short.token_ids)) == (1, 20)
+
+
 # What may follow the prompt's token 7; behind it comes the end. The SLM's order is 4, 5, 6, the LLM's 3, 6, 5: its
 # argmax is none of the SLM's two candidates, of which it prefers 5.
 SMALL = [-9.0, -9.0, 0.5, 0.0, 3.0, 2.5, 2.0, -9.0]

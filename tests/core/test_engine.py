@@ -507,6 +507,19 @@ def test_a_listener_that_fails_ends_its_own_sequence():
         assert [facts(handles[1].result(60))] == alone(slm, llm, asked[1:], 20)
 
 
+def test_what_goes_wrong_at_one_event_ends_that_sequence_alone():
+    slm, llm = tiny("qwen3", 4, max_position_embeddings=400), tiny("qwen3", 5, max_position_embeddings=100)
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = None
+    short, long = prompts(5, 120)
+    want = alone(slm, llm, [short], 40, LLMPreference(), -1.0, max_events=200)
+    with engine(slm, llm, LLMPreference(), -1.0, max_events=200, max_batch=3, max_length=300) as running:
+        handles = [running.submit(ids, 40) for ids in (short, long, short)]
+        with pytest.raises(ValueError, match="100"):
+            handles[1].result(60)
+        assert [facts(handles[place].result(60)) for place in (0, 2)] == want * 2
+
+
 def test_an_interrupt_in_the_midst_of_a_move_loses_no_page(monkeypatch):
     slm, llm = models()
     decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.2), **OPTIONS, max_length=200, max_batch=4)

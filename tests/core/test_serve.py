@@ -8,15 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 import torch
 from limits import HANG
+from starlette.testclient import TestClient
 
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.demo.pairs import load_pair
@@ -25,6 +27,7 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
+from fb_core.serve.app import application
 from fb_core.serve.protocol import OFF, CompletionRequest
 from fb_core.serve.run import listen
 from fb_core.serve.service import Service
@@ -40,10 +43,11 @@ class Server:
         command = [sys.executable, "-m", "fb_core", "serve", "--port", "0", "--slm", str(slm or MODEL)]
         own = ["--llm", MODEL, "--threshold", str(THRESHOLD), "--max-length", "256"]
         command += [*([] if slm else own), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  a pipe that nobody reads holds up what writes to it
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         line = self.process.stdout.readline()
         found = re.search(r"at (http://\S+)/v1", line)
-        assert found, line + self.process.stderr.read()
+        assert found, line + self.logged()
         self.url = found[1]
 
     def client(self, kind=openai.OpenAI, **options):
@@ -52,8 +56,15 @@ class Server:
     def end(self, how=signal.SIGTERM):
         """Its exit status and what it logged."""
         self.process.send_signal(how)
-        _, log = self.process.communicate(timeout=60)
-        return self.process.returncode, [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+        self.process.wait(60)
+        lines = [json.loads(line) for line in self.logged().splitlines() if line.startswith("{")]
+        self.log.close()
+        return self.process.returncode, lines
+
+    def logged(self):
+        """What has come on its error stream."""
+        self.log.seek(0)
+        return self.log.read()
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +199,7 @@ REFUSED = [
     ({"prompt": [[1, True]]}, "prompt", "expected a string"),
     ({"prompt": 7}, "prompt", "expected a string"),
     ({"prompt": "no word of it"}, "prompt", "expected words of the tokenizer's vocabulary"),
-    ({"prompt": [[1, 4]] * 257}, "n", "expected at most the queue's 256 answers, got 257"),
+    ({"prompt": [[1, 4]] * 257}, "prompt", "expected at most the queue's 256 answers, got 257"),
     ({"prompt": [[1, 4]] * 17, "n": 16}, "n", "expected at most the queue's 256 answers, got 272"),
     ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
     ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
@@ -372,6 +383,9 @@ def test_every_error_has_openais_form(server, problems):
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert path in answer.json()["error"]["message"]
     assert "POST" in httpx.get(f"{server.url}/v1/completions").headers["Allow"]
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert re.search(r'requests_total\{path="other",status="404"\} [2-9]', metrics)
+    assert re.search(r'requests_total\{path="other",status="405"\} [2-9]', metrics)
     long = httpx.post(f"{server.url}/v1/completions", content=b"x" * (2 << 20))
     assert (long.status_code, long.json()["error"]["type"]) == (413, "invalid_request_error")
 
@@ -447,6 +461,29 @@ def test_a_request_chooses_between_the_servers_reranker_and_other_recipes(pair, 
             assert [event["choice"] for event in events] == [event.choice for event in wanted.events]
     finally:
         running.end()
+
+
+def test_health_is_that_of_the_engine(pair):
+    engine = Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256)
+    service = Service(engine, pair.world.tokenizer, MODEL, 8, 60, 256)
+    with TestClient(application(service, key=None, body_limit=1000)) as client:
+        assert client.get("/health").status_code == 200
+        engine.close()
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+
+
+def test_an_answer_that_the_end_cuts_is_no_whole_one(pair, problems):
+    async def cut(service):
+        (answer,) = await service.begin(CompletionRequest(prompt=problems[0].prompt, max_tokens=60))
+        answer.handle.result(60)  # the engine has done, but nothing of it has come here
+        service.end()
+        return [piece async for piece in answer.pieces()]
+
+    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(THRESHOLD), max_length=256) as engine:
+        service = Service(engine, pair.world.tokenizer, MODEL, 8, 60, 256)
+        with pytest.raises(CancelledError):
+            asyncio.run(cut(service))
 
 
 def test_what_has_come_meanwhile_is_one_piece(pair, problems, expected):
