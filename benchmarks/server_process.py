@@ -37,20 +37,31 @@ class Server:
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=whole
         )
         assert self.process.stdout is not None
-        found = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
-        if found is None:
-            raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
-        self.host, self.port = found[1], int(found[2])
-        self.metrics()  # once it answers it has opened all that it opens without clients
-        time.sleep(0.5)
-        self.files = self.open_files()
+        try:
+            found = re.search(r"at http://(\S+):(\d+)/v1", self.process.stdout.readline())
+            if found is None:
+                raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
+            self.host, self.port = found[1], int(found[2])
+            self.metrics()  # once it answers it has opened all that it opens without clients
+            time.sleep(0.5)
+            self.files = self.open_files()
+        except BaseException:
+            self._kill()
+            raise
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        finally:
+            self._kill()  # which does nothing to one that has ended
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     @property
     def url(self) -> str:
