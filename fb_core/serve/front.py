@@ -15,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from fb_core.serve.app import GONE, LOG, RETRY_AFTER
+from fb_core.serve.app import GONE, LOG, RETRY_AFTER, _gone
 from fb_core.serve.protocol import problem_fields
 from fb_core.serve.replicas import Asked
 
@@ -61,16 +62,16 @@ class Front:
             if counts and self.under_way > self.most:
                 await client.refuse(429, f"queue: expected at most {self.most} requests under way; try again")
             elif asked is not None:
-                await self._until_end(self._answered(asked, client), client, receive)
+                await self._until_end(self._answered(asked, client), client, Request(scope, receive))
         finally:
             self.under_way -= counts
             seconds = round(time.perf_counter() - began, 4)
             line = {"method": scope["method"], "path": scope["path"], "status": client.status, "seconds": seconds}
             LOG.info(json.dumps(line))
 
-    async def _until_end(self, answering: Coroutine[Any, Any, None], client: _Client, receive: Receive) -> None:
+    async def _until_end(self, answering: Coroutine[Any, Any, None], client: _Client, request: Request) -> None:
         """Answer, unless the client goes away or all is to end."""
-        answer, gone, end = map(asyncio.ensure_future, (answering, _gone(receive), self.ending.wait()))
+        answer, gone, end = map(asyncio.ensure_future, (answering, _gone(request), self.ending.wait()))
         try:
             await asyncio.wait((answer, gone, end), return_when=asyncio.FIRST_COMPLETED)
             if end.done() and not answer.done():
@@ -141,24 +142,26 @@ class Front:
         refused = [messages for _, messages in answers if messages[0]["status"] != 200]
         if refused:
             await client.send(refused[0])
+        elif not answers:
+            await client.refuse(503, "replicas: expected one that says its metrics, got none; try again")
         else:
             texts = {name: b"".join(one["body"] for one in rest).decode() for name, (_, *rest) in answers}
             await client.give(Response(_joined(texts), media_type="text/plain; version=0.0.4"))
 
 
 class _Client:
-    """Who gets an answer: its status, and whether it has begun."""
+    """Who gets an answer: its status, whether it has begun, and whether it is a stream."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = GONE
-        self.begun = False
+        self.begun = self.streams = False
 
     async def send(self, messages: Sequence[Message]) -> None:
         """Some more of the answer."""
         for message in messages:
             if message["type"] == "http.response.start":
-                self.status, self.begun = message["status"], True
+                self.status, self.begun, self.streams = message["status"], True, _is_stream([message])
             await self._send(message)
 
     async def give(self, response: Response) -> None:
@@ -167,13 +170,17 @@ class _Client:
         await self.send([head, {"type": "http.response.body", "body": response.body}])
 
     async def refuse(self, status: int, message: str) -> None:
-        """An error in OpenAI's form, as the answer or, where a stream has begun, as its last piece."""
-        fields = problem_fields(message, "invalid_request_error" if status < 500 else "server_error")
-        if self.begun:
-            await self.send([{"type": "http.response.body", "body": f"data: {json.dumps(fields)}\n\n".encode()}])
-            self.status = status
-        else:
+        """An error in OpenAI's form, as the answer or, where a stream has begun, as its last piece.
+
+        A whole answer that has begun stays unfinished, which its client sees.
+        """
+        kind, code = ("rate_limit_error", "rate_limit_exceeded") if status == 429 else ("server_error", None)
+        fields = problem_fields(message, kind, code=code)
+        if not self.begun:
             await self.give(JSONResponse(fields, status, {} if status == 500 else {"Retry-After": RETRY_AFTER}))
+        elif self.streams:
+            await self.send([{"type": "http.response.body", "body": f"data: {json.dumps(fields)}\n\n".encode()}])
+        self.status = status
 
 
 async def _within(seconds: float, awaited: Coroutine[Any, Any, Any]) -> Any:
@@ -186,11 +193,6 @@ async def _within(seconds: float, awaited: Coroutine[Any, Any, Any]) -> Any:
         return task.result()
     finally:
         task.cancel()
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _is_stream(messages: list[Message]) -> bool:

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +44,11 @@ class Replica:
         _keep_port_here()
         self.room = make()
         self.name = serve.get_replica_context().replica_id.unique_id
+
+    def check_health(self) -> None:
+        """Ray calls it again and again, and replaces a replica where it raises."""
+        if self.room.engine.closed:
+            raise RuntimeError("engine: expected an open one, got a closed one; another replica takes its place")
 
     def tokens(self) -> int:
         """Those whose keys and values there is memory for."""
@@ -118,34 +124,31 @@ def serve_replicas(
     connect()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     import ray
-    from ray import serve
 
     from fb_core.serve.front import Front
 
     name = f"futurebridge-{ray.util.get_node_ip_address()}-{listening.getsockname()[1]}"
-    limit = queue + 2 * SPARE  # never reached by requests: Ray holds them back
+    limit = queue + 2 * SPARE  # sequences: requests alone never reach it, lists of prompts may
     make = partial(room, settings, key=key, max_batch=max_batch, queue=limit, body_limit=body_limit, **others)
     try:
-        handle = _deployed(name, make, replicas, _gpus(settings.device, replicas), queue)
-        tokens = handle.tokens.remote().result()
-        holds = f"{replicas} replicas, each of {max_batch} sequences, {tokens} tokens of keys and values"
-        show_log()
-        print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
-        front = Front(handle, replicas * queue, body_limit)
-        config = uvicorn.Config(
-            front,
-            lifespan="off",
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=drain + int(LAST),
-        )
-        Server(config, front.end, drain).run(sockets=[listening])
+        gpus = _gpus(settings.device, replicas)
+        with _application(name):
+            handle = _deployed(name, make, replicas, gpus, queue)
+            tokens = handle.tokens.remote().result()
+            holds = f"{replicas} replicas, each of {max_batch} sequences, {tokens} tokens of keys and values"
+            show_log()
+            print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
+            front = Front(handle, replicas * queue, body_limit)
+            config = uvicorn.Config(
+                front,
+                lifespan="off",
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=drain + int(LAST),
+            )
+            Server(config, front.end, drain).run(sockets=[listening])
     finally:
-        if "RAY_ADDRESS" in os.environ:  # else all of Ray ends with this process
-            serve.delete(name)
-            if not serve.status().applications:
-                serve.shutdown()
         ray.shutdown()
 
 
@@ -165,11 +168,26 @@ def _gpus(device: str, replicas: int) -> int:
     return int(gpus > 0)
 
 
+@contextmanager
+def _application(name: str) -> Iterator[None]:
+    """Ray Serve runs; at the end the application is taken down, and Ray Serve where it has no other."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled")
+    try:
+        yield
+    finally:
+        if "RAY_ADDRESS" in os.environ:  # else all of Ray ends with this process
+            serve.delete(name)
+            if not serve.status().applications:
+                serve.shutdown()
+
+
 def _deployed(name: str, make: Callable[[], Room], replicas: int, gpus: int, queue: int) -> Any:
     """The handle of so many replicas that are ready."""
     from ray import serve
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     deployment = serve.deployment(
         Replica,
         name="replica",
@@ -180,7 +198,6 @@ def _deployed(name: str, make: Callable[[], Room], replicas: int, gpus: int, que
         ray_actor_options={"num_cpus": 1, "num_gpus": gpus},
         logging_config={"enable_access_log": False},
     )
-    serve.start(proxy_location="Disabled")
     try:
         return serve.run(deployment.bind(make), name=name, route_prefix=None)
     except RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -132,10 +133,11 @@ def observe(prompts: list[str]) -> dict[str, Any]:
         until(lambda: all(line.endswith(" 0.0") for line in metrics(server) if "kv_pages_used{" in line))
         seen["metrics"] = metrics(server)
 
-        async def crowd() -> list[int]:
+        async def crowd() -> list[tuple[int, str, str]]:
             async with httpx.AsyncClient(timeout=LIMIT, limits=httpx.Limits(max_connections=None)) as client:
                 posts = (client.post(f"{server.url}/v1/completions", json=body) for _ in range(80))
-                return sorted({answer.status_code for answer in await asyncio.gather(*posts)})
+                errors = ((x.status_code, x.json().get("error", {})) for x in await asyncio.gather(*posts))
+                return sorted({(status, error.get("type", ""), error.get("code", "")) for status, error in errors})
 
         seen["crowd"] = asyncio.run(crowd())
 
@@ -210,7 +212,7 @@ def test_routes_and_limits_are_those_of_one_process(seen):
     assert seen["refused"][0] == 400
     assert seen["refused"][1].startswith("frequency_penalty: expected")
     assert seen["long"] == [413, f"body: expected at most {1 << 20} bytes; shorten the request"]
-    assert seen["crowd"] == [200, 429]
+    assert seen["crowd"] == [[200, "", ""], [429, "rate_limit_error", "rate_limit_exceeded"]]
 
 
 @pytest.mark.slow
@@ -269,4 +271,49 @@ def test_options_that_do_not_go_together_are_refused(options, words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 2
     assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def sent_by(act: Any) -> tuple[list[dict[str, Any]], int]:
+    """What a client gets, and the status that is logged."""
+    front = pytest.importorskip("fb_core.serve.front")
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    client = front._Client(send)
+    asyncio.run(act(client))
+    return sent, client.status
+
+
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream; charset=utf-8"])
+def test_an_error_goes_behind_a_stream_and_not_into_a_whole_answer(kind):
+    head = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+
+    async def refused(client: Any) -> None:
+        await client.send([head])
+        await client.refuse(503, "server: ended")
+
+    sent, status = sent_by(refused)
+    assert status == 503
+    assert [message["type"] for message in sent[1:]] == ["http.response.body"] * (kind != b"application/json")
+    assert all(message["body"].startswith(b'data: {"error"') for message in sent[1:])
+
+
+def test_a_cluster_without_room_is_told_and_nothing_else():
+    """On a Ray that runs already, where no Ray Serve does."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("fastapi")
+    ray.init(address="local", num_cpus=1, _node_ip_address="127.0.0.1", include_dashboard=False, logging_level="ERROR")
+    try:
+        address = ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-m", "fb_core", "serve", "--slm", "demo:plans", "--llm", "demo:plans"]
+        command += ["--port", "0", "--engine", "ray", "--replicas", "2", "--device", "cpu"]
+        environment = os.environ | {"RAY_ADDRESS": address}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment)
+    finally:
+        ray.shutdown()
+    assert done.returncode == 2
+    assert "replicas: expected at most the cluster's 1 cores, got 2" in done.stderr
     assert done.stderr.count("\n") == 1
