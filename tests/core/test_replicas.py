@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,9 +110,7 @@ def leave_early(server: Server, prompt: str) -> None:
 def observe(prompts: list[str]) -> dict[str, Any]:
     """Everything that happens to two replicas, in the order in which it is told below."""
     server = Server("--engine", "ray", "--replicas", "2", "--queue", "16")
-    front, log = psutil.Process(server.process.pid), list[str]()
-    reader = threading.Thread(target=lambda: log.extend(server.process.stderr))  # a full pipe would hold it up
-    reader.start()
+    front = psutil.Process(server.process.pid)
     try:
         seen: dict[str, Any] = {}
         family = [front, *front.children(recursive=True)]
@@ -161,8 +158,7 @@ def observe(prompts: list[str]) -> dict[str, Any]:
             ending += [line for line in lines if line]
         seen["ending"] = ending
         seen["status"] = server.process.wait(HANG)
-        reader.join(HANG)
-        seen["log"] = [json.loads(line) for line in log]
+        seen["log"] = [json.loads(line) for line in server.logged().splitlines()]
         _, alive = psutil.wait_procs(family, timeout=30)
         seen["alive"] = [process.pid for process in alive]
         return seen
