@@ -158,7 +158,7 @@ def observe(prompts: list[str]) -> dict[str, Any]:
             ending += [line for line in lines if line]
         seen["ending"] = ending
         seen["status"] = server.process.wait(HANG)
-        seen["log"] = [json.loads(line) for line in server.logged().splitlines()]
+        seen["log"] = [json.loads(line) for line in server.logged().splitlines() if line.startswith("{")]
         _, alive = psutil.wait_procs(family, timeout=30)
         seen["alive"] = [process.pid for process in alive]
         return seen
