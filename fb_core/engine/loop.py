@@ -199,6 +199,8 @@ class Loop:
             queue.clear()
         self.step.reset()
         self.model.pages.release()
+        if isinstance(self.intervention.llm, PagedLLM):
+            self.intervention.llm.forget()
 
     def close(self) -> None:
         """End all sequences and the threads that ask the LLM."""

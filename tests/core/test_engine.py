@@ -507,6 +507,22 @@ def test_a_listener_that_fails_ends_its_own_sequence():
         assert [facts(handles[1].result(60))] == alone(slm, llm, asked[1:], 20)
 
 
+def test_an_interrupt_while_the_llm_takes_pages_loses_none(monkeypatch):
+    slm, llm = models()
+    decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(-1.0), **OPTIONS, max_length=200)
+    large = decoder.llm
+
+    def interrupted(queries):
+        large.paged.pages.take(queries[0], 100)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(large, "_extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.generate(prompts(9)[0], 12)
+    assert large.paged.pages.free == large.paged.pages.count
+
+
 def test_what_goes_wrong_at_one_event_ends_that_sequence_alone():
     slm, llm = tiny("qwen3", 4, max_position_embeddings=400), tiny("qwen3", 5, max_position_embeddings=100)
     for model in (slm, llm):
