@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -45,7 +45,18 @@ def room(
     body_limit: int,
     on_llm_error: OnError,
 ) -> Room:
-    """Load the pair; the arguments are `serve`'s. Lines of the access log go to the error stream."""
+    """Load the pair and what answers with it; lines of the access log go to the error stream.
+
+    Args:
+        settings: of the pair.
+        key: what clients must send, not empty; None for nothing.
+        max_batch: sequences that run together.
+        kv_memory: bytes for keys and values, None for half of the free memory at most.
+        prefill_tokens: as for `CollaborativeDecoder`.
+        queue: sequences that may be waiting or under way.
+        body_limit: bytes of a request.
+        on_llm_error: as for `CollaborativeDecoder`.
+    """
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
@@ -87,46 +98,22 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def serve(
-    settings: PairSettings,
-    *,
-    host: str,
-    port: int,
-    key: str | None,
-    max_batch: int,
-    kv_memory: int | None,
-    prefill_tokens: int,
-    queue: int,
-    body_limit: int,
-    drain: int,
-    on_llm_error: OnError,
+    settings: PairSettings, *, host: str, port: int, key: str | None, max_batch: int, drain: int, **others: Any
 ) -> None:
     """Load the pair and serve it; SIGTERM and Ctrl-C let what is under way end, for `drain` seconds at most.
 
     Args:
-        settings: of the pair.
+        settings: as for `room`.
         host: to listen at.
         port: likewise; 0 takes a free one.
-        key: what clients must send, not empty; None for nothing.
-        max_batch: sequences that run together.
-        kv_memory: bytes for keys and values, None for half of the free memory at most.
-        prefill_tokens: as for `CollaborativeDecoder`.
-        queue: sequences that may be waiting or under way.
-        body_limit: bytes of a request.
+        key: as for `room`.
+        max_batch: likewise.
         drain: seconds.
-        on_llm_error: as for `CollaborativeDecoder`.
+        others: of `room`'s.
     """
     check_key(key)
     listening, url = listen(host, port)
-    made = room(
-        settings,
-        key=key,
-        max_batch=max_batch,
-        kv_memory=kv_memory,
-        prefill_tokens=prefill_tokens,
-        queue=queue,
-        body_limit=body_limit,
-        on_llm_error=on_llm_error,
-    )
+    made = room(settings, key=key, max_batch=max_batch, **others)
     holds = f"{max_batch} sequences, {made.tokens} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
     config = uvicorn.Config(
