@@ -1,6 +1,6 @@
 """What clients send and get: the part of OpenAI's completions and chat completions that greedy decoding has.
 
-Parameters that nothing here does are refused by name, unless they say that they are not wanted.
+Parameters that this server does not implement are refused by name, unless their value turns them off.
 """
 
 from __future__ import annotations
