@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fb_core.llm import LocalLLM
     from fb_core.policy import RequestPolicy
     from fb_core.pool import Event, Pool
+    from fb_core.recipe import Deployment, deployment_of
     from fb_core.reranker import TokenReranker, candidate_features
     from fb_core.scorer import BranchGroup, CompatibilityScorer
     from fb_core.selectors import (
@@ -50,6 +51,7 @@ _HOMES = {
     "fb_core.llm": ("LocalLLM",),
     "fb_core.policy": ("RequestPolicy",),
     "fb_core.pool": ("Event", "Pool"),
+    "fb_core.recipe": ("Deployment", "deployment_of"),
     "fb_core.reranker": ("TokenReranker", "candidate_features"),
     "fb_core.scorer": ("BranchGroup", "CompatibilityScorer"),
     "fb_core.selectors": (
@@ -83,6 +85,7 @@ __all__ = [
     "CertainLLM",
     "CollaborativeDecoder",
     "CompatibilityScorer",
+    "Deployment",
     "Engine",
     "Event",
     "FutureBridgeSelector",
@@ -108,6 +111,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "candidate_features",
+    "deployment_of",
     "future_compatibility",
     "group_targets",
     "shared_prefix_logprobs",

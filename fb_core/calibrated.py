@@ -119,16 +119,31 @@ def calibrate(
             f"calibrate: expected at least {minimum_mixed} states whose candidates differ in outcome, got {len(mixed)} "
             f"of {len(terms)} rolled out; roll out a larger share of the states"
         )
-    padded = pad_sequence([terms[state].detach().cpu().double() for state in mixed], batch_first=True)  # [M, K, 6]
-    success = pad_sequence([outcomes[state].cpu() for state in mixed], batch_first=True)  # [M, K]
-    absent = torch.arange(padded.shape[1]) >= torch.tensor([len(terms[state]) for state in mixed])[:, None]
+    theta, before, after = fit_choice([terms[at] for at in mixed], [outcomes[at] for at in mixed], penalty)
+    return Calibration(Weights(*theta.tolist()), len(terms), len(mixed), before, after)
+
+
+def fit_choice(terms: Sequence[Tensor], outcomes: Sequence[Tensor], penalty: float) -> tuple[Tensor, float, float]:
+    """The weights under which softmax mass falls on candidates that succeed, by `calibrate`'s objective.
+
+    Args:
+        terms: one finite [K, F] a state.
+        outcomes: one bool [K] a state, some true and some false.
+        penalty: of |theta|^2, above 0.
+
+    Returns:
+        theta float64 [F], and the loss in nats without the penalty, of a uniform choice and of theta's.
+    """
+    padded = pad_sequence([rows.detach().cpu().double() for rows in terms], batch_first=True)  # [M, K, F]
+    success = pad_sequence([outcome.cpu() for outcome in outcomes], batch_first=True)  # [M, K]
+    absent = torch.arange(padded.shape[1]) >= torch.tensor([len(rows) for rows in terms])[:, None]
 
     def loss(theta: Tensor) -> Tensor:
         score = padded @ theta  # [M, K]
         every = score.masked_fill(absent, -math.inf).logsumexp(1)
         return (every - score.masked_fill(~success, -math.inf).logsumexp(1)).mean()
 
-    theta = torch.zeros(len(Weights._fields), dtype=torch.float64, requires_grad=True)
+    theta = torch.zeros(padded.shape[2], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [theta], max_iter=MAX_ITERATIONS, tolerance_grad=GRADIENT, tolerance_change=0, line_search_fn="strong_wolfe"
     )
@@ -141,8 +156,7 @@ def calibrate(
 
     optimizer.step(closure)
     with torch.no_grad():
-        before, after = loss(torch.zeros_like(theta)).item(), loss(theta).item()
-    return Calibration(Weights(*theta.tolist()), len(terms), len(mixed), before, after)
+        return theta.detach(), loss(torch.zeros_like(theta)).item(), loss(theta).item()
 
 
 def calibrated_target(terms: Tensor, theta: Sequence[float]) -> Tensor:

@@ -32,15 +32,15 @@ class Chat:
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
-        pair, self.tokenizer, selector, policy = load(settings)
+        pair, self.tokenizer, selector, policy, options = load(settings)
         self.decoder = LowLatencyDecoder(
             pair.slm,
             pair.llm,
             selector,
             policy,
             max_length=settings.max_length,
-            max_events=settings.max_events,
             tokenizer=self.tokenizer,
+            **options,
         )
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:

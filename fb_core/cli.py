@@ -234,9 +234,14 @@ AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; w
 CertaintyOption = Annotated[
     float | None, typer.Option(help="Probability above which the LLM's token is taken without asking the adapter.")
 ]
-ThresholdOption = Annotated[float, typer.Option(help="Entropy in nats above which the LLM is asked.")]
+RecipeOption = Annotated[
+    str, typer.Option(help="Of an adapter that train chose a recipe for: chosen, or published for the paper's.")
+]
+ThresholdOption = Annotated[
+    float | None, typer.Option(help="Entropy in nats above which the LLM is asked; the recipe's, else 1.")
+]
 TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
-EventsOption = Annotated[int, typer.Option(help="The most events of an answer.")]
+EventsOption = Annotated[int | None, typer.Option(help="The most events of an answer; the recipe's, else 8.")]
 LengthOption = Annotated[int, typer.Option(help="Tokens of prompt and answer that memory is set aside for.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or the checkpoint's own with auto.")]
@@ -252,10 +257,11 @@ def generate(
     flavour: FlavourOption = "vllm",
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
+    recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
-    threshold: ThresholdOption = 1.0,
+    threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = 8,
+    max_events: EventsOption = None,
     max_length: LengthOption = 8192,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -281,10 +287,11 @@ def chat(
     flavour: FlavourOption = "vllm",
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
+    recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
-    threshold: ThresholdOption = 1.0,
+    threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = 8,
+    max_events: EventsOption = None,
     max_length: LengthOption = 8192,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -331,10 +338,11 @@ def serve(
     flavour: FlavourOption = "vllm",
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
+    recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
-    threshold: ThresholdOption = 1.0,
+    threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = 8,
+    max_events: EventsOption = None,
     max_length: LengthOption = 8192,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

@@ -44,8 +44,11 @@ class PairSettings(BaseModel):
         flavour: which server it is.
         api_key_variable: environment variable that holds the server's key, where it wants one.
         adapter: folder of a reranker; without one the LLM's own preference decides.
-        certainty: probability above which the LLM's token is taken without asking the adapter; None for never.
-        threshold: entropy in nats above which the LLM is asked.
+        recipe: of an adapter that `train` chose a recipe for: that one, or the published one.
+        certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
+            adapter with a chosen recipe has its own.
+        threshold: entropy in nats above which the LLM is asked; the chosen recipe's, or 1, where left out.
+        max_events: of an answer; the chosen recipe's, or 8, where left out.
         max_length: tokens of prompt and answer at most, which memory is set aside for.
     """
 
@@ -57,10 +60,11 @@ class PairSettings(BaseModel):
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
     api_key_variable: str | None = None
     adapter: str | None = None
+    recipe: Literal["chosen", "published"] = "chosen"
     certainty: float | None = Field(default=None, ge=0, le=1)
-    threshold: float = 1.0
+    threshold: float | None = None
     max_new_tokens: int = Field(default=512, ge=1)
-    max_events: int = Field(default=8, ge=0)
+    max_events: int | None = Field(default=None, ge=0)
     max_length: int = Field(default=8192, ge=2)
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -125,7 +129,9 @@ class ProblemSettings(BaseModel):
         train: a known set ("math-train"), a local file, or the demo's own ("demo:plans").
         held_out: sets whose problems are dropped from `train`.
         limit: the first so many problems alone.
-        validation: problems set aside by the seed; no problem is on both sides.
+        validation: problems set aside by the seed, for the request threshold and for whatever is chosen.
+        certification: further ones, on which recipes are held against greedy decoding and the direct LLM score before
+            one of them is deployed; 0 for no such choice: the run's own recipe is deployed.
         prompt: the user's turn; "{problem}" stands for the problem.
         per_shard: problems of one shard, which is what a killed process loses at most.
     """
@@ -136,6 +142,7 @@ class ProblemSettings(BaseModel):
     held_out: tuple[str, ...] = ("math-500",)
     limit: int | None = Field(default=None, ge=2)
     validation: int = Field(default=750, ge=1)
+    certification: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
     prompt: str = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     per_shard: int = Field(default=64, ge=1)
@@ -292,6 +299,32 @@ class TrainSettings(BaseModel):
         return self
 
 
+class ChoiceSettings(BaseModel):
+    """How training ends: recipes that compete on held-out problems, and the evidence that one needs to be deployed.
+
+    Attributes:
+        trained: rerankers that compete with the run's own: with candidate features, with the calibrated target.
+        certainties: of overrides that are tried.
+        values: heads fitted to rollouts that are tried.
+        ask: whether gates ahead of the LLM are tried.
+        tried: recipes decoded on validation problems, those that rollouts speak for.
+        tested: of these the best, held against greedy decoding and the direct LLM score on the certification problems.
+        delta: how far below either a recipe may be, as a share of the problems.
+        level: at which all bounds of a choice hold at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trained: tuple[Literal["features", "calibrated", "calibrated-features"], ...] = ("features", "calibrated")
+    certainties: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.6, 0.75, 0.9)
+    values: tuple[Literal["gate", "listwise"], ...] = ("gate", "listwise")
+    ask: bool = True
+    tried: int = Field(default=10, ge=1)
+    tested: int = Field(default=3, ge=1)
+    delta: float = Field(default=0.02, ge=0, lt=1)
+    level: float = Field(default=0.95, gt=0, lt=1)
+
+
 class EvaluateSettings(BaseModel):
     """What the chosen reranker is tried on.
 
@@ -416,6 +449,7 @@ class RunSettings(BaseModel):
     score: ScoreSettings = ScoreSettings()
     rollouts: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
+    choice: ChoiceSettings = ChoiceSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     compare: CompareSettings = CompareSettings()
     experiment: ExperimentSettings = ExperimentSettings()

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from fb_core.engine.model import CHUNK
 from fb_core.intervention import Intervention, OnError
 from fb_core.llm import LLM, check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy, gate
+from fb_core.policy import RequestPolicy, check_ask, gate
 from fb_core.pool import Event, PoolKind
 from fb_core.selectors import Selector, State
 
@@ -143,6 +143,8 @@ class CollaborativeDecoder:
             selector.check_slm(slm)
         self.slm = slm
         self.policy = policy
+        if policy.ask is not None:
+            self.policy = replace(policy, ask=check_ask(policy.ask, slm))
         self.max_events = max_events
         self.batch_tokens = batch_tokens
         self.vocabulary = self.pair.vocabulary
@@ -157,7 +159,7 @@ class CollaborativeDecoder:
             self.loop = Loop(
                 self.pair,
                 self.intervention,
-                policy,
+                self.policy,
                 rows=max_batch,
                 length=max_length,
                 memory=kv_memory,
@@ -341,7 +343,8 @@ class CollaborativeDecoder:
         ends = hf.eos_ids(self.slm) if ends is None else ends
         stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
         if self.loop is None:
-            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens)
+            reads = self.policy.ask is not None
+            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens, hidden=reads)
         else:
             rows = self._together(checked, stop)
         return [self.generation(row) for row in rows]
@@ -377,6 +380,11 @@ class CollaborativeDecoder:
             raise ValueError(
                 f"top_k: expected {loop.step.top_k} as when the decoder was made, got {self.policy.top_k}; make a "
                 "decoder for that policy"
+            )
+        if self.policy.ask is not loop.ask:
+            raise ValueError(
+                "policy: expected the AskHead that the decoder was made with, got another; make a decoder for that "
+                "policy"
             )
         rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
         tasks = [Task(row, stop, self.policy.threshold, self.max_events) for row in rows]

@@ -15,7 +15,6 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
-from fb_core.experiment.tables import FOLDER as VARIANTS
 from fb_core.files import write_file
 from fb_core.pool import Event
 from fb_core.report.page import Table as HtmlTable
@@ -23,6 +22,7 @@ from fb_core.report.page import page
 from fb_core.stages.artefacts import MANIFEST, Artefact
 from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.inputs import models_of
+from fb_core.stages.inside import FOLDER as VARIANTS
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
 LABELS = {"futurebridge": "FutureBridge"}

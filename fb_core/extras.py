@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-RUN = ("accelerate", "jinja2", "math_verify", "matplotlib", "pyarrow", "pydantic", "rich", "typer", "yaml")
+RUN = ("accelerate", "jinja2", "math_verify", "matplotlib", "pyarrow", "rich", "typer", "yaml")
 
 
 def require(what: str, *packages: str, extra: str = "run") -> None:

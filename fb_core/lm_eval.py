@@ -34,10 +34,9 @@ from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.llm import LLM
 from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy
+from fb_core.recipe import Wanted, deployment_of
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
-from fb_core.selectors import selector_of
 from fb_core.serve.text import Text
 
 if TYPE_CHECKING:
@@ -60,9 +59,11 @@ class FutureBridgeLM(HFLM):
         token_budget: rows that a forward takes at most; what half the free memory holds by default.
         llm: the large model that is asked in generations: a folder, a name on the hub, or one that is loaded.
         adapter: folder of a reranker; without one the large model's own preference decides.
-        certainty: probability above which the large model's token is taken without asking the adapter.
-        threshold: entropy in nats above which the large model is asked.
-        max_events: of one generation at most.
+        certainty: probability above which the large model's token is taken without asking the adapter, where no recipe
+            was chosen for it.
+        recipe: of an adapter that `train` chose a recipe for: that one, or the published one.
+        threshold: entropy in nats above which the large model is asked; the recipe's, or 1, where left out.
+        max_events: of one generation at most; the recipe's, or 8, where left out.
         max_batch: sequences that the pair continues together.
         options: as for `hf`, but those that make another forward than the plain one of a whole model.
 
@@ -78,8 +79,9 @@ class FutureBridgeLM(HFLM):
         llm: str | LLM | hf.CausalLM | None = None,
         adapter: str | None = None,
         certainty: float | None = None,
-        threshold: float = 1.0,
-        max_events: int = 8,
+        recipe: Wanted = "chosen",
+        threshold: float | None = None,
+        max_events: int | None = None,
         max_batch: int = 32,
         **options: Any,
     ) -> None:
@@ -98,13 +100,16 @@ class FutureBridgeLM(HFLM):
         if isinstance(llm, str):
             llm, other = hf.load_model(llm, str(self.device), "auto")
             tokenizers = (self.tokenizer, other)
+        selector, policy, others = deployment_of(
+            adapter, self.model, recipe=recipe, certainty=certainty, threshold=threshold, max_events=max_events
+        )
         self.engine = Engine(
             Pair(self.model, llm, tokenizers),
-            selector_of(adapter, certainty, self.model),
-            RequestPolicy(threshold),
+            selector,
+            policy,
             max_batch=max_batch,
             max_length=self.max_length,
-            max_events=max_events,
+            **others,
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

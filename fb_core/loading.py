@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.llm import LLM
 from fb_core.pair import Pair, known_ids
 from fb_core.policy import RequestPolicy
-from fb_core.selectors import Selector, selector_of
+from fb_core.recipe import deployment_of
+from fb_core.selectors import Selector
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.inputs import load_model
 
@@ -19,8 +20,9 @@ class Loaded(NamedTuple):
 
     pair: Pair
     tokenizer: hf.Tokenizer
-    selector: Selector
+    selector: Selector | None
     policy: RequestPolicy
+    options: dict[str, Any]  # of a decoder or an engine
 
 
 def load(settings: PairSettings) -> Loaded:
@@ -35,8 +37,14 @@ def load(settings: PairSettings) -> Loaded:
     return Loaded(
         Pair(slm, llm, (tokenizer, other)),
         tokenizer,
-        selector_of(settings.adapter, settings.certainty, slm),
-        RequestPolicy(settings.threshold),
+        *deployment_of(
+            settings.adapter,
+            slm,
+            recipe=settings.recipe,
+            certainty=settings.certainty,
+            threshold=settings.threshold,
+            max_events=settings.max_events,
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,43 @@ if TYPE_CHECKING:
     from fb_core import hf
 
 
+@dataclass(frozen=True, eq=False)
+class AskHead:
+    """Tells from the SLM's own state, before the LLM is asked, what asking is worth (`fb_core.value.fit_ask`).
+
+    Attributes:
+        weight: [D] float32, of the hidden state behind the SLM's final norm.
+        entropy_weight: of the entropy in nats.
+        bias: added.
+        least: a state is asked about where its worth is above that.
+
+    Raises:
+        ValueError: a weight of another shape, or a number that is not finite.
+    """
+
+    weight: Tensor
+    entropy_weight: float
+    bias: float
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (self.entropy_weight, self.bias, self.least)
+        if self.weight.ndim != 1 or not bool(self.weight.isfinite().all()) or not all(map(math.isfinite, numbers)):
+            raise ValueError(
+                f"AskHead: expected finite weights [D] and numbers, got {list(self.weight.shape)} and {numbers}; "
+                "fit it with fit_ask"
+            )
+
+    def to(self, device: torch.device) -> AskHead:
+        """The head beside a model."""
+        return replace(self, weight=self.weight.to(device))
+
+    def worth(self, hidden: Tensor, entropy: Tensor) -> Tensor:
+        """[n] expected gain in success over the SLM's own token, of hidden [n, D] and entropy [n]."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(wide) @ self.weight.to(wide) + self.entropy_weight * entropy + self.bias
+
+
 @dataclass(frozen=True)
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
@@ -26,6 +63,7 @@ class RequestPolicy:
     Attributes:
         threshold: nats; inf never asks, -inf always does.
         top_k: number of largest logits that count, clamped to the vocabulary.
+        ask: where given, also the worth that it sees in asking must be above its least.
 
     Raises:
         TypeError: a threshold that is no number.
@@ -34,6 +72,7 @@ class RequestPolicy:
 
     threshold: float
     top_k: int = 64
+    ask: AskHead | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -86,6 +125,21 @@ class RequestPolicy:
         return entropy > self.threshold
 
 
+def check_ask(ask: AskHead, slm: hf.CausalLM) -> AskHead:
+    """The head beside the SLM.
+
+    Raises:
+        ValueError: made for hidden states of another width.
+    """
+    width = slm.get_input_embeddings().weight.shape[1]
+    if len(ask.weight) != width:
+        raise ValueError(
+            f"policy: expected an AskHead for hidden states of {width}, got one for {len(ask.weight)}; fit it on this "
+            "SLM"
+        )
+    return ask.to(slm.device)
+
+
 def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
     """(entropy of every row in nats, places of the rows that the policy admits and that have events left).
 
@@ -103,7 +157,11 @@ def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) ->
     for row, value in zip(step.rows, nats, strict=True):
         if math.isnan(value):
             raise not_finite(step.index, row.index)
-    asks = policy.asks(entropy).tolist()
+    wanted = policy.asks(entropy)
+    if policy.ask is not None:
+        assert step.hidden is not None
+        wanted &= policy.ask.worth(step.hidden, entropy) > policy.ask.least
+    asks = wanted.tolist()
     return nats, [place for place, row in enumerate(step.rows) if asks[place] and len(row.events) < budget]
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -255,11 +255,13 @@ class TokenReranker(nn.Module):
             "base": hf.fingerprint(self.base),
             "features": dict(zip(self.feature_names, self.feature_weight.tolist(), strict=True)),
         }
-        _replace(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-        _replace(
+        replace_file(
+            folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"})
+        )
+        replace_file(
             folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=2, sort_keys=True))
         )
-        _replace(folder / DESCRIPTION, lambda path: path.write_text(json.dumps(description, indent=2)))
+        replace_file(folder / DESCRIPTION, lambda path: path.write_text(json.dumps(description, indent=2)))
 
     @classmethod
     def from_pretrained(
@@ -279,17 +281,7 @@ class TokenReranker(nn.Module):
         """
         hf.check_supported(model)
         folder = Path(directory)
-        if not (folder / DESCRIPTION).is_file():
-            raise ValueError(
-                f"{folder}: expected the folder of an adapter with {DESCRIPTION} in it, got none; name one that "
-                "save_pretrained wrote, such as reranker/seed-0 of a run"
-            )
-        description = _read_json(folder / DESCRIPTION)
-        if description.get("format") != FORMAT:
-            raise ValueError(
-                f"{folder / DESCRIPTION}: expected format {FORMAT}, got {description.get('format')!r}; "
-                "load it with the version that wrote it"
-            )
+        description = read_description(folder)
         if description.get("scope") != scope:
             raise ValueError(
                 f"scope: expected an adapter trained under scope {scope!r}, got {description.get('scope')!r} in "
@@ -345,6 +337,26 @@ class TokenReranker(nn.Module):
         return reranker
 
 
+def read_description(folder: Path) -> dict[str, Any]:
+    """What an adapter's folder says of itself beyond PEFT.
+
+    Raises:
+        ValueError: no adapter there, a damaged description, or one of another format.
+    """
+    if not (folder / DESCRIPTION).is_file():
+        raise ValueError(
+            f"{folder}: expected the folder of an adapter with {DESCRIPTION} in it, got none; name one that "
+            "save_pretrained wrote, such as reranker/seed-0 of a run"
+        )
+    description = _read_json(folder / DESCRIPTION)
+    if description.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / DESCRIPTION}: expected format {FORMAT}, got {description.get('format')!r}; "
+            "load it with the version that wrote it"
+        )
+    return description
+
+
 def candidate_features(
     slm_logprob: Tensor, llm_logprob: Tensor, source: Tensor, names: Sequence[str] = FEATURES
 ) -> Tensor:
@@ -390,7 +402,8 @@ def _shape(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else str(list(tensor.shape))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written under a temporary name, then give it its own."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write(temporary)
     os.replace(temporary, path)

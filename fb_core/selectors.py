@@ -14,6 +14,7 @@ from fb_core.defaults import CERTAINTY
 from fb_core.llm import seeded
 from fb_core.pool import Pool
 from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.value import ValueHead
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +63,19 @@ class ScoringSelector(Selector):
         Raises:
             ValueError: a NaN score.
         """
-        chosen: list[tuple[int, Tensor | None]] = []
-        for scores, pool in zip(self.scores_many(states, pools), pools, strict=True):
-            if bool(scores.isnan().any()):
-                raise ValueError(
-                    f"{type(self).__name__}: expected scores that are numbers, got {scores.tolist()}; check its model"
-                )
-            chosen.append((int(self.best(scores, pool)), scores))
-        return chosen
+        found = self.scores_many(states, pools)
+        if not found:
+            return []
+        read = torch.stack(
+            [x for s, pool in zip(found, pools, strict=True) for x in (self.best(s, pool), s.isnan().any())]
+        )
+        best, wrong = read.view(-1, 2).T.tolist()  # one read for all
+        if any(wrong):
+            raise ValueError(
+                f"{type(self).__name__}: expected scores that are numbers, got {found[wrong.index(1)].tolist()}; check "
+                "its model"
+            )
+        return list(zip(best, found, strict=True))
 
 
 class LLMPreference(ScoringSelector):
@@ -150,6 +156,30 @@ def overridden(selector: Selector, certainty: float | None) -> Selector:
     return selector if certainty is None else CertainLLM(selector, certainty)
 
 
+class ValueSelector(ScoringSelector):
+    """The candidate that is worth most by a head fitted to rollouts, over another selector's scores.
+
+    Args:
+        selector: whose scores the head was fitted to.
+        head: says what the candidates are worth.
+    """
+
+    def __init__(self, selector: ScoringSelector, head: ValueHead) -> None:
+        self.selector = selector
+        self.head = head
+
+    def check_slm(self, slm: hf.CausalLM) -> None:
+        """As the other selector's."""
+        self.selector.check_slm(slm)
+
+    def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
+        """What the candidates are worth."""
+        found = self.selector.scores_many(states, pools)
+        return [
+            self.head(pool, scores, state.entropy) for state, pool, scores in zip(states, pools, found, strict=True)
+        ]
+
+
 class FutureBridgeSelector(ScoringSelector):
     """The candidate that the reranker expects the SLM to continue from best.
 
@@ -199,10 +229,3 @@ class FutureBridgeSelector(ScoringSelector):
             reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
             for row, (state, pool) in enumerate(zip(states, pools, strict=True))
         ]
-
-
-def selector_of(adapter: str | None, certainty: float | None, slm: hf.CausalLM) -> Selector:
-    """That of a reranker's folder, under a `CertainLLM` where a certainty is given; without one the LLM decides."""
-    if adapter is None:
-        return LLMPreference()
-    return overridden(FutureBridgeSelector(TokenReranker.from_pretrained(adapter, slm).eval()), certainty)

@@ -19,8 +19,8 @@ from fb_core.config import RunSettings
 from fb_core.demo import pairs
 from fb_core.experiment.gather import gather
 from fb_core.experiment.run import LOG, PREPARED, make, prepare, processes, waves
-from fb_core.experiment.tables import TABLES, Changes, Plan, Variant
-from fb_core.experiment.variants import changed, plan_of
+from fb_core.experiment.tables import TABLES, Plan, Variant
+from fb_core.experiment.variants import plan_of
 from fb_core.progress import Board
 from fb_core.report import figures
 from fb_core.report.findings import Findings, findings_bytes
@@ -28,6 +28,7 @@ from fb_core.report.report import FIGURES, document_files, render, write_files
 from fb_core.report.theme import png
 from fb_core.stages.commands import Command
 from fb_core.stages.inputs import DEMO
+from fb_core.stages.inside import Changes, changed
 
 QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # others tried; the longest first
 METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge")

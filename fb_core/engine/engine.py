@@ -392,6 +392,7 @@ def _one_after_another(state: _State) -> None:
         decoder.max_events = task.max_events
         if task.selector is not None:
             decoder.intervention = replace(decoder.intervention, selector=task.selector)
+            decoder.policy = replace(decoder.policy, ask=None)  # it knows the engine's own selector
 
         def told(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row

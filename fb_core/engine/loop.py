@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ from fb_core.intervention import Intervention
 from fb_core.llm import LLM, LocalLLM
 from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
-from fb_core.policy import RequestPolicy, not_finite
+from fb_core.policy import AskHead, RequestPolicy, not_finite
 from fb_core.pool import Event, Pool
 from fb_core.reranker import TokenReranker
-from fb_core.selectors import CertainLLM, FutureBridgeSelector, Selector, State
+from fb_core.selectors import CertainLLM, FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
 from fb_kernels import Halt
 
 COMPANY = 8
@@ -57,7 +58,7 @@ class Task:
         threshold: nats.
         max_events: of this sequence.
         ranking: whether the likeliest tokens at each place are wanted.
-        selector: of this sequence; None for the loop's.
+        selector: of this sequence; None for the loop's, whose worth the policy may know ahead of asking.
     """
 
     row: hf.Running
@@ -120,6 +121,11 @@ class Loop:
         self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
 
     @property
+    def ask(self) -> AskHead | None:
+        """What tells whether asking is worth it."""
+        return self.step.ask
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes of "buffers", "merged" weights and "graphs"."""
         llm = self.intervention.llm
@@ -136,7 +142,8 @@ class Loop:
         assert self.merged is not None
         self.merged.load(reranker)
         selector = self.intervention.selector
-        selector = selector.selector if isinstance(selector, CertainLLM) else selector
+        while isinstance(selector, CertainLLM | ValueSelector):
+            selector = selector.selector
         assert isinstance(selector, MergedSelector)
         selector.reranker = reranker
 
@@ -264,7 +271,7 @@ class Loop:
         task.place, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
         limit = task.stop.length(task.row) - 1  # it halts ahead of the last token
-        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold)
+        self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold, gated=task.selector is None)
         self.step.go_on(task.place, task.max_events)
 
     def _end(self, task: Task) -> None:
@@ -431,6 +438,8 @@ def over_pages(
     def over(selector: Selector) -> Selector:
         if type(selector) is CertainLLM:
             return CertainLLM(over(selector.selector), selector.certainty)
+        if type(selector) is ValueSelector:
+            return ValueSelector(cast("ScoringSelector", over(selector.selector)), selector.head)
         if type(selector) is FutureBridgeSelector and selector.reranker.scope == "candidate":
             on_pages = MergedSelector(selector.reranker, model)
             merged.append(on_pages.merged)

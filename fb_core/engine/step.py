@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -61,7 +62,7 @@ class DecodeStep:
     Args:
         model: takes the step.
         vocabulary: how many of its ids count.
-        policy: whose `top_k` counts.
+        policy: whose `top_k` and `ask` count.
         ends: ids at which a row halts.
         rows: sequences at most.
     """
@@ -72,6 +73,7 @@ class DecodeStep:
         self.model = model
         self.vocabulary = vocabulary
         self.top_k = min(policy.top_k, vocabulary)
+        self.ask = policy.ask
         self.rows = rows
         with torch.inference_mode(False):
             device = model.keys[0].device
@@ -83,6 +85,7 @@ class DecodeStep:
             )
             self.limit = torch.zeros(rows, dtype=torch.int32, device=device)
             self.threshold = torch.zeros(rows, dtype=torch.float64, device=device)
+            self.least = torch.full((rows,), -math.inf, dtype=torch.float64, device=device)  # worth of asking
             self.table = torch.zeros(rows, pages_of(model.length), dtype=torch.int32, device=device)
             self.first_slot = torch.full(self.table.shape, -SIZE, dtype=torch.int32, device=device)  # of each page
             self.logits = model.keys[0].new_zeros(rows, vocabulary)
@@ -104,7 +107,9 @@ class DecodeStep:
         return self._begun
 
     @torch.no_grad()
-    def put(self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float) -> None:
+    def put(
+        self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float, gated: bool = True
+    ) -> None:
         """A sequence begins in a row: all its tokens but the last lie in its pages.
 
         Args:
@@ -113,6 +118,7 @@ class DecodeStep:
             pages: enough for `limit` tokens.
             limit: it halts at so many tokens.
             threshold: nats.
+            gated: whether asking must also be worth it, where the policy tells.
         """
         self.order()
         count = len(tokens)
@@ -120,6 +126,7 @@ class DecodeStep:
         self.state.length[row] = count
         self.limit[row] = limit
         self.threshold[row] = threshold
+        self.least[row] = self.ask.least if gated and self.ask is not None else -math.inf
         held = torch.tensor(pages, dtype=torch.int32)
         self.table[row, : len(pages)] = held
         self.first_slot[row, : len(pages)] = held * SIZE
@@ -163,7 +170,9 @@ class DecodeStep:
         self.order()
         known = count + RING
         self.state.tokens[to, :known] = self.state.tokens[row, :known]
-        for column in (self.state.length, self.state.halt, self.state.budget, self.limit, self.threshold, self.table):
+        state = self.state
+        columns = (state.length, state.halt, state.budget, self.limit, self.threshold, self.least, self.table)
+        for column in columns:
             column[to] = column[row]
         self.first_slot[to] = self.first_slot[row]
         self.logits[to] = self.logits[row]
@@ -235,5 +244,8 @@ class DecodeStep:
         logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
+        if self.ask is not None:  # a row that is not worth asking about has no entropy to speak of
+            worth = self.ask.worth(model.normed(hidden), entropy)
+            entropy = entropy.masked_fill(worth <= self.least[:rows], -math.inf)
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
         commit_(state, token, entropy, **limits, outcome=self.ring[place, :rows])

@@ -149,7 +149,7 @@ class _Rolled:
         return judged_states(self._plan.settings, self._plan.run)
 
     def agreement(self) -> tuple[values.Agreement, ...]:
-        """Of all scores of the run, and of its repaired rerankers."""
+        """Of all scores of the run, and of the rerankers of its repairs."""
         rows = agreement_rows(self.states)
         for variant in TABLES["repairs"].rows(self._plan):
             if not variant.borrowed:

@@ -20,7 +20,6 @@ from fb_core.report.findings import Result
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import frozen_policy
-from fb_core.stages.selection import SelectionStage
 from fb_core.stages.states import PolicyStage
 from fb_core.statistics import Interval
 
@@ -79,7 +78,6 @@ class Results:
             for variant in variants:
                 yield from self._rows(name, variant, self._compared(table, variant))
             if table is TABLES["methods"]:
-                yield from self._repaired()
                 unseen = {peer: why for peer, why in UNSEEN.items() if peer not in self._plan.settings.compare.external}
                 for peer, why in unseen.items():
                     for benchmark in self._plan.settings.evaluate.benchmarks:
@@ -133,23 +131,6 @@ class Results:
         assert [one.keys() for one in own] == [one.keys() for one in theirs]
         paired = [[other[problem] for problem in one] for one, other in zip(own, theirs, strict=True)]
         return statistics.average_interval(values, paired)
-
-    def _repaired(self) -> Iterator[Result]:
-        """The row of the repaired recipe that is best on the validation problems."""
-        validated = [
-            (variant, max(row["accuracy"] for row in manifest["summary"]["table"]))
-            for variant in self._variants.get("repairs", ())
-            if not variant.borrowed
-            and self._decoded[variant.path]
-            and (manifest := finished(self._plan.run / variant.path, SelectionStage.name))
-        ]
-        if not validated:
-            return
-        best, accuracy = max(validated, key=lambda pair: pair[1])
-        note = f"the best of {len(validated)} repairs on validation problems, {100 * accuracy:.1f}% there"
-        changes = {"key": "repaired", "label": f"FutureBridge, repaired: {best.label}", "note": note}
-        for row in self._rows("methods", best, self._compared(TABLES["methods"], best)):
-            yield row.model_copy(update=changes)
 
 
 def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:

@@ -17,7 +17,7 @@ from rich.progress import TimeElapsedColumn
 
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
-from fb_core.experiment.variants import plan_of, settings_of_variant, work_through
+from fb_core.experiment.variants import plan_of, settings_of_variant
 from fb_core.files import write_file
 from fb_core.methods import method
 from fb_core.progress import Board
@@ -26,7 +26,9 @@ from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.artefacts import json_bytes
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.comparison import CompareStage
+from fb_core.stages.deploy import DEPLOYED_STAGE
 from fb_core.stages.deployment import DeploymentStage
+from fb_core.stages.inside import link, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import SampleStage
@@ -199,6 +201,8 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
     with (folder / LOG).open("a") as log, redirect_stdout(log):  # a line a shard
         try:
             parent = run if variant.inside is None else run / variant.inside.path
+            if variant.method == "deployed":  # what the run chose among its rerankers
+                link(DEPLOYED_STAGE, folder, parent)
             work_through(_stages(variant, settings, judge), settings, folder, parent)
         except ValueError as problem:
             traceback.print_exc(file=log)

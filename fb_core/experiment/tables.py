@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +10,9 @@ from typing import Any, Literal
 from fb_core.config import RunSettings
 from fb_core.methods import EXTERNAL
 from fb_core.report.findings import OURS, Experiment
-from fb_core.reranker import FEATURES
 from fb_core.stages.deploy import label_of
+from fb_core.stages.inside import FOLDER, TRAINED, Changes, training_changes
 
-Changes = Mapping[str, Mapping[str, Any]]
-FOLDER = "variants"  # inside a run's
 REFERENCES = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
 
 
@@ -89,15 +87,8 @@ class Plan:
     ) -> Variant:
         """A reranker of its own, unless only its deployment changes."""
         if set(changes) != {"evaluate"}:
-            changes["train"] = {"horizons": (self.horizon,), **_with_its_target(changes.get("train", {}))}
+            changes["train"] = dict(training_changes(self.horizon, **changes.get("train", {}))["train"])
         return Variant(key, label, changes, x=x, inside=inside)
-
-
-def _with_its_target(train: dict[str, Any]) -> dict[str, Any]:
-    """Training settings with the target that they are of, and without what the run's own target alone takes."""
-    if "target" in train:
-        return {"alpha": 1.0, "hindsight": 0, **train}
-    return {"target": "future", **train} if train.keys() & {"alpha", "hindsight", "temperature"} else train
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,8 @@ class Table:
 
 
 def _methods(plan: Plan) -> list[Variant]:
-    known = [plan.method(name) for name in plan.settings.compare.methods if name != "futurebridge"]
+    apart = ("futurebridge", *(() if plan.settings.problems.certification else ("deployed",)))
+    known = [plan.method(name) for name in plan.settings.compare.methods if name not in apart]
     external = [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in plan.settings.compare.external]
     return [*known, *_distilled(plan), *external, plan.method("futurebridge")]
 
@@ -221,16 +213,16 @@ def _repairs(plan: Plan) -> list[Variant]:
 def _swept(plan: Plan, inside: Variant | None = None) -> list[Variant]:
     """The repairs that are tried at every quantile."""
     x = None if inside is None else inside.x
-    calibrated = {"target": "calibrated"}
-    features = plan.recipe("features", "candidate features", x, inside, train={"features": FEATURES})
-    both = plan.recipe(
-        "calibrated-features", "calibrated target, features", x, inside, train={**calibrated, "features": FEATURES}
+    labels = ("candidate features", "calibrated target", "calibrated target, features")
+    features, calibrated, both = (
+        plan.recipe(key, label, x, inside, train=dict(changes))
+        for (key, changes), label in zip(TRAINED.items(), labels, strict=True)
     )
     return [
         features,
         _override(plan, "override", "override by a certain LLM", inside),
         _override(plan, "features-override", "candidate features, override", features),
-        plan.recipe("calibrated", "calibrated target", x, inside, train=calibrated),
+        calibrated,
         both,
         _override(plan, f"{both.key}-override", "calibrated target, features, override", both),
     ]

@@ -70,6 +70,7 @@ class Step:
     logits: Tensor  # float32 [B, V] behind each row's last token
     cache: Cache  # of all rows, left-padded to `slots` tokens
     slots: int
+    hidden: Tensor | None = None  # [B, D] behind the final norm, where it was asked for
 
 
 def new_cache() -> DynamicCache:
@@ -102,7 +103,6 @@ def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return ids, (torch.arange(longest, device=ids.device) >= longest - lengths[:, None]).long()
 
 
-@torch.no_grad()
 def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
     """float32 [B, V] behind the last token of each row; a cache is extended by the new tokens.
 
@@ -112,13 +112,22 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
         mask: [B, cached + n], 0 at left padding; None for none.
         cache: what was computed before, None to keep nothing.
     """
+    return last_outputs(model, ids, mask, cache)[0]
+
+
+@torch.no_grad()
+def last_outputs(
+    model: CausalLM, ids: Tensor, mask: Tensor | None, cache: Cache | None, *, hidden: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(`last_logits`, the hidden state [B, D] behind the final norm where it is asked for)."""
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
     if mask is not None:
         options["attention_mask"] = mask
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    return model(input_ids=ids, **options).logits[:, -1].float()
+    found = model(input_ids=ids, output_hidden_states=hidden, **options)
+    return found.logits[:, -1].float(), found.hidden_states[-1][:, -1] if hidden else None
 
 
 @torch.no_grad()
@@ -130,6 +139,7 @@ def lockstep(
     batch_tokens: int,
     *,
     shared: bool = False,
+    hidden: bool = False,
 ) -> list[Running]:
     """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
 
@@ -140,6 +150,7 @@ def lockstep(
         choose: the next token of every row.
         batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
         shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
+        hidden: whether a step's hidden states are wanted.
 
     Returns:
         one row a prompt, in order.
@@ -152,11 +163,12 @@ def lockstep(
         ids, mask = left_padded([prompts[row.index] for row in first])
         width, cache = ids.shape[1], new_cache()
         for step in count():
-            logits = last_logits(model, ids, mask, cache)
+            logits, states = last_outputs(model, ids, mask, cache, hidden=hidden)
             if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
                 keep_rows(cache, source, device)
                 logits, mask = logits[source], None if mask is None else mask[source]
-            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step)), strict=True):
+                states = None if states is None else states[source]
+            for row, token in zip(live, choose(Step(step, live, logits, cache, width + step, states)), strict=True):
                 row.tokens.append(token)
             going = [place for place, row in enumerate(live) if not stop(row)]
             if not going:

@@ -45,10 +45,10 @@ class Method:
 
 
 def names() -> tuple[str, ...]:
-    """All methods, by their files; none is loaded. The two that others are held against are first and last."""
-    ends = ("greedy", "futurebridge")
+    """All methods, by their files; none is loaded. Greedy decoding is first, ours are last."""
+    first, ours = "greedy", ("futurebridge", "deployed")
     found = {module.name.replace("_", "-") for module in iter_modules(__path__)}
-    return (ends[0], *sorted(found - {*ends, EXTERNAL.rstrip(":")}), ends[1])
+    return (first, *sorted(found - {first, *ours, EXTERNAL.rstrip(":")}), *ours)
 
 
 def method(name: str) -> Method:

@@ -66,8 +66,8 @@ def room(
         max_length=settings.max_length,
         kv_memory=kv_memory,
         prefill_tokens=prefill_tokens,
-        max_events=settings.max_events,
         on_llm_error=on_llm_error,
+        **loaded.options,
     )
     show_log()
     service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens, settings.max_length)

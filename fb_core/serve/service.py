@@ -179,6 +179,8 @@ class Service:
             tokens.put_nowait(token)
 
         own = request.futurebridge
+        if own.recipe in ("direct", "futurebridge") and not self.engine.decoder.max_events:
+            raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
         if own.recipe == "futurebridge" and isinstance(self.engine.decoder.selector, LLMPreference):
             raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; this server has no adapter')
         handle = self.engine.submit(

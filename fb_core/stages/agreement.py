@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.statistics import Interval
 
 Tally = NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
 KINDS = ("all", "word", "digit", "mark")
 
 
@@ -54,20 +55,13 @@ class AgreementStage(Stage):
     def work(self, shard: str) -> Output:
         slm, certainty = self.models.slm, self.settings.evaluate.certainty
         states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
-        members: dict[str, list[State]] = {}
-        for state in states:
-            members.setdefault(state.trajectory.problem.id, []).append(state)
         rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
-        for done, of_trajectory in enumerate(members.values()):
-            self.on_progress(done)
-            longest = max(of_trajectory, key=lambda state: state.position).prefix
-            whole = hf.prefill_packed(slm, [longest])[0]  # once for all states and rerankers
-            for seed, reranker in self._rerankers.items():
-                for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
-                    llm = state.pool.llm_logprob
-                    certain = certainty is not None and bool(llm.max().exp() > certainty)
-                    judged = llm if certain else scores  # there the LLM decides, as `CertainLLM` has it
-                    rows[state.id][f"seed-{seed}"] = judged.tolist()
+        for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
+            self.on_progress(done // len(self._rerankers))
+            llm = state.pool.llm_logprob
+            certain = certainty is not None and bool(llm.max().exp() > certainty)
+            judged = llm if certain else scores  # there the LLM decides, as `CertainLLM` has it
+            rows[state.id][f"seed-{seed}"] = judged.tolist()
         columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
         return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
 
@@ -81,6 +75,21 @@ class AgreementStage(Stage):
 
     def cost(self) -> Cost:
         return Cost("scored by every reranker", self.input(TrajectoryStage).settings.collect.max_new_tokens)
+
+
+def reranked(
+    slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
+) -> Iterator[tuple[State, Key, Tensor]]:
+    """(state, key of a reranker, its scores float32 [K] on the CPU) of all; prefixes are computed once a trajectory."""
+    members: dict[str, list[State]] = {}
+    for state in states:
+        members.setdefault(state.trajectory.problem.id, []).append(state)
+    for of_trajectory in members.values():
+        longest = max(of_trajectory, key=lambda state: state.position).prefix
+        whole = hf.prefill_packed(slm, [longest])[0]
+        for key, reranker in rerankers.items():
+            for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+                yield state, key, scores
 
 
 @torch.no_grad()

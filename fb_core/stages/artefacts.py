@@ -221,7 +221,7 @@ class Artefact:
         """Write a shard's files, named as inside the folder, then its receipt."""
         known = {}
         for name, data in files.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path / name, data)
             known[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         receipt = Receipt(self._identity(), known, dict(counts), round(float(seconds), 3), device)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 from fb_core.config import SETTINGS, RunSettings
 from fb_core.files import write_file
+from fb_core.stages.artefacts import Artefact
 from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.futures import FutureStage
+from fb_core.stages.inside import FOLDER, TRAINED, changed, training_changes, work_through
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage
 from fb_core.stages.scores import ScoreStage
@@ -69,13 +72,48 @@ def run_command(
         OSError: no room, no model, or no server; what is finished is kept.
     """
     leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
-    for kind in stages_of(command, settings):
-        stage = kind(settings, run)
-        if leads and dry_run:
-            show(plan(stage))
-        elif leads:
-            show(stage.report(run_stage(stage, engine)))
-        elif kind is TrainStage and not dry_run:
-            run_stage(stage, leads=False)
+
+    def work(kinds: Sequence[type[Stage]]) -> None:
+        for kind in kinds:
+            stage = kind(settings, run)
+            if leads and dry_run:
+                show(plan(stage))
+            elif leads:
+                show(stage.report(run_stage(stage, engine)))
+            elif kind is TrainStage and not dry_run:
+                run_stage(stage, leads=False)
+
+    work(stages_of(command, settings))
+    if command == "train" and settings.problems.certification:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if leads:
+                show("The sweep is trained. Run `futurebridge train` once more, in one process, for the choice.")
+        else:
+            work((RolloutStage,))
+            if not dry_run:
+                train_others(settings, run, show)
+            work(CHOICE)
     if leads and not dry_run:
         write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+
+
+def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
+    """The rerankers that compete with the run's own, at its horizon, each in a run inside it; failures are said.
+
+    Raises:
+        ValueError: the run itself is not trained, or a pool that the choice does not know.
+        OSError: as `run_stage`.
+    """
+    if settings.score.pool != "joint":
+        raise ValueError(
+            f'problems.certification: expected score.pool "joint", over which rollouts are made, got '
+            f'"{settings.score.pool}"; set it to 0'
+        )
+    horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
+    for name in settings.choice.trained:
+        inner, folder = changed(settings, training_changes(horizon, **TRAINED[name])), run / FOLDER / name
+        commands: tuple[Command, ...] = ("collect", "futures", "score", "train")
+        try:
+            work_through([kind for each in commands for kind in stages_of(each, inner)], inner, folder, run)
+        except ValueError as problem:
+            show(f"**{name}** does not compete: {problem}")

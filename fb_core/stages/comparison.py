@@ -10,7 +10,7 @@ from typing import Any
 from fb_core import hf
 from fb_core.methods import EXTERNAL, method
 from fb_core.stages.decode import ASKED, DecodeStage, Trial
-from fb_core.stages.deploy import label_of
+from fb_core.stages.deploy import chosen_digest, label_of
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
@@ -35,7 +35,8 @@ class CompareStage(DecodeStage):
 
     def data(self) -> dict[str, Any]:
         hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
-        return hashes | {"checkpoints": self._checkpoints()}
+        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self.settings.compare.methods else {}
+        return hashes | {"checkpoints": self._checkpoints()} | chosen
 
     def _checkpoints(self) -> dict[str, str]:
         """Hashes of the external ones."""

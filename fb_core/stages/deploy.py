@@ -11,6 +11,7 @@ from fb_core.config import RunSettings
 from fb_core.decoding import CollaborativeDecoder
 from fb_core.methods import Generate, method
 from fb_core.policy import RequestPolicy
+from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, Selector, overridden
 from fb_core.stages.artefacts import Artefact
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fb_core.stages.router import Router
     from fb_core.verify import Verifier
 
-POLICY, RERANKER = "policy", "reranker"  # stages
+POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # stages
 TOGETHER = 64  # prompts that decode at once
 
 
@@ -34,6 +35,12 @@ def frozen_policy(run: Path) -> RequestPolicy:
 def deployed_digest(run: Path) -> list[str]:
     """What identifies a deployed run: its policy and rerankers; raises ValueError where they are not finished."""
     return [Artefact(run, stage).finished()["digest"] for stage in (POLICY, RERANKER)]
+
+
+def chosen_digest(run: Path) -> str:
+    """What identifies the recipes that a run chose; raises ValueError where it made no choice."""
+    digest: str = Artefact(run, DEPLOYED_STAGE).finished()["digest"]
+    return digest
 
 
 def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranker:
@@ -115,6 +122,34 @@ class Context:
             "max_events": settings.evaluate.max_events,
         }
         return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
+
+    def by_recipe(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
+        """The decoder by a recipe, with the reranker of its scores where one decides."""
+        models, selector = self.models, deployed.recipe.selector(reranker, deployed.value)
+        if selector is None:
+            return CollaborativeDecoder(models.slm, None, None, deployed.policy, **self.options, max_events=0)
+        return CollaborativeDecoder(
+            models.slm, models.llm, selector, deployed.policy, **self.options, **deployed.options
+        )
+
+    def chosen(self, seed: int) -> CollaborativeDecoder:
+        """The decoder by the recipe that the run chose for its reranker of a seed.
+
+        Raises:
+            ValueError: the run made no choice.
+        """
+        adapters, shard = Artefact(self.run, DEPLOYED_STAGE), f"seed-{seed}"
+        if adapters.receipt(shard) is None:
+            raise ValueError(
+                f"{adapters.path}: expected {shard}, got none; set problems.certification and run `futurebridge train`"
+            )
+        deployed = Deployed.load(adapters.path / shard)
+        assert deployed is not None
+        reranker = None
+        if deployed.recipe.trained:
+            scope = self.settings.train.scope
+            reranker = TokenReranker.from_pretrained(adapters.path / shard, self.models.slm, scope=scope).eval()
+        return self.by_recipe(deployed, reranker)
 
     def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as the settings deploy it: under the LLM where that is certain enough."""

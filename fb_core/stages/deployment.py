@@ -13,7 +13,7 @@ from fb_core.methods import method
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import METHODS
 from fb_core.stages.decode import ASKED, DecodeStage, Loop, Row, Trial
-from fb_core.stages.deploy import label_of, seed_of
+from fb_core.stages.deploy import DEPLOYED_STAGE, chosen_digest, label_of, seed_of
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
 from fb_core.stages.problems import Problem
 from fb_core.stages.router import RouterStage
@@ -44,7 +44,8 @@ class DeploymentStage(DecodeStage):
         )
 
     def data(self) -> dict[str, Any]:
-        return {"timed": problems_hash(self._problems), "methods": self._methods}
+        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self._methods else {}
+        return {"timed": problems_hash(self._problems), "methods": self._methods} | chosen
 
     @cached_property
     def _problems(self) -> list[Problem]:
@@ -63,10 +64,16 @@ class DeploymentStage(DecodeStage):
 
     @cached_property
     def _methods(self) -> list[str]:
-        """Those asked for, but for those of a router where none could be made."""
-        router = Artefact(self.run, RouterStage.name).manifest()
-        routed = router is not None and router["complete"]
-        return [name for name in self.settings.compare.methods if routed or not method(name).routed]
+        """Those asked for, but for those of a router or of a choice where there is none."""
+        routed, chosen = (
+            (Artefact(self.run, stage).manifest() or {}).get("complete", False)
+            for stage in (RouterStage.name, DEPLOYED_STAGE)
+        )
+        return [
+            name
+            for name in self.settings.compare.methods
+            if (routed or not method(name).routed) and (chosen or name != "deployed")
+        ]
 
     def report(self, manifest: dict[str, Any]) -> str:
         lines = ["| method | loop | calls | pool | appended | suffix | seconds | of greedy [95%] |"]

@@ -1,9 +1,10 @@
-"""Stage 5: the chosen rerankers on benchmarks, beside greedy decoding."""
+"""Stage 5: the chosen rerankers on benchmarks, as published and as deployed, beside greedy decoding."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,17 +12,20 @@ import numpy as np
 
 from fb_core import statistics
 from fb_core.config import AVERAGE
+from fb_core.methods import method
+from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
 from fb_core.stages.problems import BENCHMARKS
 from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 
 log = logging.getLogger(__name__)
 
 
 class EvaluateStage(DecodeStage):
-    """The chosen rerankers and plain greedy decoding on the benchmarks, many prompts at once, as served.
+    """Greedy decoding and the rerankers on the benchmarks: as published and, where `train` made a choice, as deployed.
 
     All is deterministic, so repeats are seeds: FutureBridge runs once for
     every reranker of the sweep (the published three are AIME's three repeats), greedy decoding once.
@@ -29,8 +33,14 @@ class EvaluateStage(DecodeStage):
 
     name = "evaluation"
     command = "evaluate"
-    slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds")
-    reads = (PolicyStage, RerankerStage)
+    slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds", "problems.certification")
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (PolicyStage, RerankerStage, *((ChoiceStage,) if self.settings.problems.certification else ()))
+
+    @property
+    def _methods(self) -> list[str]:
+        return ["greedy", "futurebridge", *(("deployed",) if self.settings.problems.certification else ())]
 
     def data(self) -> dict[str, Any]:
         return {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
@@ -46,36 +56,36 @@ class EvaluateStage(DecodeStage):
             stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
-            for seed in (None, *seeds):
-                method = "greedy" if seed is None else "futurebridge"
-                for start in range(0, len(problems), size):
-                    shard = f"{stem}.{method}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
-                    trials[shard] = Trial(name, method, seed, "batch", problems[start : start + size])
+            for key in self._methods:
+                for seed in (None,) if key == "greedy" else seeds:
+                    for start in range(0, len(problems), size):
+                        shard = f"{stem}.{key}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
+                        trials[shard] = Trial(name, key, seed, "batch", problems[start : start + size])
         return trials
 
     def summary(self) -> dict[str, Any]:
         """Accuracy with its interval, the difference to greedy, and what it cost, by benchmark and on their average."""
-        rows: dict[tuple[str, bool], dict[str, list[Row]]] = {}
+        rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for row in self.rows():
-            rows.setdefault((row.benchmark, row.seed is None), {}).setdefault(row.problem, []).append(row)
+            rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
         right = {
             cell: [float(np.mean([row.correct for row in runs])) for runs in by_problem.values()]
             for cell, by_problem in rows.items()
         }
         table = []
         for name, members in self._shown().items():
-            for greedy in (True, False):
-                own, plain = ([right[member, kind] for member in members] for kind in (greedy, True))
-                decoded = [rows[member, greedy] for member in members]
+            for key in self._methods:
+                own, plain = ([right[member, kind] for member in members] for kind in (key, "greedy"))
+                decoded = [rows[member, key] for member in members]
                 flat = [[row for runs in by_problem.values() for row in runs] for by_problem in decoded]
                 table.append(
                     {
                         "benchmark": name,
-                        "method": "greedy" if greedy else "FutureBridge",
+                        "method": key if key == "greedy" else method(key).label,
                         "problems": sum(map(len, decoded)),
                         "runs": len(next(iter(decoded[0].values()))),
                         "accuracy": list(statistics.average_interval(own)),
-                        "minus greedy": None if greedy else list(statistics.average_interval(own, plain)),
+                        "minus greedy": None if key == "greedy" else list(statistics.average_interval(own, plain)),
                         "events": float(np.mean([np.mean([len(row.events) for row in one]) for one in flat])),
                         "tokens": float(np.mean([np.mean([len(row.tokens) for row in one]) for one in flat])),
                     }

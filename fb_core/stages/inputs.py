@@ -195,7 +195,9 @@ def verifier_of(settings: VerifierSettings) -> Verifier:
 
 @lru_cache(maxsize=1)
 def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
-    """The problems that make states, as "train" and "validation"; none in both, none of a held-out set.
+    """A run's own problems, as "train", "validation" and "certification"; none in two, none of a held-out set.
+
+    Trajectories and states are made of the first two alone.
 
     Raises:
         OSError: a set that is not there.
@@ -204,8 +206,11 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
     problems = read_problems(settings.train, settings.limit, "train", settings.seed)
     for source in settings.held_out:
         problems, _ = without_overlap(problems, load_problems(source))
-    train, validation = split(problems, settings.validation, settings.seed)
-    return {"train": train, "validation": validation}
+    train, held_out = split(problems, settings.validation + settings.certification, settings.seed)
+    certification, validation = list[Problem](), held_out
+    if settings.certification:
+        certification, validation = split(held_out, settings.validation, settings.seed)
+    return {"train": train, "validation": validation, "certification": certification}
 
 
 def read_problems(source: str, limit: int | None, role: Literal["train", "test"], seed: int) -> list[Problem]:

@@ -116,7 +116,7 @@ class TrajectoryStage(Stage):
     @property
     def splits(self) -> dict[str, list[Problem]]:
         """The problems as "train" and "validation"."""
-        return splits_of(self.settings.problems)
+        return {name: members for name, members in splits_of(self.settings.problems).items() if name != "certification"}
 
     def shards(self) -> dict[str, int]:
         return {name: len(problems) for name, problems in self._problems.items()}

@@ -542,7 +542,7 @@ def test_an_interrupt_in_the_midst_of_a_move_loses_no_page(monkeypatch):
     asked, loop = prompts(5, 90, 7, 70), decoder.loop
     before = [facts(one) for one in decoder.generate_many(asked, 12)]
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     for name in ("clear", "move", "put", "go_on"):  # of the step, each in the midst of what the loop does

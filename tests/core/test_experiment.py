@@ -25,7 +25,7 @@ from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
 from fb_core.experiment.run import PROBLEM, make, run_experiment
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
-from fb_core.experiment.variants import changed, settings_of_variant
+from fb_core.experiment.variants import settings_of_variant
 from fb_core.methods import names
 from fb_core.report.findings import findings_bytes
 from fb_core.report.report import render
@@ -33,6 +33,7 @@ from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.inputs import benchmark_problems, models_of
+from fb_core.stages.inside import changed
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
@@ -215,7 +216,7 @@ def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
     _, _, problems = made
     rows = {row.key: row for row in found.of("methods")}
     assert {"greedy", "majority", "one-token-takeover", "direct", "futurebridge", "external-lost"} <= rows.keys()
-    assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original", "repaired"}
+    assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original"}
     assert rows["external-lost"].note == problems["external-lost"]
     assert rows["distilled"].note == "not run"
     assert rows["TaH"].note.startswith("changes the SLM itself")
@@ -226,9 +227,6 @@ def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
     assert rows["one-token-takeover"].minus["direct"] == (0.0, 0.0, 0.0)
     for key in ("greedy", "direct", "futurebridge"):
         assert key not in rows[key].minus
-    best = rows["repaired"]  # the only one that was made
-    assert best.label == "FutureBridge, repaired: override by a certain LLM"
-    assert best.note.startswith("the best of 1 repairs on validation problems, ")
 
 
 def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found, chosen):
@@ -560,7 +558,9 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
 def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     config, run = tmp_path / "small.yaml", tmp_path / "run"
     chosen = settings(
+        problems={"limit": 56, "certification": 8},
         train={"horizons": [4, 8], "seeds": [0], "epochs": 1},
+        choice={"tried": 2, "tested": 1},
         compare={"external": {"tuned": pair_checkpoint}},
         evaluate={"limit": 6},
     )
@@ -585,7 +585,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
             assert "verified" in row.minus
         assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
     keys = {(row.table, row.key) for row in found.rows}
-    assert len([key for table, key in keys if table == "methods"]) == 13 + 3 + 1 + 1 + 3  # distilled, tuned, repaired
+    assert len([key for table, key in keys if table == "methods"]) == 14 + 3 + 1 + 3  # distilled, tuned, unseen
     assert len([key for table, key in keys if table == "horizons"]) == 2
     assert len([key for table, key in keys if table == "futures"]) == 6 + 1
     by_quantile = {}

@@ -56,7 +56,7 @@ def test_a_file_in_the_package_is_a_method(tmp_path, monkeypatch):
         assert one.token_ids.tolist() == other.token_ids.tolist()
     monkeypatch.undo()
     sys.modules.pop("fb_core.methods.last_candidate")
-    with pytest.raises(ValueError, match=r"Input should be 'greedy', 'direct', .* or 'futurebridge'"):
+    with pytest.raises(ValueError, match=r"Input should be 'greedy', 'direct', .* 'futurebridge' or 'deployed'"):
         CompareSettings(methods=["last-candidate"])
 
 
@@ -70,5 +70,5 @@ def test_every_method_says_what_it_is(name):
 
 
 def test_names_need_no_torch():
-    code = "import sys, fb_core.methods as m\nassert len(m.names()) == 13\nassert 'torch' not in sys.modules"
+    code = "import sys, fb_core.methods as m\nassert len(m.names()) == 14\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,6 +12,7 @@ from runs import settings
 from fb_core.config import FREE, RunSettings, Slice, counted
 from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.choice import STAGES as CHOICE
 from fb_core.stages.commands import COMMANDS, stages_of
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deployment import DeploymentStage
@@ -23,7 +24,7 @@ KINDS = list(
     dict.fromkeys(
         [
             *(kind for command in COMMANDS for kind in stages_of(command, settings())),
-            *(OwnFutureStage, SampleStage, CalibrationStage, AgreementStage),
+            *(OwnFutureStage, SampleStage, CalibrationStage, AgreementStage, *CHOICE),
             *(RouterLabelStage, RouterStage, CompareStage, DeploymentStage),
         ]
     )

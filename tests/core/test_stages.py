@@ -26,9 +26,7 @@ from warm import futurebridge
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
 from fb_core.config import RunSettings, TrainSettings
-from fb_core.defaults import CERTAINTY
 from fb_core.demo.pairs import load_pair
-from fb_core.reranker import FEATURES
 from fb_core.scorer import token_budget
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
@@ -573,12 +571,10 @@ def test_a_damaged_settings_file_is_one_sentence(tmp_path, text):
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-0.6b"])
 def test_the_recipe_for_new_pairs_is_shipped_and_the_published_one_beside_it(name):
-    repaired, published = RunSettings.load(name), RunSettings.load(f"{name}-published")
-    assert repaired.train.features == FEATURES
-    assert repaired.evaluate.certainty == CERTAINTY
-    without = {"train": repaired.train.model_copy(update={"features": ()})}
-    without["evaluate"] = repaired.evaluate.model_copy(update={"certainty": None})
-    assert published == repaired.model_copy(update=without)
+    shipped, published = RunSettings.load(name), RunSettings.load(f"{name}-published")
+    assert shipped.problems.certification == 750
+    without = shipped.problems.model_copy(update={"certification": 0})
+    assert published == shipped.model_copy(update={"problems": without})
     assert published.train == TrainSettings()  # all of its values are the paper's
 
 
@@ -608,7 +604,7 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     rows = [
         Row(
             benchmark=benchmark,
-            method="",
+            method="greedy" if seed is None else "futurebridge",
             seed=seed,
             loop="fast",
             problem=str(problem),

@@ -14,9 +14,9 @@ from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.experiment.gather import gather
 from fb_core.experiment.run import run_experiment
-from fb_core.experiment.variants import changed
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
+from fb_core.stages.inside import changed
 
 pytestmark = pytest.mark.gpu
 AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone

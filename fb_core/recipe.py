@@ -1,0 +1,324 @@
+"""Which recipe decides at events: what training chose by evidence, kept with the adapter, and what decodes by it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fb_core import hf
+from fb_core.policy import AskHead, RequestPolicy
+from fb_core.pool import PoolKind
+from fb_core.reranker import DESCRIPTION, TokenReranker, read_description, replace_file
+from fb_core.selectors import (
+    FutureBridgeSelector,
+    LLMPreference,
+    ScoringSelector,
+    Selector,
+    SLMPreference,
+    ValueSelector,
+    overridden,
+)
+from fb_core.value import Form, ValueHead
+
+Trained = Literal["features", "calibrated", "calibrated-features"]
+Wanted = Literal["chosen", "published"]
+THRESHOLD = 1.0  # nats, where nobody says another
+PUBLISHED = "published"  # folder of the published recipe's adapter, inside that of another one
+ASK, WEIGHT = "ask.safetensors", "weight"
+_FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Recipe(BaseModel):
+    """How a pair decides at an event, and whether it asks at all.
+
+    Attributes:
+        scores: what ranks the candidates: "slm" log p_S, "llm" log p_T (the direct LLM score), "own" the run's own
+            reranker, as published, or one trained with candidate features or a calibrated target.
+        value: the head that turns scores into worth, None for the scores themselves.
+        certainty: the LLM's token is taken where its probability is above that.
+        ask: whether the LLM is asked only where the SLM's state tells that it is worth it.
+    """
+
+    model_config = _FROZEN
+
+    scores: Literal["slm", "llm", "own", "features", "calibrated", "calibrated-features"] = "own"
+    value: Form | None = None
+    certainty: float | None = Field(default=None, ge=0, le=1)
+    ask: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it is the SLM by itself, which asks nobody."""
+        return self.scores == "slm" and self.value is None and self.certainty is None
+
+    @property
+    def trained(self) -> bool:
+        """Whether a reranker decides."""
+        return self.scores not in ("slm", "llm")
+
+    @property
+    def label(self) -> str:
+        """In words, one for each."""
+        if self.greedy:
+            return "SLM greedy"
+        words = [{"slm": "SLM's token", "llm": "direct LLM score", "own": "plain"}.get(self.scores, self.scores)]
+        words += [] if self.value is None else [{"gate": "gate", "listwise": "listwise value"}[self.value]]
+        words += [] if self.certainty is None else [f"override {self.certainty:g}"]
+        return " + ".join([*words, *(["ask gate"] if self.ask else [])])
+
+    def selector(self, reranker: TokenReranker | None = None, value: ValueHead | None = None) -> Selector | None:
+        """What takes a candidate; None of the recipe that asks nobody.
+
+        Args:
+            reranker: of its scores, where one decides.
+            value: the head of its form.
+        """
+        if self.greedy:
+            return None
+        scoring: ScoringSelector = LLMPreference() if self.scores == "llm" else SLMPreference()
+        if self.trained:
+            assert reranker is not None
+            scoring = FutureBridgeSelector(reranker)
+        if self.value is not None:
+            assert value is not None
+            scoring = ValueSelector(scoring, value)
+        return overridden(scoring, self.certainty)
+
+
+GREEDY, DIRECT = Recipe(scores="slm"), Recipe(scores="llm")
+
+
+class Difference(BaseModel):
+    """A mean paired difference in accuracy, and its lower bound at the level of the test."""
+
+    model_config = _FROZEN
+
+    mean: float
+    low: float
+
+
+class Evidence(BaseModel):
+    """What a recipe was chosen on.
+
+    Attributes:
+        problems: certified on, none of them used for anything before.
+        delta: how far below another recipe it may be, as a share of the problems.
+        level: that all bounds of the choice hold at once.
+        tests: recipes among which the error was divided.
+        accuracy: on these problems.
+        minus_greedy: paired difference to the SLM by itself.
+        minus_direct: to the direct LLM score.
+        calls: of the LLM, a problem.
+        llm_tokens: that it chose or wrote, a problem.
+        words: why it was chosen, in a sentence.
+    """
+
+    model_config = _FROZEN
+
+    problems: int
+    delta: float
+    level: float
+    tests: int
+    accuracy: float
+    minus_greedy: Difference
+    minus_direct: Difference
+    calls: float
+    llm_tokens: float
+    words: str
+
+
+class _Pools(BaseModel):
+    """What competes at an event, as for `CollaborativeDecoder`."""
+
+    model_config = _FROZEN
+
+    pool: PoolKind
+    slm_k: int = Field(ge=1)
+    llm_k: int = Field(ge=1)
+    max_events: int = Field(ge=0)
+
+
+class _Ask(BaseModel):
+    model_config = _FROZEN
+
+    entropy_weight: float
+    bias: float
+    least: float
+
+
+class _Value(BaseModel):
+    model_config = _FROZEN
+
+    form: Form
+    weights: tuple[float, ...]
+
+
+class _Stored(BaseModel):
+    """As the description of an adapter has it, under "recipe"."""
+
+    model_config = _FROZEN
+
+    recipe: Recipe
+    value: _Value | None
+    ask: _Ask | None
+    threshold: float
+    top_k: int = Field(ge=1)
+    pools: _Pools
+    evidence: Evidence | None
+
+
+@dataclass(frozen=True, eq=False)
+class Deployed:
+    """A recipe with all that it decodes with but the adapter.
+
+    Attributes:
+        recipe: which.
+        value: its head.
+        policy: when it asks; with the `AskHead` where it has one.
+        options: `pool`, `slm_k`, `llm_k` and `max_events` of a decoder.
+        evidence: what it was chosen on, None where nobody chose.
+    """
+
+    recipe: Recipe
+    value: ValueHead | None
+    policy: RequestPolicy
+    options: dict[str, Any]
+    evidence: Evidence | None
+
+    def described(self) -> dict[str, Any]:
+        """All but the `AskHead`'s weight, as JSON holds it."""
+        ask = self.policy.ask
+        stored = _Stored(
+            recipe=self.recipe,
+            value=None if self.value is None else _Value(form=self.value.form, weights=self.value.weights),
+            ask=None if ask is None else _Ask(entropy_weight=ask.entropy_weight, bias=ask.bias, least=ask.least),
+            threshold=self.policy.threshold,
+            top_k=self.policy.top_k,
+            pools=_Pools(**self.options),
+            evidence=self.evidence,
+        )
+        described: dict[str, Any] = json.loads(stored.model_dump_json())
+        return described
+
+    @classmethod
+    def read(cls, described: Any, weight: Callable[[], Tensor]) -> Deployed:
+        """From what `described` gave, and where the `AskHead`'s weight is if it has one.
+
+        Raises:
+            ValueError: other values, or heads that do not belong to the recipe.
+        """
+        stored = _Stored.model_validate_json(json.dumps(described), strict=True)
+        value = None if stored.value is None else ValueHead(stored.value.form, stored.value.weights)
+        ask = None if stored.ask is None else AskHead(weight(), **stored.ask.model_dump())
+        if (value and value.form) != stored.recipe.value or (ask is not None) != stored.recipe.ask:
+            raise ValueError(f"heads that do not belong to {stored.recipe.label}")
+        policy = RequestPolicy(stored.threshold, stored.top_k, ask)
+        return cls(stored.recipe, value, policy, stored.pools.model_dump(), stored.evidence)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Beside an adapter, in its description; raises ValueError where there is none."""
+        path, ask = Path(folder), self.policy.ask
+        if ask is not None:
+            tensors = {WEIGHT: ask.weight.detach().cpu().contiguous()}
+            replace_file(path / ASK, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+        description = read_description(path) | {"recipe": self.described()}
+        replace_file(path / DESCRIPTION, lambda file: file.write_text(json.dumps(description, indent=2)))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Deployed | None:
+        """What `save` wrote, None where an adapter has none.
+
+        Raises:
+            ValueError: no adapter there, or a damaged recipe.
+        """
+        path = Path(folder)
+        found = read_description(path).get("recipe")
+        try:
+            return None if found is None else cls.read(found, lambda: _weight(path / ASK))
+        except (ValidationError, ValueError) as problem:
+            got = " ".join(str(problem).splitlines()[:3])[:300]
+            raise ValueError(
+                f"{path / DESCRIPTION}: expected a recipe as `train` writes it, got {got}; run `train` again"
+            ) from None
+
+
+def _weight(path: Path) -> Tensor:
+    try:
+        return load_file(path)[WEIGHT]
+    except (OSError, KeyError, SafetensorError) as problem:
+        raise ValueError(f"{problem!r} in {path.name}") from None
+
+
+class Deployment(NamedTuple):
+    """What a decoder or an engine is made with beside the pair."""
+
+    selector: Selector | None
+    policy: RequestPolicy
+    options: dict[str, Any]  # `max_events`, and where the recipe says so pool, slm_k and llm_k
+
+
+def deployment_of(
+    adapter: str | None,
+    slm: hf.CausalLM,
+    *,
+    recipe: Wanted = "chosen",
+    certainty: float | None = None,
+    threshold: float | None = None,
+    max_events: int | None = None,
+) -> Deployment:
+    """What decodes by the folder of an adapter: as `train` chose, or as published.
+
+    Args:
+        adapter: the folder; without one the LLM decides.
+        slm: the small model.
+        recipe: "chosen", where the folder says what that is, else the plain reranker; "published" for the reranker as
+            the paper has it.
+        certainty: of an override, where no recipe says it.
+        threshold: in nats instead of the recipe's.
+        max_events: instead of the recipe's, whose number is the most.
+
+    Raises:
+        ValueError: an adapter that is not there, damaged or made for another model, or a certainty beside a recipe.
+    """
+    deployed = None if adapter is None else Deployed.load(adapter)
+    if deployed is None:
+        selector: Selector | None = LLMPreference()
+        if adapter is not None:
+            selector = overridden(_reranked(Path(adapter), slm), certainty)
+        policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
+        return Deployment(selector, policy, {"max_events": 8 if max_events is None else max_events})
+    assert adapter is not None
+    folder, policy = Path(adapter), deployed.policy
+    options = dict(deployed.options)
+    if recipe == "published":
+        inside = folder / PUBLISHED
+        selector = overridden(_reranked(inside if inside.is_dir() else folder, slm), certainty)
+        policy = RequestPolicy(policy.threshold, policy.top_k)
+    else:
+        if certainty is not None:
+            raise ValueError(
+                f"certainty: expected none beside the recipe in {folder} ({deployed.recipe.label}), got {certainty}; "
+                "leave it out, or ask for --recipe published"
+            )
+        reranker = TokenReranker.from_pretrained(folder, slm).eval() if deployed.recipe.trained else None
+        selector = deployed.recipe.selector(reranker, deployed.value)
+        if deployed.recipe.greedy:
+            options["max_events"] = 0
+    if threshold is not None:
+        policy = RequestPolicy(threshold, policy.top_k, policy.ask)
+    if max_events is not None:
+        options["max_events"] = min(max_events, options["max_events"])
+    return Deployment(selector, policy, options)
+
+
+def _reranked(folder: Path, slm: hf.CausalLM) -> Selector:
+    return FutureBridgeSelector(TokenReranker.from_pretrained(folder, slm).eval())

@@ -1,0 +1,334 @@
+"""Stage 4, its end: the recipe that is deployed, chosen on held-out problems by the deployed loop.
+
+Learn-then-Test (Angelopoulos et al., arXiv 2110.01052): the recipes that do best on validation problems are tested on
+problems that nothing else was chosen on. A recipe may be deployed where the lower bounds of its paired differences to
+greedy decoding *and* to the direct LLM score are above -delta; both must hold, so that no error is added by there being
+two. Among the recipes tested and the direct score the error is divided (Bonferroni), so all bounds hold at once at the
+level. Of those that may, the one with the best accuracy is taken, the fewer LLM calls deciding a tie; if none may, the
+direct score where it is not below greedy beyond delta, else greedy decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fb_core import statistics
+from fb_core.methods import Generate
+from fb_core.recipe import DIRECT, GREEDY, PUBLISHED, Deployed, Difference, Evidence, Recipe
+from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
+from fb_core.stages.deploy import DEPLOYED_STAGE, Context
+from fb_core.stages.inputs import DEPLOYED, splits_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import PolicyStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.values import Candidate, ValueStage
+
+ALWAYS = {GREEDY: "greedy", DIRECT: "direct"}  # decoded once, whatever the seed
+
+
+class _RecipeTrials(DecodeStage):
+    """Recipes on a run's held-out problems, a shard each; greedy decoding and the direct score first."""
+
+    command = "train"
+    split: str
+
+    def recipes(self, seed: int) -> list[Recipe]:
+        """Which of them, of a seed."""
+        raise NotImplementedError
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """What they are asked."""
+        return splits_of(self.settings.problems)[self.split]
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        found = {name: Trial(self.split, recipe.label, None, "batch", self.problems) for recipe, name in ALWAYS.items()}
+        for seed in self.settings.train.seeds:
+            for recipe in self.recipes(seed):
+                found[shard_of(recipe, seed)] = Trial(self.split, recipe.label, seed, "batch", self.problems)
+        return found
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.settings.collect.max_new_tokens
+
+    @cached_property
+    def candidates(self) -> dict[tuple[str, int], Candidate]:
+        """By label and seed."""
+        values = self.input(ValueStage)
+        return {
+            (one.deployed.recipe.label, seed): one
+            for seed in self.settings.train.seeds
+            for one in values.candidates(seed)
+        }
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        seed = self.settings.train.seeds[0] if trial.seed is None else trial.seed
+        deployed = self.candidates[trial.method, seed].deployed
+        context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
+        reranker = self.input(ValueStage).reranker(deployed.recipe, seed)
+        return context.by_recipe(deployed, reranker).generate_many
+
+    def tried(self, recipe: Recipe, seed: int) -> Tried:
+        """What a finished recipe made of the problems."""
+        return Tried.of(recipe, list(read_rows(self.folder, ALWAYS.get(recipe) or shard_of(recipe, seed))))
+
+
+def shard_of(recipe: Recipe, seed: int) -> str:
+    """Of a recipe's trial."""
+    parts = [recipe.scores, recipe.value, recipe.certainty and f"{recipe.certainty:g}", "ask" if recipe.ask else None]
+    return f"seed-{seed}.{'+'.join(str(part) for part in parts if part)}"
+
+
+class Tried(NamedTuple):
+    """A recipe and what it made of each problem."""
+
+    recipe: Recipe
+    correct: np.ndarray  # [n]
+    calls: float  # of the LLM, a problem
+    llm_tokens: float  # that it chose or wrote, a problem
+
+    @classmethod
+    def of(cls, recipe: Recipe, rows: Sequence[Row]) -> Tried:
+        """From its rows."""
+        calls = float(np.mean([row.calls for row in rows]))
+        tokens = float(np.mean([row.appended + row.suffix for row in rows]))
+        return cls(recipe, np.array([row.correct for row in rows], dtype=np.float64), calls, tokens)
+
+    @property
+    def accuracy(self) -> float:
+        """On these problems."""
+        return float(self.correct.mean())
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The best first: by right answers, then by fewer calls."""
+        return -float(self.correct.sum()), self.calls
+
+
+class TrialStage(_RecipeTrials):
+    """The recipes that rollouts speak for, on the validation problems."""
+
+    name = "trials"
+    split = "validation"
+    slice = ("problems", "collect.max_new_tokens", "verify", "train.seeds", "choice", *DEPLOYED)
+    reads = (TrajectoryStage, PolicyStage, RerankerStage, ValueStage)
+
+    def recipes(self, seed: int) -> list[Recipe]:
+        return promising(self.input(ValueStage).candidates(seed), self.settings.choice.tried)
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        lines = ["| recipe | seed | accuracy, % | LLM calls | LLM tokens |", "|---|---|---|---|---|"]
+        for seed in self.settings.train.seeds:
+            tried = [self.tried(recipe, seed) for recipe in (*ALWAYS, *self.recipes(seed))]
+            for one in sorted(tried, key=lambda one: one.rank):
+                cells = f"{100 * one.accuracy:.1f} | {one.calls:.2f} | {one.llm_tokens:.2f}"
+                lines.append(f"| {one.recipe.label} | {seed} | {cells} |")
+        return "\n".join(lines)
+
+
+def promising(candidates: Sequence[Candidate], count: int) -> list[Recipe]:
+    """The recipes that rollouts speak for: the best certainty of each kind, then the best of these."""
+    kinds: dict[tuple[str, str | None, bool], Candidate] = {}
+    for one in candidates:
+        recipe = one.deployed.recipe
+        if recipe not in ALWAYS:
+            kind = (recipe.scores, recipe.value, recipe.ask)
+            if kind not in kinds or one.success > kinds[kind].success:
+                kinds[kind] = one
+    best = sorted(kinds.values(), key=lambda one: (-one.success, one.asked))  # stable: the simplest first
+    return [one.deployed.recipe for one in best[:count]]
+
+
+class CertificationStage(_RecipeTrials):
+    """The best of these, on problems that nothing was chosen on."""
+
+    name = "certification"
+    split = "certification"
+    slice = TrialStage.slice
+    reads = (*TrialStage.reads, TrialStage)
+
+    def recipes(self, seed: int) -> list[Recipe]:
+        trials = self.input(TrialStage)
+        tried = [trials.tried(recipe, seed) for recipe in trials.recipes(seed)]
+        best = sorted(tried, key=lambda one: one.rank)
+        return [one.recipe for one in best[: self.settings.choice.tested]]
+
+    def data(self) -> dict[str, Any]:
+        return {"problems": [problem.id for problem in self.problems]}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return "\n\n".join(choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds)
+
+    def verdict(self, seed: int) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
+        """What is deployed with a seed's adapter, and the evidence of every recipe tested."""
+        tested = [self.tried(recipe, seed) for recipe in (GREEDY, DIRECT, *self.recipes(seed))]
+        choice = self.settings.choice
+        return decide(tested, choice.delta, choice.level)
+
+
+def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
+    """Which recipe may be deployed, by what it made of problems that nothing was chosen on.
+
+    Args:
+        tested: greedy decoding, the direct LLM score, then others, on the same problems.
+        delta: how far below either of these a recipe may be, as a share of the problems.
+        level: that all bounds hold at once.
+
+    Returns:
+        the recipe, and the evidence of each, in their order.
+    """
+    greedy, direct, *others = tested
+    tests = len(others) + 1  # and the direct score against greedy decoding
+    whole = np.ones(len(greedy.correct))
+
+    def minus(one: Tried, other: Tried) -> Difference:
+        both_ends = 1 - 2 * (1 - level) / tests  # of which one error is the lower bound's
+        found = statistics.paired_share_interval(one.correct, other.correct, whole, level=both_ends)
+        return Difference(mean=found.mean, low=found.low if one is not other else 0.0)
+
+    differences = [(minus(one, greedy), minus(one, direct)) for one in tested]
+    safe = [
+        one
+        for one, (to_greedy, to_direct) in zip(tested, differences, strict=True)
+        if one in others and to_greedy.low > -delta and to_direct.low > -delta
+    ]
+    direct_safe = differences[1][0].low > -delta
+    fallback = direct if direct_safe else greedy
+    chosen = min([*([direct] if direct_safe else []), *safe], key=lambda one: one.rank) if safe else fallback
+    words = _words(chosen, safe, len(others), direct_safe, delta, level)
+    return chosen.recipe, [
+        (
+            one.recipe,
+            Evidence(
+                problems=len(whole),
+                delta=delta,
+                level=level,
+                tests=tests,
+                accuracy=one.accuracy,
+                minus_greedy=to_greedy,
+                minus_direct=to_direct,
+                calls=one.calls,
+                llm_tokens=one.llm_tokens,
+                words=words,
+            ),
+        )
+        for one, (to_greedy, to_direct) in zip(tested, differences, strict=True)
+    ]
+
+
+def _words(chosen: Tried, safe: Sequence[Tried], others: int, direct_safe: bool, delta: float, level: float) -> str:
+    margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
+    if safe:
+        return (
+            f"{chosen.recipe.label}: the best of {len(safe)} of {others} tested recipes that are not below greedy "
+            f"decoding or the direct LLM score by more than {margin}, with {sure} confidence for all of them."
+        )
+    if direct_safe:
+        return (
+            f"{chosen.recipe.label}: none of {others} tested recipes is shown not to be below it or greedy decoding by "
+            f"more than {margin}; it is not below greedy decoding by more, with {sure} confidence."
+        )
+    return (
+        f"{chosen.recipe.label}: neither one of {others} tested recipes nor the direct LLM score is shown not to be "
+        f"below it by more than {margin} with {sure} confidence; no LLM is asked."
+    )
+
+
+def choice_table(chosen: Recipe, evidence: Sequence[tuple[Recipe, Evidence]], seed: int) -> str:
+    """The certified recipes of a seed in Markdown, the chosen one in bold, and why."""
+    first = evidence[0][1]
+    lines = [
+        f"Seed {seed}, {first.problems} problems. {first.words}",
+        "",
+        "| recipe | accuracy, % | minus greedy, pp [lower bound] | minus direct, pp [lower bound] | LLM calls | "
+        "LLM tokens |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe, one in evidence:
+        bounds = [f"{100 * each.mean:+.1f} [{100 * each.low:+.1f}]" for each in (one.minus_greedy, one.minus_direct)]
+        cells = [recipe.label, f"{100 * one.accuracy:.1f}", *bounds, f"{one.calls:.2f}", f"{one.llm_tokens:.2f}"]
+        if recipe == chosen:
+            cells = [f"**{cell}**" for cell in cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+class ChoiceStage(Stage):
+    """A folder a seed: the adapter with the recipe that is deployed, its evidence, and the published adapter inside."""
+
+    name = DEPLOYED_STAGE
+    command = "train"
+    slice = ("choice", "train.seeds")
+    reads = (RerankerStage, ValueStage, CertificationStage)
+    unit = "adapters"
+    parallel = False
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
+
+    def work(self, shard: str) -> Output:
+        seed = int(shard.removeprefix("seed-"))
+        values, certified = self.input(ValueStage), self.input(CertificationStage)
+        recipe, evidence = certified.verdict(seed)
+        deployed = next(one.deployed for one in values.candidates(seed) if one.deployed.recipe == recipe)
+        own, source = (values.folder_of(one, seed) for one in (Recipe(), recipe))
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made) / shard
+            shutil.copytree(source, folder)
+            if source != own:
+                shutil.copytree(own, folder / PUBLISHED)
+            shown = dict(evidence)[recipe]
+            Deployed(deployed.recipe, deployed.value, deployed.policy, deployed.options, shown).save(folder)
+            card = (folder / "README.md").read_text(encoding="utf-8")
+            table = choice_table(recipe, evidence, seed)
+            (folder / "README.md").write_text(f"{card}\n## The recipe deployed\n\n{USE}\n{table}\n", encoding="utf-8")
+            files = {
+                str(path.relative_to(made)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+            }
+        return Output(files, {"adapters": 1})
+
+    def summary(self) -> dict[str, Any]:
+        """The recipe and its evidence, by seed."""
+        found = {}
+        for seed in self.settings.train.seeds:
+            recipe, evidence = self.input(CertificationStage).verdict(seed)
+            found[f"seed-{seed}"] = {
+                "recipe": recipe.model_dump(),
+                "label": recipe.label,
+                "tested": [{"label": one.label, **each.model_dump()} for one, each in evidence],
+            }
+        return json.loads(json.dumps(found))
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        lines = [f"Deployed with `--adapter {self.folder.path}/{shard}`:" for shard in list(self.shards())[:1]]
+        return "\n".join([*lines, *(f"- {one['tested'][0]['words']}" for one in manifest["summary"].values())])
+
+    def cost(self) -> Cost:
+        return Cost("a copy of a trained adapter")
+
+
+STAGES: tuple[type[Stage], ...] = (ValueStage, TrialStage, CertificationStage, ChoiceStage)
+
+USE = """\
+`futurebridge generate`, `chat` and `serve` decode as this folder says; `--recipe published` decodes as the paper does,
+at any cost. In Python:
+
+```python
+from fb_core import CollaborativeDecoder, deployment_of
+
+selector, policy, options = deployment_of("path/to/this/folder", slm)
+decoder = CollaborativeDecoder(slm, llm, selector, policy, tokenizer=tokenizer, **options)
+```
+"""

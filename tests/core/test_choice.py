@@ -1,0 +1,382 @@
+"""The choice of a recipe: its rule on outcomes made by hand, its error over many draws, and all of it on a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from runs import contents, finish, receipts, settings, start
+from typer.testing import CliRunner
+
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    State,
+    TokenReranker,
+    deployment_of,
+    statistics,
+)
+from fb_core.cli import app
+from fb_core.config import PairSettings, RunSettings
+from fb_core.demo.pairs import load_pair
+from fb_core.loading import load
+from fb_core.recipe import ASK, DIRECT, GREEDY, PUBLISHED, Deployed, Recipe
+from fb_core.reranker import DESCRIPTION
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.choice import CertificationStage, ChoiceStage, TrialStage, Tried, decide, promising
+from fb_core.stages.commands import run_command, train_others
+from fb_core.stages.deploy import Context, frozen_policy
+from fb_core.stages.examples import Examples
+from fb_core.stages.inputs import splits_of
+from fb_core.stages.values import Candidate, ValueStage, possible
+
+PLAIN, FEATURES, GATED = Recipe(), Recipe(scores="features"), Recipe(scores="features", value="gate", certainty=0.6)
+
+
+def tried(recipe: Recipe, correct: np.ndarray | list[int], calls: float = 1.0) -> Tried:
+    return Tried(recipe, np.asarray(correct, dtype=np.float64), calls, calls)
+
+
+def first(right: int, of: int = 400) -> np.ndarray:
+    """The first so many problems right."""
+    return (np.arange(of) < right).astype(np.float64)
+
+
+def test_the_best_of_those_that_are_safe_is_taken():
+    tested = [
+        tried(GREEDY, first(200), 0),
+        tried(DIRECT, first(300)),
+        tried(PLAIN, first(340)),
+        tried(GATED, first(350)),
+    ]
+    chosen, evidence = decide(tested, 0.02, 0.95)
+    assert chosen == GATED
+    found = dict(evidence)[GATED]
+    assert (found.problems, found.tests, found.accuracy) == (400, 3, 0.875)
+    assert found.words.startswith("features + gate + override 0.6: the best of 2 of 2 tested recipes")
+    level = 1 - 2 * 0.05 / 3  # one error of three at either end
+    wanted = statistics.paired_share_interval(first(350), first(300), np.ones(400), level=level)
+    assert (found.minus_direct.mean, found.minus_direct.low) == (wanted.mean, wanted.low)
+
+
+def test_a_tie_goes_to_the_fewer_calls():
+    tested = [tried(GREEDY, first(200), 0), tried(DIRECT, first(300), 5), tried(PLAIN, first(340), 4)]
+    assert decide([*tested, tried(GATED, first(340), 3)], 0.02, 0.95)[0] == GATED
+    assert decide([tested[0], tried(DIRECT, first(340), 3), tested[2]], 0.02, 0.95)[0] == DIRECT
+
+
+def test_a_recipe_must_hold_against_both():
+    """Above greedy decoding, yet not shown to be within two points of the direct score; or the other way round."""
+    greedy, direct = tried(GREEDY, first(200), 0), tried(DIRECT, first(300))
+    assert decide([greedy, direct, tried(PLAIN, first(290))], 0.02, 0.95)[0] == DIRECT
+    assert (
+        decide([tried(GREEDY, first(300), 0), tried(DIRECT, first(200)), tried(PLAIN, first(290))], 0.02, 0.95)[0]
+        == GREEDY
+    )
+    assert decide([greedy, direct, tried(PLAIN, first(300))], 0.02, 0.95)[0] in (DIRECT, PLAIN)
+
+
+def test_too_few_problems_show_nothing():
+    """Ten better answers of twenty are no evidence at three tests: the direct score is not shown safe either."""
+    rng = np.random.default_rng(0)
+    noisy = [rng.permutation(first(10, 20)) for _ in range(3)]
+    chosen, evidence = decide([tried(r, c) for r, c in zip((GREEDY, DIRECT, PLAIN), noisy, strict=True)], 0.02, 0.95)
+    assert chosen == GREEDY
+    assert evidence[0][1].words.endswith("no LLM is asked.")
+
+
+def test_recipes_that_are_worse_beyond_delta_are_rarely_taken():
+    """500 draws of three recipes just below the direct score by twice delta: the error stays at its level."""
+    rng, wrong, draws = np.random.default_rng(1), 0, 500
+    for _ in range(draws):
+        direct = (rng.random(300) < 0.8).astype(np.float64)
+        lost = [np.where(rng.random(300) < 0.05, 0.0, direct) for _ in range(3)]  # 4 points below
+        others = [tried(r, c) for r, c in zip((PLAIN, FEATURES, GATED), lost, strict=True)]
+        chosen, _ = decide([tried(GREEDY, first(60, 300), 0), tried(DIRECT, direct), *others], 0.02, 0.95)
+        wrong += chosen not in (GREEDY, DIRECT)
+    assert wrong / draws <= 0.05
+
+
+def test_the_level_holds_at_the_border_itself():
+    """Exactly delta below: at most the stated share is deployed, to the error of the draws."""
+    rng, wrong, draws = np.random.default_rng(2), 0, 1500
+    for _ in range(draws):
+        kind = rng.choice(4, size=400, p=[0.45, 0.45, 0.06, 0.04])  # both wrong, both right, one alone
+        direct, plain = np.isin(kind, (1, 2)), np.isin(kind, (1, 3))  # 2 points apart on average
+        chosen, _ = decide([tried(GREEDY, first(0, 400), 0), tried(DIRECT, direct), tried(PLAIN, plain)], 0.02, 0.95)
+        wrong += chosen == PLAIN
+    assert wrong / draws <= 0.025 + 3 * np.sqrt(0.025 * 0.975 / draws)  # two tests share the error of 5%
+
+
+def test_promising_recipes_are_the_best_of_each_kind():
+    def candidate(recipe: Recipe, success: float, asked: float = 1.0) -> Candidate:
+        return Candidate(Deployed(recipe, None, None, {}, None), success, asked)  # type: ignore[arg-type]
+
+    sharper = GATED.model_copy(update={"certainty": 0.9})
+    found = promising(
+        [
+            candidate(GREEDY, 0.99),
+            candidate(DIRECT, 0.99),
+            candidate(PLAIN, 0.5),
+            candidate(GATED, 0.7),
+            candidate(sharper, 0.8),
+            candidate(FEATURES, 0.8, 0.5),
+        ],
+        2,
+    )
+    assert found == [FEATURES, sharper]
+
+
+def test_possible_recipes_differ_and_ask_for_something():
+    found = possible(settings().choice, ["own", "features", "calibrated"])
+    assert found[:2] == [GREEDY, DIRECT]
+    assert len({one.label for one in found}) == len(set(found)) == len(found)
+    assert sum(one.greedy for one in found) == 1
+    assert not any(one.scores == "slm" and one.value for one in found)
+
+
+@pytest.fixture(scope="module")
+def chosen_settings() -> RunSettings:
+    return settings(
+        problems={"limit": 72, "certification": 24, "train": "demo:plans"},
+        train={"seeds": [0], "epochs": 1},
+        choice={"trained": ["features", "calibrated"], "tried": 4, "tested": 2},
+        evaluate={"benchmarks": ["no-such-file.jsonl"]},  # read by nothing of these
+    )
+
+
+@pytest.fixture(scope="module")
+def run(chosen_settings, tmp_path_factory) -> Path:
+    """Trained, its benchmark not being there: no test problem is read before the choice."""
+    run = tmp_path_factory.mktemp("choice") / "run"
+    for command in ("collect", "futures", "score", "train"):
+        finish(command, chosen_settings, run)
+    return run
+
+
+def test_no_test_problem_is_read_before_the_choice(run, chosen_settings):
+    assert Artefact(run, ChoiceStage.name).finished()["complete"]
+    with pytest.raises((OSError, ValueError), match="no-such-file"):
+        run_command("evaluate", chosen_settings, run)
+
+
+def test_certification_problems_are_used_for_nothing_else(run, chosen_settings):
+    splits = splits_of(chosen_settings.problems)
+    assert [len(splits[name]) for name in ("train", "validation", "certification")] == [36, 12, 24]
+    texts = {name: {problem.text for problem in members} for name, members in splits.items()}
+    assert not texts["certification"] & (texts["train"] | texts["validation"])
+    seen = {
+        problem for shard in Artefact(run, "trajectories").shards() for problem in Examples(run, shard).trajectories
+    }
+    assert seen == {problem.id for name in ("train", "validation") for problem in splits[name]}
+
+
+def test_what_rollouts_say_is_what_each_recipe_takes(run, chosen_settings):
+    """Success of every candidate at the validation states, chosen once more by its selector."""
+    values = ValueStage(chosen_settings, run)
+    rolled = [
+        one
+        for shard in Artefact(run, "rollouts").shards("validation")
+        for one in Examples(run, shard).rollouts.values()
+    ]
+    states = [State(one.state.prefix, 0, one.state.entropy) for one in rolled]
+    pools = [one.state.pool for one in rolled]
+    checked = 0
+    for found in values.candidates(0):
+        recipe = found.deployed.recipe
+        if recipe.ask or recipe.greedy:
+            continue
+        selector = recipe.selector(values.reranker(recipe, 0), found.deployed.value)
+        taken = [place for place, _ in selector.choose_many(states, pools)]
+        success = np.mean([bool(one.correct[place]) for one, place in zip(rolled, taken, strict=True)])
+        assert found.success == pytest.approx(success), recipe.label
+        assert found.asked == 1.0
+        checked += 1
+    assert checked > 20
+
+
+def test_trials_are_decoded_as_deployed(run, chosen_settings):
+    """A recipe's rows are what its decoder makes of the validation problems one at a time, in the plain loop."""
+    trials, values, pair = TrialStage(chosen_settings, run), ValueStage(chosen_settings, run), load_pair("plans")
+    shard, trial = list(trials.trials.items())[2]
+    deployed = trials.candidates[trial.method, 0].deployed
+    selector = deployed.recipe.selector(values.reranker(deployed.recipe, 0), deployed.value)
+    decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, deployed.policy, **deployed.options)
+    rows = list(trials.rows())
+    mine = [row for row in rows if row.method == trial.method]
+    assert len(mine) == 12
+    assert {row.method for row in rows} >= {"SLM greedy", "direct LLM score"}
+    prompts = trials.models.prompts(trial.problems, "{problem}")
+    for row, prompt in zip(mine, prompts, strict=True):
+        assert row.tokens == decoder.generate(prompt, 45).token_ids.tolist()
+    assert shard.startswith("seed-0.")
+
+
+def folder_of(run: Path) -> Path:
+    return run / ChoiceStage.name / "seed-0"
+
+
+def deployed_as(run: Path, folder: Path, recipe: Recipe, chosen_settings: RunSettings) -> Path:
+    """An adapter folder with another recipe of the run."""
+    values = ValueStage(chosen_settings, run)
+    found = next(one.deployed for one in values.candidates(0) if one.deployed.recipe == recipe)
+    shutil.copytree(values.folder_of(recipe, 0), folder)
+    shutil.copytree(run / "reranker" / "seed-0", folder / PUBLISHED)
+    found.save(folder)
+    return folder
+
+
+def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings):
+    recipe, evidence = CertificationStage(chosen_settings, run).verdict(0)
+    found = Deployed.load(folder_of(run))
+    assert found is not None
+    assert found.recipe == recipe
+    assert found.evidence == dict(evidence)[recipe]
+    assert found.evidence.problems == 24
+    assert found.policy.threshold == frozen_policy(run).threshold
+    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
+    assert "## The recipe deployed" in (folder_of(run) / "README.md").read_text()
+    TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)
+
+
+def test_every_recipe_survives_its_folder(run, chosen_settings, tmp_path):
+    """Saved and loaded, a recipe decodes as it did."""
+    values, pair = ValueStage(chosen_settings, run), load_pair("plans")
+    prompts = [torch.tensor(problem.prompt_ids) for problem in pair.world.problems(3, 5, "validation")]
+    context = Context(chosen_settings, run)
+    for recipe in (
+        PLAIN,
+        DIRECT,
+        Recipe(scores="features", value="gate", certainty=0.6, ask=True),
+        Recipe(scores="llm", value="listwise"),
+    ):
+        folder = deployed_as(run, tmp_path / recipe.label, recipe, chosen_settings)
+        assert (folder / ASK).is_file() == recipe.ask
+        selector, policy, options = deployment_of(str(folder), pair.slm)
+        loaded = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, **options).generate_many(prompts, 30)
+        before = next(one.deployed for one in values.candidates(0) if one.deployed.recipe == recipe)
+        own = context.by_recipe(before, values.reranker(recipe, 0)).generate_many(prompts, 30)
+        assert [one.token_ids.tolist() for one in loaded] == [one.token_ids.tolist() for one in own]
+        assert [[event.step for event in one.events] for one in loaded] == [
+            [event.step for event in one.events] for one in own
+        ]
+
+
+def test_published_is_the_papers_whatever_was_chosen(run, chosen_settings, tmp_path):
+    slm = load_pair("plans").slm
+    folder = deployed_as(run, tmp_path / "gated", Recipe(scores="features", value="gate", ask=True), chosen_settings)
+    selector, policy, options = deployment_of(str(folder), slm, recipe="published")
+    assert type(selector) is FutureBridgeSelector
+    assert selector.reranker.feature_names == ()
+    assert (policy.ask, policy.threshold) == (None, frozen_policy(run).threshold)
+    own = TokenReranker.from_pretrained(run / "reranker" / "seed-0", slm)
+    for name, tensor in own.tensors().items():
+        assert torch.equal(tensor, selector.reranker.tensors()[name])
+    assert options["max_events"] == 8
+
+
+def test_greedy_asks_nobody_and_options_come_from_the_recipe(run, chosen_settings, tmp_path):
+    slm = load_pair("plans").slm
+    folder = str(deployed_as(run, tmp_path / "greedy", GREEDY, chosen_settings))
+    selector, _, options = deployment_of(folder, slm)
+    assert selector is None
+    assert options["max_events"] == 0
+    direct = str(deployed_as(run, tmp_path / "direct", DIRECT, chosen_settings))
+    selector, policy, options = deployment_of(direct, slm, threshold=0.3, max_events=3)
+    assert isinstance(selector, LLMPreference)
+    assert (policy.threshold, options["max_events"], options["slm_k"]) == (0.3, 3, 3)
+    with pytest.raises(ValueError, match=r"certainty: expected none beside the recipe in .* \(direct LLM score\)"):
+        deployment_of(direct, slm, certainty=0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda recipe: recipe.update(threshold="high"),
+        lambda recipe: recipe.update(more=1),
+        lambda recipe: recipe["recipe"].update(scores="magic"),
+        lambda recipe: recipe.update(value={"form": "gate", "weights": [1.0]}),
+        lambda recipe: recipe.update(ask=None),
+        lambda recipe: recipe.update(ask={"entropy_weight": 0.0, "bias": float("inf"), "least": 0.0}),
+    ],
+)
+def test_a_damaged_recipe_is_refused_in_a_sentence(run, chosen_settings, tmp_path, change):
+    folder = deployed_as(run, tmp_path / "one", Recipe(scores="llm", value="gate", ask=True), chosen_settings)
+    description = json.loads((folder / DESCRIPTION).read_text())
+    change(description["recipe"])
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"futurebridge\.json: expected a recipe as `train` writes it, got "):
+        Deployed.load(folder)
+
+
+def test_a_lost_weight_is_refused(run, chosen_settings, tmp_path):
+    folder = deployed_as(run, tmp_path / "one", Recipe(scores="llm", ask=True), chosen_settings)
+    (folder / ASK).write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"expected a recipe as `train` writes it, got .* in ask\.safetensors"):
+        Deployed.load(folder)
+
+
+def test_commands_decode_by_the_folder(run, chosen_settings, tmp_path):
+    """`generate` with another recipe in the folder gives another policy, and the published one on demand."""
+    folder = deployed_as(run, tmp_path / "greedy", GREEDY, chosen_settings)
+    pair = {"slm": "demo:plans", "llm": "demo:plans", "adapter": str(folder), "max_new_tokens": 40}
+    assert load(PairSettings(**pair)).options["max_events"] == 0
+    assert load(PairSettings(**pair, recipe="published")).options["max_events"] == 8
+    asked = ["generate", "29*9+7*7+9;", "--slm", "demo:plans", "--llm", "demo:plans", "--adapter", str(folder)]
+    greedy, published = (
+        CliRunner().invoke(app, [*asked, "--max-new-tokens", "40", "--threshold", "0.5", *more])
+        for more in ([], ["--recipe", "published"])
+    )
+    assert greedy.exit_code == published.exit_code == 0
+    assert "no event" in greedy.stderr
+    assert "no event" not in published.stderr
+
+
+def test_a_choice_goes_on_where_it_was_killed(run, chosen_settings, tmp_path):
+    """Killed inside several writes of its end, `train` makes the same bytes."""
+    left = ("values", "trials", "certification", ChoiceStage.name)
+    again = tmp_path / "run"
+    shutil.copytree(run, again, symlinks=True)
+    for stage in left:
+        shutil.rmtree(again / stage)
+    for number, seed in ((2, 0), (5, 1), (9, 2)):
+        process = start("train", chosen_settings, again, dies=number, seed=seed)
+        process.join()
+        assert process.exitcode == -9
+    kept = receipts(again)
+    finish("train", chosen_settings, again)
+    assert contents(again) == contents(run)
+    after = receipts(again)
+    assert all(after[name] == when for name, when in kept.items())
+
+
+def test_evaluate_shows_the_published_and_the_deployed_recipe(run, chosen_settings, tmp_path):
+    again = tmp_path / "run"
+    shutil.copytree(run, again, symlinks=True)
+    there = chosen_settings.model_copy(
+        update={"evaluate": chosen_settings.evaluate.model_copy(update={"benchmarks": ("demo:plans",), "limit": 6})}
+    )
+    finish("evaluate", there, again)
+    table = Artefact(again, "evaluation").finished()["summary"]["table"]
+    assert [row["method"] for row in table] == ["greedy", "FutureBridge", "FutureBridge, as deployed"]
+
+
+def test_the_command_says_what_it_chose(chosen_settings, run, tmp_path):
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(chosen_settings.model_dump(mode="json")))
+    done = CliRunner().invoke(app, ["train", "--config", str(config), "--run-dir", str(run)])
+    assert done.exit_code == 0, done.output
+    assert "Seed 0, 24 problems. " in done.output
+    assert "| recipe | accuracy, % | minus greedy, pp [lower bound] |" in done.output
+
+
+def test_another_pool_than_the_joint_one_has_no_choice(run, chosen_settings, tmp_path):
+    other = chosen_settings.model_copy(update={"score": chosen_settings.score.model_copy(update={"pool": "slm"})})
+    with pytest.raises(ValueError, match=r'problems.certification: expected score.pool "joint"'):
+        train_others(other, run, print)
