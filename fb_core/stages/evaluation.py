@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 class EvaluateStage(DecodeStage):
     """The chosen rerankers and plain greedy decoding on the benchmarks, many prompts at once, as served.
 
-    All is deterministic, so repeats are seeds: FutureBridge runs once for
-    every reranker of the sweep (the published three are AIME's three repeats), greedy decoding once.
+    FutureBridge runs once for every reranker of the sweep: the published three are AIME's three repeats. On a set that
+    is repeated greedy decoding has as many runs, though all of them are the same, and one on any other.
     """
 
     name = "evaluation"
@@ -46,8 +47,9 @@ class EvaluateStage(DecodeStage):
             stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
-            for seed in (None, *seeds):
-                method = "greedy" if seed is None else "futurebridge"
+            repeated = known is not None and known.repeats > 1
+            plain: Sequence[int | None] = seeds if repeated else (None,)
+            for method, seed in (*(("greedy", seed) for seed in plain), *(("futurebridge", seed) for seed in seeds)):
                 for start in range(0, len(problems), size):
                     shard = f"{stem}.{method}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
                     trials[shard] = Trial(name, method, seed, "batch", problems[start : start + size])
@@ -57,7 +59,7 @@ class EvaluateStage(DecodeStage):
         """Accuracy with its interval, the difference to greedy, and what it cost, by benchmark and on their average."""
         rows: dict[tuple[str, bool], dict[str, list[Row]]] = {}
         for row in self.rows():
-            rows.setdefault((row.benchmark, row.seed is None), {}).setdefault(row.problem, []).append(row)
+            rows.setdefault((row.benchmark, row.method == "greedy"), {}).setdefault(row.problem, []).append(row)
         right = {
             cell: [float(np.mean([row.correct for row in runs])) for runs in by_problem.values()]
             for cell, by_problem in rows.items()
