@@ -292,6 +292,19 @@ class TrainSettings(BaseModel):
         return self
 
 
+class SelectionSettings(BaseModel):
+    """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
+
+    Attributes:
+        problems: how many of them each reranker decodes, the same for all and drawn by the seed of the problems; all of
+            them, where left out, as published.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    problems: int | None = Field(default=None, ge=1)
+
+
 class EvaluateSettings(BaseModel):
     """What the chosen reranker is tried on.
 
@@ -416,6 +429,7 @@ class RunSettings(BaseModel):
     score: ScoreSettings = ScoreSettings()
     rollouts: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
+    selection: SelectionSettings = SelectionSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     compare: CompareSettings = CompareSettings()
     experiment: ExperimentSettings = ExperimentSettings()

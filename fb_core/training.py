@@ -113,9 +113,9 @@ class Sweep:
     In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs, and
     every run's candidates behind them as a packed forward of its own: each run gets the bits that it would get alone.
     The groups of all trajectories, in an order of these drawn from `recipe.seed` for every epoch, are cut into steps of
-    `groups_per_step`, so a trajectory may end in the next step; an epoch's last step holds what is left. The loss is the
-    mean over a step's groups. AdamW in float32 with linear warm-up, then linear decay to zero. Dropout is seeded by run
-    seed, step and microbatch, so no generator has a state to keep, and that of the caller is left alone.
+    `groups_per_step`, so a trajectory may end in a later step; an epoch's last step holds what is left. The loss is the
+    mean over the step's groups. AdamW in float32 with linear warm-up, then linear decay to zero. Dropout is seeded by
+    run seed, step and microbatch, so no generator has a state to keep, and that of the caller is left alone.
 
     With an accelerator, process p of W does the microbatches p, p + W, ..., and all add the gathered gradients in the
     microbatches' order: the number of processes changes no bit, given as many threads in each. Every process makes the

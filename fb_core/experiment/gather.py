@@ -36,7 +36,7 @@ from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import benchmark_problems, models_of, splits_of
+from fb_core.stages.inputs import benchmark_problems, models_of
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage
@@ -131,8 +131,7 @@ def _selection(plan: Plan) -> values.Selection:
         _picked(values.Trial, row, seeds=tuple(_picked(values.SeedTrial, seed) for seed in row["seeds"]))
         for row in found["table"]
     )
-    problems = len(splits_of(plan.settings.problems)["validation"])
-    return values.Selection(horizon=found["horizon"], epoch=found["epoch"], problems=problems, table=table)
+    return _picked(values.Selection, found, table=table)
 
 
 @final
