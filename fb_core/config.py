@@ -155,6 +155,8 @@ class CollectSettings(BaseModel):
         slm_k: the SLM's candidates in a pool.
         deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
             run's threshold; its states are trained on as well. None for the SLM's own.
+        tested: folder of a finished run, set by `futurebridge rollouts`: states are of the problems of the benchmarks
+            then, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -165,6 +167,7 @@ class CollectSettings(BaseModel):
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
     deployed: Annotated[str | None, FREE] = None  # what that run is counts, by its digest
+    tested: Annotated[str | None, FREE] = None  # likewise
 
 
 class FutureSettings(BaseModel):
@@ -224,6 +227,8 @@ class RolloutSettings(BaseModel):
     Attributes:
         validation: share of the held-out states, for the diagnostics.
         train: share of the training states, for the calibrated target.
+        benchmark_problems: so many of each benchmark, drawn by the seed of the problems, whose states are rolled out as
+            well once a reranker is chosen; 0 for none.
         minimum_mixed: training states whose candidates differ in outcome that a calibration needs.
         seed: of the choice of states.
     """
@@ -232,6 +237,7 @@ class RolloutSettings(BaseModel):
 
     validation: float = Field(default=1.0, gt=0, le=1)
     train: float = Field(default=0.02, ge=0, le=1)
+    benchmark_problems: int = Field(default=50, ge=0)
     minimum_mixed: int = Field(default=25, ge=1)
     seed: int = Field(default=0, ge=0)
 

@@ -13,7 +13,7 @@ from fb_core.methods import Generate
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, frozen_policy, needs_llm, pool_options
 from fb_core.stages.inputs import DEMO, DEPLOYED
-from fb_core.stages.problems import Problem, split
+from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
@@ -34,9 +34,7 @@ class SelectionStage(DecodeStage):
     def _problems(self) -> list[Problem]:
         held, few = self.input(TrajectoryStage), self.settings.selection.problems
         validation = held.splits["validation"]
-        if few is None or few >= len(validation):
-            return validation
-        return split(validation, few, held.settings.problems.seed)[1]
+        return validation if few is None else drawn(validation, few, held.settings.problems.seed)
 
     @cached_property
     def _rerankers(self) -> dict[str, tuple[int, int, int]]:
