@@ -92,17 +92,23 @@ def rollouts(
     dry_run: DryOption = False,
     advise: Annotated[bool, typer.Option("--advise", help="Say what the scores are worth for this pair.")] = False,
 ) -> None:
-    """Diagnostics, after stage 3: what becomes of every candidate of the held-out states, and how well scores tell."""
-    _run_command("rollouts", config, run, engine, dry_run)
-    if not dry_run:
-        from fb_core.config import RunSettings
-        from fb_core.experiment.recommendation import recommend
-        from fb_core.stages.agreement import judge
+    """Diagnostics, after stage 3: what becomes of every candidate of the held-out states, and how well scores tell.
 
-        settings, folder = RunSettings.load(config), _folder(config, run)
+    Behind stage 4 also of some problems of every benchmark.
+    """
+    _run_command("rollouts", config, run, engine, dry_run)
+    from fb_core.config import RunSettings
+    from fb_core.experiment.recommendation import recommend
+    from fb_core.stages.agreement import judge
+    from fb_core.stages.benchmark_states import judge_benchmarks
+
+    settings, folder = RunSettings.load(config), _folder(config, run)
+    if not dry_run:
         _show(judge(settings, folder))
         if advise:
             _show("\n".join(f"- {sentence}" for sentence in recommend(settings, folder)))
+    show = print if dry_run else _show
+    judge_benchmarks(settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
 
 
 @app.command()

@@ -162,6 +162,8 @@ class CollectSettings(BaseModel):
         slm_k: the SLM's candidates in a pool.
         deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
             run's threshold; its states are trained on as well. None for the SLM's own.
+        tested: folder of a finished run, set by `futurebridge rollouts`: states are of the problems of the benchmarks
+            then, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -172,6 +174,7 @@ class CollectSettings(BaseModel):
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
     deployed: Annotated[str | None, FREE] = None  # what that run is counts, by its digest
+    tested: Annotated[str | None, FREE] = None  # likewise
 
 
 class FutureSettings(BaseModel):
@@ -231,6 +234,8 @@ class RolloutSettings(BaseModel):
     Attributes:
         validation: share of the held-out states, for the diagnostics.
         train: share of the training states, for the calibrated target.
+        benchmark_problems: so many of each benchmark, drawn by the seed of the problems, whose states are rolled out as
+            well once a reranker is chosen; 0 for none.
         minimum_mixed: training states whose candidates differ in outcome that a calibration needs.
         seed: of the choice of states.
     """
@@ -239,6 +244,7 @@ class RolloutSettings(BaseModel):
 
     validation: float = Field(default=1.0, gt=0, le=1)
     train: float = Field(default=0.02, ge=0, le=1)
+    benchmark_problems: int = Field(default=50, ge=0)
     minimum_mixed: int = Field(default=25, ge=1)
     seed: int = Field(default=0, ge=0)
 
@@ -323,6 +329,19 @@ class ChoiceSettings(BaseModel):
     tested: int = Field(default=3, ge=1)
     delta: float = Field(default=0.02, ge=0, lt=1)
     level: float = Field(default=0.95, gt=0, lt=1)
+
+
+class SelectionSettings(BaseModel):
+    """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
+
+    Attributes:
+        problems: how many of them each reranker decodes, the same for all and drawn by the seed of the problems; all of
+            them, where left out, as published.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    problems: int | None = Field(default=None, ge=1)
 
 
 class EvaluateSettings(BaseModel):
@@ -449,6 +468,7 @@ class RunSettings(BaseModel):
     score: ScoreSettings = ScoreSettings()
     rollouts: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
+    selection: SelectionSettings = SelectionSettings()
     choice: ChoiceSettings = ChoiceSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     compare: CompareSettings = CompareSettings()

@@ -94,7 +94,7 @@ def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
         )
     if len(names) > 1:
         raise ValueError(f"problem: expected a part of one id, got {problem!r}; say which of {_listed(names)}")
-    return sorted(found[names[0]], key=lambda one: (one.benchmark, one.seed is not None, one.seed or 0))
+    return sorted(found[names[0]], key=lambda one: (one.benchmark, one.method != "greedy", one.seed or 0))
 
 
 def _folder(run: Path, row: str | None) -> Artefact:

@@ -50,8 +50,8 @@ class TrainingTrajectory:
 class Recipe:
     """The published recipe; learning rate of the feature weights is `feature_scale` times that of the rest.
 
-    A step's trajectories are cut into `microbatches` contiguous pieces, as even in groups as whole trajectories allow,
-    each one forward and backward: less memory, and work for as many processes. The bits of a step depend on it.
+    A step's trajectories are cut into `microbatches` contiguous pieces, as even in groups as they allow uncut, each one
+    forward and backward: less memory, and work for as many processes. The bits of a step depend on it.
 
     A `margin` above 0 adds a hinge to the cross-entropy of every group of two or more candidates:
     relu(margin - (score of the candidate with the largest target, ties to the first, - best other score)).
@@ -111,11 +111,11 @@ class Sweep:
     """Several rerankers on one frozen base, trained in place on the same trajectories, step by step.
 
     In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs, and
-    every run's candidates behind them as a packed forward of its own: each run gets the bits that it would get alone. A
-    step takes whole trajectories, in an order drawn from `recipe.seed` for every epoch, until it holds
-    `groups_per_step` groups; its loss is the mean over them. AdamW in float32 with linear warm-up, then linear decay to
-    zero. Dropout is seeded by run seed, step and microbatch, so no generator has a state to keep, and that of the
-    caller is left alone.
+    every run's candidates behind them as a packed forward of its own: each run gets the bits that it would get alone.
+    The groups of all trajectories, in an order of these drawn from `recipe.seed` for every epoch, are cut into steps of
+    `groups_per_step`, so a trajectory may end in a later step; an epoch's last step holds what is left. The loss is the
+    mean over the step's groups. AdamW in float32 with linear warm-up, then linear decay to zero. Dropout is seeded by
+    run seed, step and microbatch, so no generator has a state to keep, and that of the caller is left alone.
 
     With an accelerator, process p of W does the microbatches p, p + W, ..., and all add the gathered gradients in the
     microbatches' order: the number of processes changes no bit, given as many threads in each. Every process makes the
@@ -150,12 +150,12 @@ class Sweep:
         self.recipe = recipe or Recipe()
         checked = _checked(self.runs, trajectories)
         self._device = self.runs[0].reranker.base.device
-        self._about = _about(self.runs, checked, self.recipe)
-        self._processes = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
-        self._check_processes()
         epochs = _epochs(checked, self.recipe)
         self._steps = [step for steps in epochs for step in steps]
         self.total = len(self._steps)
+        self._about = _about(self.runs, checked, self.recipe) | {"steps": self.total}
+        self._processes = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
+        self._check_processes()
         self.epoch_ends = list(accumulate(len(steps) for steps in epochs))
         self.losses: list[list[float]] = []
         self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
@@ -401,7 +401,7 @@ def validate(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Whole trajectories as the rows of one packed forward, N candidates of G groups, the same for all R runs."""
+    """Trajectories as the rows of one packed forward, N candidates of G groups, the same for all R runs."""
 
     trajectories: Sequence[TrainingTrajectory]
     groups: list[TrainingGroup]
@@ -503,18 +503,21 @@ def _linear(step: int, total: int, warmup: float) -> float:
 
 
 def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> list[list[list[TrainingTrajectory]]]:
-    """Every epoch in an order of its own: steps of whole trajectories until a step holds its groups."""
+    """Every epoch in an order of its own, cut into steps of `groups_per_step` groups; the last one holds the rest."""
     order = torch.Generator().manual_seed(recipe.seed)
     epochs = []
     for _ in range(recipe.epochs):
-        steps: list[list[TrainingTrajectory]] = [[]]
-        held = 0
+        steps: list[list[TrainingTrajectory]] = []
+        room = 0  # for groups in the last step
         for index in torch.randperm(len(trajectories), generator=order).tolist():
-            if held >= recipe.groups_per_step:
-                steps.append([])
-                held = 0
-            steps[-1].append(trajectories[index])
-            held += len(trajectories[index].groups)
+            tokens, groups = trajectories[index].tokens, trajectories[index].groups
+            while groups:
+                if not room:
+                    steps.append([])
+                    room = recipe.groups_per_step
+                steps[-1].append(TrainingTrajectory(tokens, groups[:room]))
+                taken = len(steps[-1][-1].groups)
+                groups, room = groups[taken:], room - taken
         epochs.append(steps)
     return epochs
 

@@ -106,7 +106,7 @@ def _merged(found: Sequence[Findings]) -> Findings:
         row.model_copy(update={"kind": " ".join(one.test_sets)})
         for one in found
         for row in one.agreement or ()
-        if row.kind == "all"
+        if row.kind == "all" and row.benchmark is None
     ]
     rows = tuple(row for one in found for row in one.rows)
     return found[0].model_copy(update={"rows": rows, "agreement": tuple(agreement)})

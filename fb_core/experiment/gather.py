@@ -31,12 +31,13 @@ from fb_core.stages.agreement import (
     matrix_of,
 )
 from fb_core.stages.artefacts import Artefact, digest
+from fb_core.stages.benchmark_states import benchmark_runs
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import benchmark_problems, models_of, splits_of
+from fb_core.stages.inputs import benchmark_problems, models_of
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage
@@ -96,7 +97,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
         rows=tuple(Results(plan, tables).rows()),
         agreement=rolled and rolled.agreement(),
         choices=rolled and rolled.choices(),
-        coverage=rolled and tuple(_picked(values.Coverage, row) for row in coverage_rows(rolled.states)),
+        coverage=rolled and rolled.coverage(),
         future_quality=rolled and _future_quality(plan),
         trajectory=rolled and _trajectory(plan),
         worked_event=rolled and _worked_event(plan),
@@ -131,8 +132,7 @@ def _selection(plan: Plan) -> values.Selection:
         _picked(values.Trial, row, seeds=tuple(_picked(values.SeedTrial, seed) for seed in row["seeds"]))
         for row in found["table"]
     )
-    problems = len(splits_of(plan.settings.problems)["validation"])
-    return values.Selection(horizon=found["horizon"], epoch=found["epoch"], problems=problems, table=table)
+    return _picked(values.Selection, found, table=table)
 
 
 @final
@@ -148,15 +148,35 @@ class _Rolled:
         """The run's own."""
         return judged_states(self._plan.settings, self._plan.run)
 
+    @cached_property
+    def _benchmarks(self) -> dict[str, list[Judged]]:
+        """The states of the benchmarks that were rolled out, by name."""
+        places = benchmark_runs(self._plan.settings, self._plan.run).items()
+        return {
+            name: judged_states(settings, folder)
+            for name, (settings, folder) in places
+            if finished(folder, AgreementStage.name)
+        }
+
     def agreement(self) -> tuple[values.Agreement, ...]:
-        """Of all scores of the run, and of the rerankers of its repairs."""
+        """Of all scores of the run, of the rerankers of its repairs, and of its own on the benchmarks' states."""
         rows = agreement_rows(self.states)
         for variant in TABLES["repairs"].rows(self._plan):
             if not variant.borrowed:
                 where = ", on states of its own" if "collect" in variant.changes else ""
                 ours = [row for row in self._rows(variant) if row["score"] == "FutureBridge"]
                 rows += [{**row, "score": f"FutureBridge, {variant.label}{where}"} for row in ours]
-        return tuple(_picked(values.Agreement, row) for row in rows)
+        found = [_picked(values.Agreement, row) for row in rows]
+        for name, states in self._benchmarks.items():
+            found += [_picked(values.Agreement, row, benchmark=name) for row in agreement_rows(states)]
+        return tuple(found)
+
+    def coverage(self) -> tuple[values.Coverage, ...]:
+        """Of the validation problems' states, then of every benchmark's."""
+        known = [(None, self.states), *self._benchmarks.items()]
+        return tuple(
+            _picked(values.Coverage, row, benchmark=name) for name, states in known for row in coverage_rows(states)
+        )
 
     def choices(self) -> tuple[values.Choice, ...]:
         """What the candidate chosen at an event leads to, by kind of event, at every quantile."""

@@ -24,6 +24,7 @@ from fb_core.progress import Board
 from fb_core.report.findings import OURS
 from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.artefacts import json_bytes
+from fb_core.stages.benchmark_states import judge_benchmarks
 from fb_core.stages.commands import Command, run_command, stages_of
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import DEPLOYED_STAGE
@@ -105,6 +106,7 @@ def prepare(command: Command, settings: RunSettings, run: Path, show: Callable[[
     run_command(command, settings, run, show=show)
     if command == "rollouts":
         _finish([AgreementStage], settings, run, show)
+        judge_benchmarks(settings, run, show=show)
 
 
 def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:

@@ -71,6 +71,7 @@ def _agreement(findings: Findings, found: Sequence[values.Agreement]) -> list[Bl
         )
     ]
     columns = [
+        *_states_of(found),
         text_column("score"),
         interval_column("pairwise", "pairs in order, % [95%]"),
         number_column("pairs", "pairs"),
@@ -83,15 +84,23 @@ def _agreement(findings: Findings, found: Sequence[values.Agreement]) -> list[Bl
     note = made_with(findings, decoded=False, intervals=SHARES)
     for kind in dict.fromkeys(row.kind for row in found):
         rows = [row for row in found if row.kind == kind]
-        known = {row.score: row.pairwise for row in rows if row.pairwise}
-        sides = {
-            "Better than chance": [score for score, (_, low, _) in known.items() if low > 0.5],
-            "Worse than chance": [score for score, (_, _, high) in known.items() if high < 0.5],
-            "Not told apart from chance": [score for score, (_, low, high) in known.items() if low <= 0.5 <= high],
-        }
-        blocks += [Paragraph(f"{kind.capitalize()} events. {said(sides)}")] if known else []
+        for benchmark in dict.fromkeys(row.benchmark for row in rows):
+            known = {row.score: row.pairwise for row in rows if row.benchmark == benchmark and row.pairwise}
+            sides = {
+                "Better than chance": [score for score, (_, low, _) in known.items() if low > 0.5],
+                "Worse than chance": [score for score, (_, _, high) in known.items() if high < 0.5],
+                "Not told apart from chance": [score for score, (_, low, high) in known.items() if low <= 0.5 <= high],
+            }
+            where = f" on {benchmark}" if benchmark else ""
+            blocks += [Paragraph(f"{kind.capitalize()} events{where}. {said(sides)}")] if known else []
         blocks.append(column_table(f"Agreement with rollouts, {kind} events", rows, columns, note))
     return blocks
+
+
+def _states_of(rows: Sequence[values.Agreement | values.Coverage]) -> list[Column]:
+    """Whose problems the states are of, where they are not all the validation problems'."""
+    several = any(row.benchmark for row in rows)
+    return [Column("states of", lambda row: row.benchmark or "validation", "l")] if several else []
 
 
 def _choices(findings: Findings, found: Sequence[values.Choice]) -> list[Block]:
@@ -130,6 +139,7 @@ def _choice(row: values.Choice | None) -> str:
 
 def _coverage(findings: Findings, found: Sequence[values.Coverage]) -> list[Block]:
     columns = [
+        *_states_of(found),
         text_column("pool"),
         number_column("mean_size", "mean size", 2),
         interval_column("coverage", "covered, % [95%]"),

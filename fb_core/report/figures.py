@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fb_core.report.findings import OURS, Findings, Result
+from fb_core.report.findings import OURS, Agreement, Findings, Result
 from fb_core.report.recipes import benchmarks, by_cell
 from fb_core.report.theme import Theme, pictured
 from fb_core.statistics import Interval
@@ -100,10 +100,15 @@ def _dot(axis: Axes, interval: Interval, place: int, colour: str) -> None:
     axis.errorbar(mean, place, xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
 
 
+def _on_validation(findings: Findings) -> list[Agreement]:
+    """The agreement on the validation problems' states, which all figures show."""
+    return [row for row in findings.agreement or () if row.benchmark is None]
+
+
 @pictured
 def agreement(findings: Findings, theme: Theme) -> Figure | None:
     """How each score orders pairs of candidates as their rollouts do, a panel a kind of event."""
-    rows = [(row, row.pairwise) for row in findings.agreement or () if row.pairwise]
+    rows = [(row, row.pairwise) for row in _on_validation(findings) if row.pairwise]
     if not rows:
         return None
     scores = list(dict.fromkeys(row.score for row, _ in rows))
@@ -127,7 +132,7 @@ def horizon(findings: Findings, theme: Theme, table: str) -> Figure | None:
     rows = [(row, interval) for row, interval in _rows(findings, table) if row.x is not None]
     targets = {
         int(found[1]): row.pairwise
-        for row in findings.agreement or ()
+        for row in _on_validation(findings)
         if row.kind == "all" and row.pairwise and (found := re.fullmatch(r"Direct-B_(\d+)", row.score))
     }
     curves: list[tuple[str, str, dict[Any, Interval]]] = [

@@ -106,8 +106,13 @@ class Result(_Values):
 
 
 class Agreement(_Values):
-    """How well a score tells what becomes of the candidates of held-out states, at events of a kind."""
+    """How well a score tells what becomes of the candidates of held-out states, at events of a kind.
 
+    Attributes:
+        benchmark: whose problems the states are of; None for the validation problems.
+    """
+
+    benchmark: str | None = None
     score: str
     kind: str
     states: int
@@ -135,8 +140,9 @@ class Choice(_Values):
 
 
 class Coverage(_Values):
-    """How often a pool holds a candidate from which the SLM succeeds."""
+    """How often a pool holds a candidate from which the SLM succeeds, at states as of `Agreement`."""
 
+    benchmark: str | None = None
     pool: str
     mean_size: float
     states: int

@@ -39,9 +39,12 @@ class AgreementStage(Stage):
 
     name = "agreement"
     command = "rollouts"
-    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons")
-    reads = (TrajectoryStage, StateStage, RolloutStage, RerankerStage)
+    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons", "collect.tested")
+    reads = (TrajectoryStage, StateStage, RolloutStage)
     unit = "states"
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return self.reads if self.settings.collect.tested else (*self.reads, RerankerStage)
 
     def shards(self) -> dict[str, int]:
         folder, found = self.input(RolloutStage).folder, {}
@@ -68,7 +71,8 @@ class AgreementStage(Stage):
     @cached_property
     def _rerankers(self) -> dict[int, TokenReranker]:
         """By seed."""
-        return {seed: chosen_reranker(self.settings, self.run, seed) for seed in self.settings.train.seeds}
+        run = Path(self.settings.collect.tested or self.run)
+        return {seed: chosen_reranker(self.settings, run, seed) for seed in self.settings.train.seeds}
 
     def report(self, manifest: dict[str, Any]) -> str:
         return agreement_table(self.settings, self.run)

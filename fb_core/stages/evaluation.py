@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class EvaluateStage(DecodeStage):
     """Greedy decoding and the rerankers on the benchmarks: as published and, where `train` made a choice, as deployed.
 
-    All is deterministic, so repeats are seeds: FutureBridge runs once for
-    every reranker of the sweep (the published three are AIME's three repeats), greedy decoding once.
+    FutureBridge runs once for every reranker of the sweep: the published three are AIME's three repeats. On a set that
+    is repeated greedy decoding has as many runs, though all of them are the same, and one on any other.
     """
 
     name = "evaluation"
@@ -56,8 +56,10 @@ class EvaluateStage(DecodeStage):
             stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
+            repeated = known is not None and known.repeats > 1
             for key in self._methods:
-                for seed in (None,) if key == "greedy" else seeds:
+                runs: Sequence[int | None] = (None,) if key == "greedy" and not repeated else seeds
+                for seed in runs:
                     for start in range(0, len(problems), size):
                         shard = f"{stem}.{key}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
                         trials[shard] = Trial(name, key, seed, "batch", problems[start : start + size])

@@ -224,6 +224,11 @@ def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list
     return train, [problems[index] for index in sorted(chosen)]
 
 
+def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
+    """So many of the problems, as `split` sets them aside by the seed; all where there are no more."""
+    return list(problems) if count >= len(problems) else split(problems, count, seed)[1]
+
+
 def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str) -> list[int]:
     """Token ids of a problem in its prompt: a user turn where there is a chat template, else the bare text.
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from fb_core.methods import Generate
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
-from fb_core.stages.deploy import Context, frozen_policy, pool_options
+from fb_core.stages.deploy import Context, frozen_policy, needs_llm, pool_options
 from fb_core.stages.inputs import DEMO, DEPLOYED
-from fb_core.stages.problems import Problem
+from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
@@ -26,12 +26,15 @@ class SelectionStage(DecodeStage):
 
     name = "selection"
     command = "train"
-    slice = (*DEPLOYED, "collect.max_new_tokens", "train.epochs", "verify")
+    slice = (*DEPLOYED, "selection", "collect.max_new_tokens", "train.epochs", "verify")
     reads = (TrajectoryStage, PolicyStage, TrainStage)
+    unit = "decodes"
 
     @cached_property
     def _problems(self) -> list[Problem]:
-        return self.input(TrajectoryStage).splits["validation"]
+        held, few = self.input(TrajectoryStage), self.settings.selection.problems
+        validation = held.splits["validation"]
+        return validation if few is None else drawn(validation, few, held.settings.problems.seed)
 
     @cached_property
     def _rerankers(self) -> dict[str, tuple[int, int, int]]:
@@ -94,10 +97,16 @@ class SelectionStage(DecodeStage):
             one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
         }  # whole numbers: a tie is a tie
         best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
-        return {"epoch": best["epoch"], "horizon": best["horizon"], "table": table}
+        return {"epoch": best["epoch"], "horizon": best["horizon"], "problems": len(self._problems), "table": table}
 
     def report(self, manifest: dict[str, Any]) -> str:
-        return selection_table(manifest["summary"], len(self._problems))
+        return selection_table(manifest["summary"])
+
+    def cost(self) -> Cost:
+        """The LLM reads a decode's tokens once at most, and not at all where it is not asked."""
+        words = f"decoded in batches, {len(self._problems)} problems by each of {len(self._rerankers)} rerankers"
+        longest = max(self._longest.values(), default=0)
+        return Cost(words, longest, llm_tokens=longest if needs_llm(self.settings) else 0)
 
 
 class RerankerStage(Stage):
@@ -131,7 +140,6 @@ class RerankerStage(Stage):
         filters = self.input(ScoreStage).folder.finished()["counts"]
         policy = frozen_policy(self.run)
         asked = self.input(TrajectoryStage)
-        validation = len(asked.splits["validation"])
         names = {"slm": models.slm, "llm": models.llm}
         loading = LOADING.format(**names)
         if models.slm.startswith(DEMO):
@@ -160,7 +168,7 @@ class RerankerStage(Stage):
             features=", ".join(settings.features) or "none",
             target=settings.target,
             filters=filter_table(filters),
-            selection=selection_table(chosen, validation),
+            selection=selection_table(chosen),
             problems=asked.settings.problems.train,
         )
 
@@ -168,7 +176,7 @@ class RerankerStage(Stage):
         return Cost("a copy of a trained adapter")
 
 
-def selection_table(chosen: dict[str, Any], problems: int) -> str:
+def selection_table(chosen: dict[str, Any]) -> str:
     """Validation results of every horizon and epoch, the chosen one in bold."""
     lines = []
     for row in chosen["table"]:
@@ -184,7 +192,8 @@ def selection_table(chosen: dict[str, Any], problems: int) -> str:
         if (row["epoch"], row["horizon"]) == (chosen["epoch"], chosen["horizon"]):
             cells = [f"**{cell}**" for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
-    head = f"| H | epoch | accuracy, % of {problems} problems | by seed | cross-entropy, nats | pairwise accuracy, % |"
+    accuracy = f"accuracy, % of {chosen['problems']} problems"
+    head = f"| H | epoch | {accuracy} | by seed | cross-entropy, nats | pairwise accuracy, % |"
     return "\n".join([head, "|---|---|---|---|---|---|", *lines])
 
 

@@ -39,6 +39,7 @@ class Cost(NamedTuple):
     words: str
     tokens: int = 0  # at most, those of prompts and prefixes included
     role: str = "slm"  # of the model that they pass
+    llm_tokens: int = 0  # likewise of the LLM, where both take part
 
 
 class Stage(ABC):
@@ -273,11 +274,18 @@ def plan(stage: Stage) -> str:
 def _price(stage: Stage, units: int) -> str:
     """What so many units cost at most, in words."""
     cost = stage.cost()
-    if not cost.tokens or (size := stage.models.parameters(cost.role)) is None:
+    if not cost.tokens or (work := _work(stage, cost.role, cost.tokens * units)) is None:
         return f"  {cost.words}"
-    unknown = "" if stage.models.tokenizer_here else ", prompts not counted: the tokenizer is not on this machine"
-    flop = f"{2e-12 * size * cost.tokens * units:,.3g} TFLOP by {size / 1e9:.3g}B weights"
-    return f"  at most {cost.tokens * units:,} tokens {cost.words}, {flop}{unknown}"
+    text = f"  at most {cost.tokens * units:,} tokens {cost.words}, {work}"
+    if read := cost.llm_tokens * units:
+        text += ", ".join(filter(None, (f", and {read:,} tokens read once by the LLM", _work(stage, "llm", read))))
+    return text + ("" if stage.models.tokenizer_here else ", prompts not counted: the tokenizer is not on this machine")
+
+
+def _work(stage: Stage, role: str, tokens: int) -> str | None:
+    """What so many tokens are for a model, None where its size is not known."""
+    size = stage.models.parameters(role)
+    return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP by {size / 1e9:.3g}B weights"
 
 
 class _Told:

@@ -67,11 +67,11 @@ def _admitted_logits(
 
 
 class PolicyStage(Stage):
-    """The request policy, frozen on the validation problems; a run under a deployed reranker keeps that one's."""
+    """The request policy, frozen on the validation problems; where another run is deployed or tested, that one's."""
 
     name = "policy"
     command = "collect"
-    slice = ("collect.top_k", "collect.quantile", "collect.deployed")
+    slice = ("collect.top_k", "collect.quantile", "collect.deployed", "collect.tested")
     reads = (TrajectoryStage,)
     unit = "policies"
     parallel = False
@@ -80,13 +80,18 @@ class PolicyStage(Stage):
     def on_gpu(self) -> bool:
         return False
 
+    @property
+    def _of(self) -> str | None:
+        """The run whose policy this is, if it is another's."""
+        return self.settings.collect.tested or self.settings.collect.deployed
+
     def shards(self) -> dict[str, int]:
         return {"policy": 1}
 
     def work(self, shard: str) -> Output:
         settings = self.settings.collect
-        if settings.deployed is not None:
-            policy, tokens = frozen_policy(Path(settings.deployed)), 0
+        if self._of is not None:
+            policy, tokens = frozen_policy(Path(self._of)), 0
         else:
             entropies = torch.cat(
                 [
@@ -102,8 +107,8 @@ class PolicyStage(Stage):
     def report(self, manifest: dict[str, Any]) -> str:
         asked, settings = f"the LLM is asked above {frozen_policy(self.run).threshold:.4f} nats", self.settings.collect
         source = f"quantile {settings.quantile:g} of {manifest['counts']['validation tokens']:,} validation tokens"
-        if settings.deployed is not None:
-            source = f"as in {settings.deployed}"
+        if self._of is not None:
+            source = f"as in {self._of}"
         return f"**{self.name}**: {asked}, {source}"
 
     def cost(self) -> Cost:

@@ -17,13 +17,14 @@ from fb_core.methods import Generate
 from fb_core.policy import RequestPolicy
 from fb_core.stages.deploy import deployed_digest, generator, together_of
 from fb_core.stages.examples import State, Trajectory, example_files
-from fb_core.stages.inputs import DEPLOYED, problems_hash, splits_of, verifier_of
-from fb_core.stages.problems import Problem
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash, splits_of, verifier_of
+from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.verify import Verdict, Verifier, tally
 
 ROWS = 16_384  # of a teacher-forced forward
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
+TESTED = ("evaluate.benchmarks", "evaluate.limit", "rollouts.benchmark_problems")  # settings that say on which problems
 
 
 def collect(
@@ -96,27 +97,38 @@ def judged(
 
 
 class TrajectoryStage(Stage):
-    """Greedy SLM outputs with their entropies, or those of a deployed reranker."""
+    """Greedy SLM outputs with their entropies, or those of a deployed reranker; on benchmarks where one is tested."""
 
     name = "trajectories"
     command = "collect"
-    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.deployed", "verify")
+    slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.deployed", "collect.tested", "verify")
 
     @classmethod
     def slice_in(cls, settings: RunSettings) -> Sequence[str]:
-        return cls.slice if settings.collect.deployed is None else (*cls.slice, *DEPLOYED, "train.seeds")
+        deployed = () if settings.collect.deployed is None else (*DEPLOYED, "train.seeds")
+        return (*cls.slice, *deployed, *(() if settings.collect.tested is None else TESTED))
 
     def data(self) -> dict[str, Any]:
-        deployed = self.settings.collect.deployed
-        hashes = {split: problems_hash(problems) for split, problems in self.splits.items()}
+        deployed, tested = self.settings.collect.deployed, self.settings.collect.tested
+        known: dict[str, Any] = {}
+        if tested is not None:
+            known["tested"] = deployed_digest(Path(tested))  # before any problem is read
+        known |= {split: problems_hash(problems) for split, problems in self.splits.items()}
         if deployed is None:
-            return hashes
-        return hashes | {"deployed": deployed_digest(Path(deployed)), "llm": self.settings.models.llm}
+            return known
+        return known | {"deployed": deployed_digest(Path(deployed)), "llm": self.settings.models.llm}
 
     @property
     def splits(self) -> dict[str, list[Problem]]:
-        """The problems as "train" and "validation"."""
-        return {name: members for name, members in splits_of(self.settings.problems).items() if name != "certification"}
+        """The problems as "train" and "validation"; the benchmarks' are all held out."""
+        settings = self.settings
+        if settings.collect.tested is None:
+            return {
+                name: problems for name, problems in splits_of(settings.problems).items() if name != "certification"
+            }
+        few, seed = settings.rollouts.benchmark_problems, settings.problems.seed
+        benchmarks = benchmark_problems(settings).values()
+        return {"train": [], "validation": [one for problems in benchmarks for one in drawn(problems, few, seed)]}
 
     def shards(self) -> dict[str, int]:
         return {name: len(problems) for name, problems in self._problems.items()}

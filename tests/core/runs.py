@@ -57,10 +57,7 @@ TIMES = ("cost", "seconds", "made_by", "sha256")  # what may differ between two 
 
 def settings(**changes: Any) -> RunSettings:
     """`SMALL` with whole sections or parts of them changed."""
-    values = {
-        name: {**section, **changes.get(name, {})} if isinstance(section, dict) else section
-        for name, section in SMALL.items()
-    }
+    values = {name: {**SMALL.get(name, {}), **changes.get(name, {})} for name in (*SMALL, *changes)}
     return RunSettings.model_validate(values)
 
 

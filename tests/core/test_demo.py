@@ -73,9 +73,12 @@ def test_every_promised_row_is_there(demo):
             assert row.minus.keys() == {"greedy", "direct", "futurebridge"} - {row.key}
         assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} <= {row.score for row in one.agreement}
         by_kind = {kind: sum(row.states for row in one.agreement if row.kind == kind) for kind in ("all", "digit")}
+        where = [row.benchmark for row in one.coverage]
+        assert where == [None] * 3 + list(one.test_sets) * 3
+        assert {row.benchmark for row in one.agreement if row.score == "FutureBridge"} == set(where)
         assert 0 < by_kind["digit"] < by_kind["all"]
-        assert [row.pool for row in one.coverage] == ["SLM", "LLM", "joint"]
-        assert one.coverage[2].coverage.mean == max(row.coverage.mean for row in one.coverage)
+        assert [row.pool for row in one.coverage] == ["SLM", "LLM", "joint"] * 2
+        assert one.coverage[2].coverage.mean == max(row.coverage.mean for row in one.coverage[:3])
     takeover = next(row for row in plans.rows if row.key == "takeover")
     assert takeover.accuracy.mean >= 0.9
 

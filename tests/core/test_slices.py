@@ -29,7 +29,13 @@ KINDS = list(
         ]
     )
 )
-FREELY = {"collect.deployed", "score.token_budget", "train.checkpoint_steps", "verify.workers"}  # change no result
+FREELY = {
+    "collect.deployed",
+    "collect.tested",
+    "score.token_budget",
+    "train.checkpoint_steps",
+    "verify.workers",
+}  # change no result
 
 
 def leaves(part: BaseModel, before: str = "") -> list[str]:
@@ -73,9 +79,9 @@ def test_all_stages_are_here():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("deployed", [None, "another run"])
-def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, deployed, tmp_path):
-    chosen = settings(collect={"deployed": deployed})
+@pytest.mark.parametrize("other", [{}, {"deployed": "another run"}, {"tested": "another run"}])
+def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, other, tmp_path):
+    chosen = settings(collect=other)
     names, stage = kind.slice_in(chosen), kind(chosen, tmp_path)
     before, seen = counted(stage.settings), 0
     for leaf in leaves(chosen):
@@ -84,7 +90,7 @@ def test_a_stage_reads_its_slice_alone_and_all_of_it_counts(kind, deployed, tmp_
                 read(stage, leaf)
             continue
         read(stage, leaf)
-        if leaf == "collect.deployed" and deployed is None:
+        if leaf in ("collect.deployed", "collect.tested") and leaf.partition(".")[2] not in other:
             continue  # whether there is one changes the slice itself
         after = counted(kind(changed(chosen, leaf), tmp_path).settings)
         assert (after == before) == (leaf in FREELY), leaf

@@ -30,16 +30,17 @@ from fb_core.demo.pairs import load_pair
 from fb_core.scorer import token_budget
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command, stages_of
-from fb_core.stages.decode import Row
+from fb_core.stages.decode import Row, read_rows
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.examples import Examples
 from fb_core.stages.futures import FutureStage
-from fb_core.stages.inputs import splits_of
+from fb_core.stages.inputs import models_of, splits_of
 from fb_core.stages.pools import part_of
-from fb_core.stages.problems import prompt_ids
+from fb_core.stages.problems import Problem, prompt_ids
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.scores import ScoreStage
+from fb_core.stages.selection import SelectionStage
 from fb_core.stages.stage import plan, run_stage
 from fb_core.stages.states import PolicyStage, StateStage, log_states
 from fb_core.stages.training import TrainStage
@@ -400,6 +401,39 @@ def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undis
         assert sum(kind(settings(), run).shards().values()) <= bounds[kind.name]
 
 
+def test_the_choice_is_bounded_and_priced_ahead_of_time(undisturbed, tmp_path):
+    few, models = settings(selection={"problems": 5}), models_of(settings().models)
+    validation = splits_of(few.problems)["validation"]
+    longest = 45 + models.longest_prompt(validation, "{problem}")
+    for chosen, problems in ((settings(), 12), (few, 5), (settings(selection={"problems": 12}), 12)):
+        shown: list[str] = []
+        run_command("train", chosen, tmp_path, dry_run=True, show=shown.append)
+        (text,) = (text for text in shown if text.startswith("selection"))
+        decodes = problems * 2 * 2  # seeds, epochs
+        assert f"by the settings alone, at most {decodes} decodes" in text
+        work = [2e-12 * (models.parameters(role) or 0) * decodes * longest for role in ("slm", "llm")]
+        assert f"at most {decodes * longest:,} tokens decoded in batches, {problems} problems by each of 4" in text
+        assert f"{work[0]:.3g} TFLOP by" in text
+        assert f"and {decodes * longest:,} tokens read once by the LLM, {work[1]:.3g} TFLOP by" in text
+    assert min(work) > 0
+    own = SelectionStage(settings(score={"pool": "slm"}), tmp_path)
+    assert own.cost().llm_tokens == 0
+    run = copied(undisturbed, tmp_path / "run", "score")
+    run_command("train", few, run, show=lambda text: None)
+    found, stage = Artefact(run, "selection").finished()["summary"], SelectionStage(few, run)
+    drawn = {trial: [row.problem for row in read_rows(stage.folder, trial)] for trial in stage.trials}
+    (asked,) = {tuple(problems) for problems in drawn.values()}
+    assert found["problems"] == len(asked) == 5
+    everything = [problem.id for problem in validation]
+    assert set(asked) < set(everything)
+    assert list(asked) != everything[:5]  # a set in its own order may begin with one subject
+    whole = SelectionStage(settings(), undisturbed[0]["train"])
+    for shard in stage.trials:  # the rerankers are the same, so are their answers
+        answers = {row.problem: row.tokens for row in read_rows(whole.folder, shard)}
+        assert all(row.tokens == answers[row.problem] for row in read_rows(stage.folder, shard))
+    assert "% of 5 problems" in (run / "reranker" / "seed-0" / "README.md").read_text()
+
+
 def test_tokens_of_a_plan_are_not_exceeded(undisturbed):
     run, counts = undisturbed[0]["evaluate"], {}
     for stage in ("trajectories", "futures"):
@@ -635,3 +669,21 @@ def test_several_benchmarks_are_averaged_in_pairs(monkeypatch, tmp_path):
     assert average["accuracy"][0] == (0.75 + 1) / 2
     assert average["tokens"] == 6  # a benchmark counts alike, however many problems it has
     assert "| average | FutureBridge | 3 x 2 | 87.5 [" in stage.report({"summary": summary})
+
+
+def test_a_set_that_is_repeated_has_as_many_runs_of_greedy_decoding(monkeypatch, tmp_path, caplog):
+    chosen = settings(evaluate={"benchmarks": ["aime-2024=a.jsonl", "gsm8k"]}, train={"seeds": [4, 5, 6]})
+    problems = {"aime-2024=a.jsonl": [Problem("1", "1+1", "2")], "gsm8k": [Problem("2", "2+2", "4")]}
+    monkeypatch.setattr("fb_core.stages.evaluation.benchmark_problems", lambda _: problems)
+    runs: dict[tuple[str, str], list[int | None]] = {}
+    for trial in EvaluateStage(chosen, tmp_path).trials.values():
+        runs.setdefault((trial.benchmark, trial.method), []).append(trial.seed)
+    assert runs == {
+        ("aime-2024=a.jsonl", "greedy"): [4, 5, 6],
+        ("aime-2024=a.jsonl", "futurebridge"): [4, 5, 6],
+        ("gsm8k", "greedy"): [None],
+        ("gsm8k", "futurebridge"): [4, 5, 6],
+    }
+    assert not caplog.records
+    EvaluateStage(settings(evaluate={"benchmarks": ["aime-2024=a.jsonl"]}), tmp_path).trials  # noqa: B018
+    assert "2 runs instead of 3, one a seed" in caplog.text

@@ -127,6 +127,24 @@ def test_gradient_equals_the_one_of_32_accumulated_groups(microbatches):
     torch.testing.assert_close(packed[:-1], separate, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 32, 100])
+def test_a_step_holds_its_groups_whatever_the_trajectory(size):
+    data = [*sweep_process.trajectories(), TrainingTrajectory(torch.arange(12), trajectories(1)[0].groups * 20)]
+    sweep = Sweep([Run(shaken(tiny("qwen3")))], data, Recipe(groups_per_step=size, epochs=2))
+    groups = sum(len(trajectory.groups) for trajectory in data)
+    steps = [sum(len(one.groups) for one in step) for step in sweep._steps]
+    full, rest = divmod(groups, size)
+    assert steps == ([size] * full + [rest] * (rest > 0)) * 2
+    assert sweep.epoch_ends == [len(steps) // 2, len(steps)]
+    for epoch in (sweep._steps[: len(steps) // 2], sweep._steps[len(steps) // 2 :]):
+        assert known(one for step in epoch for one in step) == known(data)
+
+
+def known(found):
+    """All groups, by position and candidates."""
+    return sorted((group.position, group.candidates.tolist()) for one in found for group in one.groups)
+
+
 @pytest.mark.parametrize(
     ("warmup", "rates"),
     [
@@ -139,14 +157,16 @@ def test_training_equals_a_plain_loop(warmup, rates):
     model = tiny("qwen3")
     plain, ours = shaken(model), shaken(model)
     data = trajectories(6)
-    recipe = Recipe(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=4, epochs=3, seed=5)
+    recipe = Recipe(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
     losses = train_reranker(ours, data, recipe)
     optimizer = torch.optim.AdamW(trained(plain), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
     order = torch.Generator().manual_seed(5)
-    shuffled = [torch.randperm(6, generator=order).view(3, 2).tolist() for _ in range(3)]
+    epochs = [
+        [(data[at], group) for at in torch.randperm(6, generator=order) for group in data[at].groups] for _ in range(3)
+    ]
     expected = []
-    for step, rate in zip((step for epoch in shuffled for step in epoch), rates, strict=True):
-        found = [one_by_one(model, plain, data[index], group) for index in step for group in data[index].groups]
+    for step, rate in zip((epoch[at : at + 5] for epoch in epochs for at in (0, 5, 10)), rates, strict=True):
+        found = [one_by_one(model, plain, trajectory, group) for trajectory, group in step]
         loss = torch.stack(found).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,74 @@
+"""The states of benchmark problems: a run's own stages over another set, in a folder inside the run's for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from fb_core.config import RunSettings
+from fb_core.stages.agreement import AgreementStage, agreement_table
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.commands import Command, stages_of
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Engine, Stage, plan, run_stage
+
+BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # the judgement
+
+
+def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSettings, Path]]:
+    """Settings and folder of the states of every benchmark, by its name; none before `train` has chosen.
+
+    Raises:
+        ValueError: a damaged run.
+    """
+    manifest = Artefact(run, RerankerStage.name).manifest()
+    if not settings.rollouts.benchmark_problems or manifest is None or not manifest["complete"]:
+        return {}
+    found = {}
+    for name in settings.evaluate.benchmarks:
+        values = settings.model_dump()
+        values["collect"] |= {
+            "tested": str(run),
+            "deployed": None,
+            "max_new_tokens": settings.evaluate.max_new_tokens,
+        }
+        values["evaluate"] |= {"benchmarks": (name,)}
+        stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
+        found[name] = RunSettings.model_validate(values), run / f"benchmark-{stem}"
+    return found
+
+
+def judge_benchmarks(
+    settings: RunSettings,
+    run: Path,
+    engine: Engine = "local",
+    *,
+    dry_run: bool = False,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Collect, score and roll out the states of some problems of every benchmark, and hold the rerankers against them.
+
+    Nothing is done before `train` has chosen: until then no test problem is read.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        engine: as for `run_command`.
+        dry_run: only show what would be done.
+        show: takes the plan of every stage, or the agreement and coverage of every benchmark, in Markdown.
+
+    Raises:
+        ValueError: as `run_stage`.
+        OSError: as `run_stage`, or a benchmark that is not there.
+    """
+    for name, (chosen, folder) in benchmark_runs(settings, run).items():
+        kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]
+        kinds.append(AgreementStage)
+        for kind in kinds:
+            if dry_run:
+                show(f"{name}, {plan(kind(chosen, folder))}")
+            else:
+                run_stage(kind(chosen, folder), engine)
+        if not dry_run:
+            show(f"**agreement on {name}**\n\n{agreement_table(chosen, folder)}")
