@@ -78,7 +78,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
     Raises:
         ValueError: not trained yet, or damaged.
     """
-    plan = plan_of(settings, run)
+    plan, policy = plan_of(settings, run), frozen_policy(run)
     made = Artefact(run, TrainStage.name).finished()
     rolled = _Rolled(plan) if finished(run, RolloutStage.name) else None
     return Findings(
@@ -89,7 +89,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
             name: digest([[problem.text, problem.answer] for problem in problems])
             for name, problems in benchmark_problems(settings).items()
         },
-        policy=values.Policy(**vars(frozen_policy(run)), quantile=settings.collect.quantile),
+        policy=values.Policy(threshold=policy.threshold, top_k=policy.top_k, quantile=settings.collect.quantile),
         selection=_selection(plan),
         filters=Artefact(run, ScoreStage.name).finished()["counts"],
         seeds=settings.train.seeds,

@@ -9,6 +9,7 @@ from pathlib import Path
 from fb_core.config import RunSettings
 from fb_core.stages.agreement import AgreementStage, agreement_table
 from fb_core.stages.artefacts import Artefact
+from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Engine, Stage, plan, run_stage
@@ -22,7 +23,8 @@ def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSetti
     Raises:
         ValueError: a damaged run.
     """
-    manifest = Artefact(run, RerankerStage.name).manifest()
+    last = ChoiceStage if settings.problems.certification else RerankerStage
+    manifest = Artefact(run, last.name).manifest()
     if not settings.rollouts.benchmark_problems or manifest is None or not manifest["complete"]:
         return {}
     found = {}
