@@ -1,0 +1,477 @@
+"""Is the recipe that `train` chooses safe? Fresh problems, training sets, rerankers: `python -m benchmarks.evidence`.
+
+Every cell is a whole run of the demo's worlds at one seed and one request quantile, from states to the choice; then the
+choice, what it was chosen from and the peers decode test problems of that seed. Cells that are finished stay: the same
+command goes on where it was stopped. `--report` writes docs/evidence from the cells that there are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from fb_core import statistics
+from fb_core.config import RunSettings
+from fb_core.experiment.run import processes
+from fb_core.files import write_file
+from fb_core.methods import Generate
+from fb_core.recipe import DIRECT, GREEDY, Recipe
+from fb_core.stages.choice import ChoiceStage, TrialStage
+from fb_core.stages.commands import Command, run_command
+from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
+from fb_core.stages.deploy import Context, frozen_policy, generator
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems
+from fb_core.stages.inside import changed, work_through
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import run_stage
+from fb_core.stages.states import PolicyStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.values import ValueStage, inner_runs
+from fb_core.statistics import Interval
+
+WORLDS = ("tiny", "tiny-helpful", "tiny-control")
+SEEDS = tuple(range(86_001, 86_011))  # of problems, training sets and rerankers; written down before the run
+QUANTILES = (0.90, 0.92, 0.94, 0.96)
+PROBLEMS = 400  # of a test set
+TAKEOVER = "takeover"
+PUBLISHED = Recipe()
+FORMS = (  # of the value of a candidate, and what stands beside them
+    Recipe(certainty=0.6),
+    Recipe(value="gate"),
+    Recipe(value="gate", certainty=0.6),
+    Recipe(value="listwise"),
+    Recipe(ask=True),
+    Recipe(value="gate", certainty=0.6, ask=True),
+    Recipe(value="listwise", ask=True),
+    Recipe(scores="llm", value="gate"),
+    Recipe(scores="features", certainty=0.6),
+    Recipe(scores="calibrated", certainty=0.6),
+)
+COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train")
+OUT = Path("runs", "evidence")
+RESAMPLES = 2000
+Outcomes = NDArray[np.float64]
+
+
+def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS) -> RunSettings:
+    """The shipped settings of a world at a seed and a quantile: one reranker, at the horizon that is scored."""
+    shipped = RunSettings.load(world)
+    return changed(
+        shipped,
+        {
+            "problems": {"seed": seed},
+            "collect": {"quantile": quantile},
+            "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
+            "evaluate": {"limit": problems},
+        },
+    )
+
+
+class TestStage(DecodeStage):
+    """Recipes and takeover on a cell's test problems, behind the choice."""
+
+    __test__ = False  # for pytest it is none
+    name = "tests"
+    command = "evidence"
+    slice = (*DEPLOYED, *ASKED, "train.seeds", "choice")
+    reads = (PolicyStage, RerankerStage, ValueStage, TrialStage, ChoiceStage)
+
+    @property
+    def seed(self) -> int:
+        """The cell's."""
+        (seed,) = self.settings.train.seeds
+        return seed
+
+    @cached_property
+    def recipes(self) -> list[Recipe]:
+        """Greedy decoding, the direct score, the published recipe, the forms of value, and what was tried."""
+        trained = {"own", "slm", "llm", *inner_runs(self.run, self.settings.choice.trained)}
+        forms = [one for one in FORMS if one.scores in trained and one.label in self._candidates]
+        return list(dict.fromkeys([GREEDY, DIRECT, PUBLISHED, *forms, *self.input(TrialStage).recipes(self.seed)]))
+
+    @cached_property
+    def _candidates(self) -> dict[str, Any]:
+        return {one.deployed.recipe.label: one.deployed for one in self.input(ValueStage).candidates(self.seed)}
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        ((benchmark, problems),) = benchmark_problems(self.settings).items()
+        names = [TAKEOVER, *(recipe.label for recipe in self.recipes)]
+        return {
+            f"{number:02d}": Trial(benchmark, name, self.seed, "batch", problems) for number, name in enumerate(names)
+        }
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        if trial.method == TAKEOVER:
+            return generator(TAKEOVER, self.settings, self.run, None, max_length, max_batch)
+        deployed = self._candidates[trial.method]
+        reranker = self.input(ValueStage).reranker(deployed.recipe, self.seed)
+        context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
+        return context.by_recipe(deployed, reranker).generate_many
+
+
+def name_of(world: str, seed: int, quantile: float) -> str:
+    """Of a cell."""
+    return f"{world}-{seed}-{quantile:g}"
+
+
+def make(world: str, seed: int, quantiles: Sequence[float], out: Path, problems: int) -> None:
+    """The cells of one world and seed, perhaps in a process of its own; their trajectories are made once."""
+    runs = {quantile: out / "runs" / name_of(world, seed, quantile) for quantile in quantiles}
+    first = next(iter(runs.values()))
+    for quantile, run in runs.items():
+        cell = out / "cells" / f"{name_of(world, seed, quantile)}.json"
+        if cell.is_file():
+            continue
+        settings, began = settings_of(world, seed, quantile, problems), time.process_time()
+        run.mkdir(parents=True, exist_ok=True)
+        with (run / "log.txt").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+            if run != first:
+                work_through([TrajectoryStage], settings_of(world, seed, quantiles[0], problems), first, first)
+                work_through([TrajectoryStage], settings, run, first)
+            for command in COMMANDS:
+                run_command(command, settings, run)
+            tests = TestStage(settings, run)
+            run_stage(tests)
+        found = record(settings, tests, world) | {"processor_seconds": round(time.process_time() - began, 1)}
+        write_file(cell, json.dumps(found).encode())
+    for run in runs.values():
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any]:
+    """What is kept of a cell."""
+    rows: dict[str, list[Row]] = {}
+    for row in tests.rows():
+        rows.setdefault(row.method, []).append(row)
+    chosen = tests.input(ChoiceStage).folder.finished()["summary"][f"seed-{tests.seed}"]
+    return {
+        "world": world,
+        "seed": tests.seed,
+        "quantile": settings.collect.quantile,
+        "threshold": frozen_policy(tests.run).threshold,
+        "deployed": chosen["label"],
+        "words": chosen["tested"][0]["words"],
+        "tried": [recipe.label for recipe in tests.input(TrialStage).recipes(tests.seed)],
+        "rows": {
+            name: {
+                "correct": "".join("01"[row.correct] for row in found),
+                "calls": float(np.mean([row.calls for row in found])),
+                "llm_tokens": float(np.mean([row.appended + row.suffix for row in found])),
+            }
+            for name, found in rows.items()
+        },
+    }
+
+
+# --- what the cells say -----------------------------------------------------------------------------------------------
+
+
+class Cells:
+    """Finished cells, by world.
+
+    Args:
+        found: records as `record` makes them.
+    """
+
+    def __init__(self, found: Iterable[Mapping[str, Any]]) -> None:
+        self.found = sorted(found, key=lambda one: (WORLDS.index(one["world"]), one["seed"], one["quantile"]))
+        self.worlds = [world for world in WORLDS if any(one["world"] == world for one in self.found)]
+
+    def of(self, world: str) -> list[Mapping[str, Any]]:
+        """The cells of a world."""
+        return [one for one in self.found if one["world"] == world]
+
+    def correct(self, cell: Mapping[str, Any], name: str) -> Outcomes:
+        """[n] of a row, or of the deployed recipe."""
+        return np.array([int(bit) for bit in self.row(cell, name)["correct"]], dtype=np.float64)
+
+    def row(self, cell: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """A row by its label; "deployed" is the one that was chosen."""
+        found: Mapping[str, Any] = cell["rows"][cell["deployed"] if name == "deployed" else name]
+        return found
+
+    def mean(self, world: str, name: str, column: str) -> float:
+        """Of a column over the cells that have the row."""
+        return float(np.mean([self.row(one, name)[column] for one in self.of(world) if self.has(one, name)]))
+
+    def has(self, cell: Mapping[str, Any], name: str) -> bool:
+        """Whether a cell has a row."""
+        return name == "deployed" or name in cell["rows"]
+
+    def interval(self, world: str, value: Any) -> Interval:
+        """Of a value [n] a cell, averaged over cells; seeds are drawn again, and problems within each."""
+        by_seed: dict[int, list[Outcomes]] = {}
+        for cell in self.of(world):
+            by_seed.setdefault(cell["seed"], []).append(value(cell))
+        return clustered([np.mean(members, axis=0) for members in by_seed.values()])
+
+
+def clustered(values: Sequence[Outcomes]) -> Interval:
+    """95% percentile bootstrap of the mean of vectors [n], one a seed: seeds are drawn, then problems of each."""
+    table, generator = np.stack(values), np.random.default_rng(0)
+    seeds, problems = table.shape
+    means = np.empty(RESAMPLES)
+    for draw in range(RESAMPLES):
+        rows = table[generator.integers(seeds, size=seeds)]
+        picked = generator.integers(problems, size=(seeds, problems))
+        means[draw] = np.take_along_axis(rows, picked, 1).mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(table.mean()), float(low), float(high))
+
+
+def points(interval: Interval) -> str:
+    """A difference in percentage points."""
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * part for part in interval))
+
+
+def percent(interval: Interval) -> str:
+    """A share."""
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in interval))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Markdown."""
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def below(cells: Cells, world: str, name: str, delta: float) -> list[str]:
+    """Cells in which a row is below greedy decoding or the direct score by more than delta: seen, and beyond chance."""
+    seen = sure = 0
+    worst = 0.0
+    for cell in cells.of(world):
+        gaps = [
+            statistics.paired_interval(cells.correct(cell, name), cells.correct(cell, other.label), resamples=2000)
+            for other in (GREEDY, DIRECT)
+        ]
+        seen += any(gap.mean < -delta for gap in gaps)
+        sure += any(gap.high < -delta for gap in gaps)
+        worst = min(worst, *(gap.mean for gap in gaps))
+    total = len(cells.of(world))
+    return [f"{seen} of {total}", f"{sure} of {total}", f"{100 * worst:+.1f}"]
+
+
+def safety(cells: Cells, delta: float) -> list[str]:
+    """The first table, and whether the goal is met."""
+    head = [
+        "world",
+        "recipe",
+        f"cells more than {100 * delta:g} points below greedy or direct",
+        "of these beyond chance",
+        "worst difference, pp",
+    ]
+    rows = [
+        [world, label, *below(cells, world, name, delta)]
+        for world in cells.worlds
+        for label, name in (("published", PUBLISHED.label), ("as deployed", "deployed"))
+    ]
+    return table(head, rows)
+
+
+def accuracies(cells: Cells) -> list[str]:
+    """What methods reach on average, and what it costs."""
+    head = ["world", "method", "accuracy, % [95%]", "LLM calls a problem", "LLM tokens a problem"]
+    shown = (
+        ("SLM greedy", GREEDY.label),
+        ("direct LLM score", DIRECT.label),
+        ("FutureBridge, published", PUBLISHED.label),
+        ("**FutureBridge, as deployed**", "deployed"),
+        ("takeover", TAKEOVER),
+    )
+    rows = []
+    for world in cells.worlds:
+        for label, name in shown:
+            accuracy = percent(cells.interval(world, lambda cell, name=name: cells.correct(cell, name)))
+            counts = (f"{cells.mean(world, name, column):.2f}" for column in ("calls", "llm_tokens"))
+            rows.append([world, label, accuracy, *counts])
+    return table(head, rows)
+
+
+def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
+    """The recipe of a cell that is best on its test problems, takeover left out."""
+    names = [GREEDY.label, DIRECT.label, PUBLISHED.label, *cell["tried"]]
+    return max(names, key=lambda name: cells.correct(cell, name).mean())
+
+
+def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
+    """[n] the deployed recipe less taking over on as large a share of the problems as costs the same LLM tokens."""
+    greedy, takeover = cells.correct(cell, GREEDY.label), cells.correct(cell, TAKEOVER)
+    share = min(1.0, cells.row(cell, "deployed")["llm_tokens"] / cells.row(cell, TAKEOVER)["llm_tokens"])
+    return cells.correct(cell, "deployed") - (greedy + share * (takeover - greedy))
+
+
+def goals(cells: Cells, delta: float, level: float) -> list[str]:
+    """Sentences on the goals, with what was found."""
+    lines, total = [], len(cells.found)
+    counts = [below(cells, world, "deployed", delta) for world in cells.worlds]
+    seen, sure = (sum(int(row[column].split()[0]) for row in counts) for column in (0, 1))
+    met = "met" if seen <= (1 - level) * total else "missed"
+    lines.append(
+        f"- Below greedy decoding or the direct score by more than {100 * delta:g} points in {seen} of {total} cells "
+        f"({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. The difference is beyond chance in {sure}."
+    )
+    for world in cells.worlds:
+        gap = cells.interval(
+            world, lambda cell: cells.correct(cell, "deployed") - cells.correct(cell, best_in_hindsight(cells, cell))
+        )
+        line = cells.interval(world, lambda cell: above_the_line(cells, cell))
+        near, over = ("met" if good else "missed" for good in (gap.mean >= -0.02, line.low > 0))
+        lines.append(
+            f"- {world}: {points(gap)} points from the best recipe in hindsight (goal: within 2): **{near}**; "
+            f"{points(line)} points above the line between greedy decoding and takeover at the same LLM tokens (goal: "
+            f"above): **{over}**."
+        )
+    return lines
+
+
+def forms(cells: Cells) -> list[str]:
+    """The forms of a candidate's value on average, against greedy decoding and the direct score."""
+    head = ["world", "recipe", "cells", "accuracy, %", "least minus greedy, pp", "least minus direct, pp", "LLM calls"]
+    rows = []
+    for world in cells.worlds:
+        for recipe in (PUBLISHED, *FORMS):
+            having = [cell for cell in cells.of(world) if cells.has(cell, recipe.label)]
+            if not having:
+                continue
+            own = [cells.correct(cell, recipe.label).mean() for cell in having]
+            least = [
+                min(mine - cells.correct(cell, other.label).mean() for mine, cell in zip(own, having, strict=True))
+                for other in (GREEDY, DIRECT)
+            ]
+            numbers = [f"{100 * np.mean(own):.1f}", *(f"{100 * one:+.1f}" for one in least)]
+            rows.append(
+                [world, recipe.label, str(len(having)), *numbers, f"{cells.mean(world, recipe.label, 'calls'):.2f}"]
+            )
+    return table(head, rows)
+
+
+def gates(cells: Cells) -> list[str]:
+    """What a gate ahead of the LLM saves and costs: the same recipe with and without it."""
+    head = ["world", "recipe", "accuracy with the gate less without, pp [95%]", "LLM calls with", "without"]
+    rows = []
+    for world in cells.worlds:
+        for gated in (one for one in FORMS if one.ask):
+            free = gated.model_copy(update={"ask": False})
+            if not all(cells.has(cell, one.label) for cell in cells.of(world) for one in (gated, free)):
+                continue
+            difference = cells.interval(
+                world,
+                lambda cell, gated=gated, free=free: cells.correct(cell, gated.label) - cells.correct(cell, free.label),
+            )
+            calls = (f"{cells.mean(world, one.label, 'calls'):.2f}" for one in (gated, free))
+            rows.append([world, free.label, points(difference), *calls])
+    return table(head, rows)
+
+
+def chosen(cells: Cells) -> list[str]:
+    """What was deployed how often."""
+    counts: dict[str, dict[str, int]] = {}
+    for cell in cells.found:
+        by_world = counts.setdefault(cell["deployed"], dict.fromkeys(cells.worlds, 0))
+        by_world[cell["world"]] += 1
+    order = sorted(counts, key=lambda label: -sum(counts[label].values()))
+    return table(["deployed", *cells.worlds], [[label, *(str(n) for n in counts[label].values())] for label in order])
+
+
+def page(cells: Cells) -> str:
+    """docs/evidence.md."""
+    choice = RunSettings.load(WORLDS[0]).choice
+    seeds = sorted({cell["seed"] for cell in cells.found})
+    quantiles = sorted({cell["quantile"] for cell in cells.found})
+    problems = len(cells.correct(cells.found[0], GREEDY.label))
+    hours = sum(cell["processor_seconds"] for cell in cells.found) / 3600
+    lines = [
+        "# Is the deployed recipe safe?",
+        "",
+        "*Written by `python -m benchmarks.evidence --report` from [the cells](evidence/cells.json).*",
+        "",
+        f"{len(cells.found)} whole runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
+        f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems a cell, "
+        f"{hours:.1f} hours of processor time. A seed draws the problems of training, of validation, of certification "
+        "and of the test, and begins the reranker; it was written down before the run, and the models of a world are "
+        "the shipped ones. No setting was chosen on these seeds. A choice may be "
+        f"{100 * choice.delta:g} points below greedy decoding or the direct score, with {choice.level:.0%} confidence "
+        "for all its bounds together. Intervals draw seeds again, and problems within each: training varies in them.",
+        "",
+        "## Goals",
+        "",
+        *goals(cells, choice.delta, choice.level),
+        "",
+        "A cell's own difference is an estimate: two recipes that are equally good differ by 2 points or more on "
+        f"{problems} problems now and then. The best recipe in hindsight is the best of a dozen on the very problems "
+        "by which it is judged, which favours it.",
+        "",
+        "## Never worse?",
+        "",
+        *safety(cells, choice.delta),
+        "## Accuracy against the large model's work",
+        "",
+        *accuracies(cells),
+        "## What was deployed",
+        "",
+        *chosen(cells),
+        "## Forms of a candidate's value",
+        "",
+        "The published reranker under each, with the direct score under a gate, and two other rerankers beside it; "
+        "*least* is the worst of the cells.",
+        "",
+        *forms(cells),
+        "## Asking where it helps",
+        "",
+        "A gate on the SLM's hidden state decides before the large model is called.",
+        "",
+        *gates(cells),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
+    """Write the cells, the page and its figure."""
+    cells = Cells(found)
+    lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.found)
+    (docs / "evidence").mkdir(exist_ok=True)
+    write_file(docs / "evidence" / "cells.json", f"[\n{lines}\n]\n".encode())
+    write_file(docs / "evidence.md", page(cells).encode())
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of runs and finished cells.")] = OUT,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one a core.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(help="Other seeds than those of the evidence.")] = None,
+    quantiles: Annotated[list[float] | None, typer.Option(help="Other quantiles.")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Test problems.")] = PROBLEMS,
+    write: Annotated[
+        bool, typer.Option("--report", help="Write docs/evidence from finished cells, run nothing.")
+    ] = False,
+) -> None:
+    """Make every cell that is not made yet."""
+    if write:
+        found = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
+        report(found, Path("docs"))
+        return
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    jobs = [(world, seed) for seed in seeds or SEEDS for world in WORLDS]
+    began = time.monotonic()
+    with processes(workers) as pool:
+        under_way = {
+            pool.submit(make, world, seed, quantiles or QUANTILES, out, problems): (world, seed) for world, seed in jobs
+        }
+        for done, job in enumerate(as_completed(under_way), 1):
+            job.result()
+            world, seed = under_way[job]
+            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
