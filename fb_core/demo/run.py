@@ -31,7 +31,7 @@ from fb_core.stages.inputs import DEMO
 from fb_core.stages.inside import Changes, changed
 
 QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # others tried; the longest first
-METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge")
+METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge", "deployed")
 REPAIRS = ("features", "override", "features-override")
 SWEPT = ("direct", "futurebridge", "override")
 
@@ -54,14 +54,13 @@ TABLES_SHOWN = {
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer quantiles and rollouts."""
+    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer quantiles."""
     found = {}
     for name, others in QUANTILES.items():
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-            "rollouts": {"train": 0.0},  # read by the calibrated target alone
             "experiment": {"quantiles": others},
         }
         found[name] = changed(shipped, once)
