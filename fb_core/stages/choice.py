@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -40,11 +41,26 @@ class _RecipeTrials(DecodeStage):
     """Recipes on a run's held-out problems, a shard each; greedy decoding and the direct score first."""
 
     command = "train"
+    unit = "decodes"
     split: str
 
+    @abstractmethod
     def recipes(self, seed: int) -> list[Recipe]:
         """Which of them, of a seed."""
-        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Of these at most, by the settings."""
+
+    def most(self) -> int:
+        return len(self.problems) * (len(ALWAYS) + self.count * len(self.settings.train.seeds))
+
+    def cost(self) -> Cost:
+        """The LLM reads a decode's tokens once at most."""
+        longest = self.models.longest_prompt(self.problems, self.template) + self.max_new_tokens
+        words = f"decoded in batches, {len(self.problems)} problems by each of {self.count} recipes a seed at most"
+        return Cost(words, longest, llm_tokens=longest)
 
     @cached_property
     def problems(self) -> list[Problem]:
@@ -126,7 +142,11 @@ class TrialStage(_RecipeTrials):
     reads = (TrajectoryStage, PolicyStage, RerankerStage, ValueStage)
 
     def recipes(self, seed: int) -> list[Recipe]:
-        return promising(self.input(ValueStage).candidates(seed), self.settings.choice.tried)
+        return promising(self.input(ValueStage).candidates(seed), self.count)
+
+    @property
+    def count(self) -> int:
+        return self.settings.choice.tried
 
     def report(self, manifest: dict[str, Any]) -> str:
         lines = ["| recipe | seed | accuracy, % | LLM calls | LLM tokens |", "|---|---|---|---|---|"]
@@ -163,7 +183,11 @@ class CertificationStage(_RecipeTrials):
         trials = self.input(TrialStage)
         tried = [trials.tried(recipe, seed) for recipe in trials.recipes(seed)]
         best = sorted(tried, key=lambda one: one.rank)
-        return [one.recipe for one in best[: self.settings.choice.tested]]
+        return [one.recipe for one in best[: self.count]]
+
+    @property
+    def count(self) -> int:
+        return self.settings.choice.tested
 
     def data(self) -> dict[str, Any]:
         return {"problems": [problem.id for problem in self.problems]}

@@ -90,7 +90,10 @@ def run_command(
                 show("The sweep is trained. Run `futurebridge train` once more, in one process, for the choice.")
         else:
             work((RolloutStage,))
-            if not dry_run:
+            if dry_run:
+                names, runs = ", ".join(settings.choice.trained), len(settings.train.seeds)
+                show(f"{names or 'no other rerankers'}: trained and selected likewise, {runs} runs each at one horizon")
+            else:
                 train_others(settings, run, show)
             work(CHOICE)
     if leads and not dry_run:

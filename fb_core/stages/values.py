@@ -121,7 +121,7 @@ class ValueStage(Stage):
         return "\n".join(lines)
 
     def cost(self) -> Cost:
-        return Cost("scored at the rolled-out states, heads fitted", self.input(TrajectoryStage).longest)
+        return Cost("scored at the rolled-out states, heads fitted")
 
     def _states(self, split: str, rerankers: dict[str, TokenReranker]) -> _States:
         rollouts = [
