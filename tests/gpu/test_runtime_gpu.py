@@ -77,21 +77,25 @@ def test_small_tokens_are_the_plain_decoders(where: str) -> None:
     tokens_are_the_plain_decoders(DEVICE if where == "current" else second_device())
 
 
-def test_small_a_gate_ahead_of_the_llm_and_a_value_of_candidates_are_the_plain_decoders() -> None:
+def gated_tokens_are_the_plain_decoders(device: str = DEVICE) -> None:
     """The gate in the captured step, the value behind the captured rerank."""
-    slm, llm = model(torch.float32), model(torch.float32, num_hidden_layers=3)
-    weight = torch.randn(SMALL["hidden_size"], generator=torch.Generator().manual_seed(0))
+    slm, llm = model(torch.float32, device), model(torch.float32, device, num_hidden_layers=3)
+    weight = torch.randn(SMALL["hidden_size"], generator=torch.Generator().manual_seed(0)).to(device)
     policy = RequestPolicy(-math.inf, ask=AskHead(weight / 16, 0.0, 0.3))
     selector = ValueSelector(FutureBridgeSelector(reranker(slm)), ValueHead("listwise", (0.3,) * 14))
     fast = LowLatencyDecoder(slm, llm, selector, policy, max_length=400, max_batch=3)
     slow = CollaborativeDecoder(slm, LocalLLM(llm), selector, policy)
-    asked = [tokens(5), tokens(300), tokens(40)]
+    asked = [tokens(5, device), tokens(300, device), tokens(40, device)]
     got, want = fast.generate_many(asked, 48), slow.generate_many(asked, 48)
     assert [one.token_ids.tolist() for one in got] == [one.token_ids.tolist() for one in want]
     steps = [[event.step for event in one.events] for one in want]
     assert [[event.step for event in one.events] for one in got] == steps
     assert any(steps)
     assert any(own != list(range(len(own))) for own in steps)  # not every step was worth it
+
+
+def test_small_gated_tokens_are_the_plain_decoders() -> None:
+    gated_tokens_are_the_plain_decoders()
 
 
 def test_small_no_operation_of_a_step_or_rerank_misses_its_compiled_kernel() -> None:
