@@ -61,7 +61,7 @@ def accuracy(worlds: Sequence[Findings]) -> list[str]:
         f"*{', '.join(map(str, problems))} test problems a world{few}, {', '.join(map(str, seeds))} reranker seeds. As "
         f"published, without features and override, FutureBridge reaches {plain}.*"
     )
-    return [*markdown_table(head, rows), "", note, "", _why_not_take_over(worlds)]
+    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(worlds)}"]
 
 
 def _accuracy(world: Findings, key: str) -> str:

@@ -302,4 +302,4 @@ def test_the_large_models_tokens_are_of_all_problems_where_they_are_known() -> N
     older = figures.accuracy([world("a", known=False)])
     assert "(50 for the tokens that Takeover writes)" in "\n".join(older)
     assert "| Takeover: the LLM writes on from the first event | 90.0 [80.0, 100.0] (40.0) |" in older  # calls, suffix
-    assert "10% of the problems: the last row. By calls" in older[-1]
+    assert "answers of 10% of the problems: the last row. By calls" in older[-1]

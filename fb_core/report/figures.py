@@ -311,10 +311,9 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
         share = np.linspace(0, 1, 100)[:, None] ** 2
         line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
         axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
-    recipes = {row.key for row in findings.of("repairs")} | {OURS}
     labels = []
     for tokens, interval, row in points:
-        look = "D" if row.key in ("greedy", "takeover") else "o" if row.key in recipes else "s"
+        look = "D" if row.key in ("greedy", "takeover") else "o" if row.ours else "s"
         colour = {"D": theme.ink, "o": theme.ours, "s": theme.others}[look]
         _cross(axis, tokens, interval, fmt=look, color=colour)
         labels.append((tokens.mean, 100 * interval.mean, _shown(row.label), colour))

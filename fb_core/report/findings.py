@@ -82,6 +82,7 @@ class Result(_Values):
     """A row of an experiment: what a variant made of one benchmark, or the note that says why it made nothing.
 
     Attributes:
+        ours: whether it is FutureBridge, as published or repaired.
         x: the number that is varied, if it is one.
         quantile: the request quantile, where a table varies it; `threshold` is its nats.
         seeds: of the rerankers; none of what runs once.
@@ -97,6 +98,7 @@ class Result(_Values):
     key: str
     label: str
     note: str | None = None
+    ours: bool = False
     x: float | None = None
     quantile: float | None = None
     threshold: float | None = None

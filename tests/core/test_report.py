@@ -135,6 +135,7 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
             more = {"events": events, "tokens": tokens, "benchmark": benchmark}
             more |= {"seeds": [0, 1] if key in ("futurebridge", "majority", "random") else []}
             more |= written(LLM_TOKENS.get(key, events), lowered(key, accuracy) if key not in ENDS else None)
+            more["ours"] = key == "futurebridge"
             rows.append(table_row("methods", key, label, lowered(key, accuracy), base, **more))
         rows.append(
             {
@@ -150,7 +151,8 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         )
         for table, variants in VARIANTS.items():
             for key, label, accuracy, x in variants:
-                more = {"benchmark": benchmark, "x": x} | written(1.93, lowered("x", accuracy))
+                more = {"benchmark": benchmark, "x": x, "ours": table == "repairs"}
+                more |= written(1.93, lowered("x", accuracy))
                 rows.append(table_row(table, key, label, lowered("x", accuracy), base, **more))
         for quantile, accuracies in SWEPT.items():
             there = dict(zip(("direct", "futurebridge", "override", "calibrated"), accuracies, strict=True))
@@ -607,6 +609,9 @@ def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
     assert (xs[0], xs[-1]) == (0.0, pytest.approx(40.2))
     assert (ys[0], ys[-1]) == (pytest.approx(71.2), pytest.approx(99.2))
     assert np.allclose(np.diff(ys) / np.diff(xs), (99.2 - 71.2) / 40.2)  # straight, though the axis is not
+    colours = {text.get_text(): text.get_color() for text in axis.texts}
+    assert {colours[name] for name in ("FutureBridge", "With features", "Calibrated target")} == {theme.LIGHT.ours}
+    assert {colours[name] for name in ("Direct LLM score", "R2R", "Maj@8")} == {theme.LIGHT.others}
     assert len(axis.texts) == len(axis.containers)
     at = sorted(axis.transData.transform(text.xyann)[1] for text in axis.texts)  # of the labels, in pixels
     assert all(other - one >= 8 * figure.dpi / 72 for one, other in itertools.pairwise(at))
