@@ -20,10 +20,11 @@ from fb_core.report.recipes import recipes as recipes_of
 ROOT = Path(__file__).parent.parent
 ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
+DEPLOYED = "features-override"  # the recipe for new pairs
 ACCURACY = (  # label, row of the findings
     ("SLM alone", "greedy"),
     ("direct LLM score", "direct"),
-    ("**FutureBridge**, candidate features and override", "features-override"),
+    ("**FutureBridge**, candidate features and override", DEPLOYED),
     ("Takeover: the LLM writes on from the first event", "takeover"),
 )
 SHOWN = {"tiny": "plans"}  # a run's world, where its name is another
@@ -45,26 +46,65 @@ def render(readme: str, root: Path = ROOT) -> str:
 
 
 def accuracy(worlds: Sequence[Findings]) -> list[str]:
-    """Four ways to decode in every world at its own quantile, with the large model's tokens a problem beside them."""
+    """Ways to decode in every world at its own quantile, with the large model's tokens a problem beside them."""
     head = ["accuracy, % (LLM tokens a problem)", *(SHOWN.get(world.name, world.name) for world in worlds)]
-    lines = markdown_table(head, [[label, *(_accuracy(world, key) for world in worlds)] for label, key in ACCURACY])
+    rows = [[label, *(_accuracy(world, key) for world in worlds)] for label, key in ACCURACY]
+    rows.append(["Takeover on a share of the problems, for FutureBridge's tokens", *map(_on_the_line, worlds)])
     published = [_row(world, "futurebridge").accuracy for world in worlds]
     plain = ", ".join(f"{interval.mean:.1%}" for interval in published if interval)
     problems = sorted({_row(world, "greedy").problems or 0 for world in worlds})
     seeds = sorted({len(world.seeds) for world in worlds})
+    counted = all(_row(world, "takeover").llm_tokens for world in worlds)
     timed = sorted({one.problems for world in worlds for one in _deployment(world) if one.suffix})
+    few = "" if counted else f" ({', '.join(map(str, timed))} for the tokens that Takeover writes)"
     note = (
-        f"*{', '.join(map(str, problems))} test problems a world ({', '.join(map(str, timed))} for the tokens that "
-        f"Takeover writes), {', '.join(map(str, seeds))} reranker seeds. As published, without features and override, "
-        f"FutureBridge reaches {plain}.*"
+        f"*{', '.join(map(str, problems))} test problems a world{few}, {', '.join(map(str, seeds))} reranker seeds. As "
+        f"published, without features and override, FutureBridge reaches {plain}.*"
     )
-    return [*lines, "", note]
+    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(worlds)}"]
 
 
 def _accuracy(world: Findings, key: str) -> str:
+    return f"{percent(_row(world, key).accuracy)} ({_tokens(world, key):.1f})"
+
+
+def _tokens(world: Findings, key: str) -> float:
+    """The LLM's in an answer: of all problems where the file has them, else as timed on some of them."""
     row = _row(world, key)
-    written = sum(one.suffix for one in _deployment(world) if one.key == key)  # takeover writes on
-    return f"{percent(row.accuracy)} ({(row.calls or 0.0) + written:.1f})"
+    if row.llm_tokens:
+        return row.llm_tokens.mean
+    return (row.calls or 0.0) + sum(one.suffix for one in _deployment(world) if one.key == key)  # takeover writes on
+
+
+def _mean(world: Findings, key: str) -> float:
+    accuracy = _row(world, key).accuracy
+    assert accuracy is not None
+    return accuracy.mean
+
+
+def _share(world: Findings) -> float:
+    """Of the problems, on which takeover would cost the tokens of FutureBridge."""
+    return min(1.0, _tokens(world, DEPLOYED) / _tokens(world, "takeover"))
+
+
+def _on_the_line(world: Findings) -> str:
+    reached = _mean(world, "greedy") + _share(world) * (_mean(world, "takeover") - _mean(world, "greedy"))
+    return f"{100 * reached:.1f} ({_share(world) * _tokens(world, 'takeover'):.1f})"
+
+
+def _why_not_take_over(worlds: Sequence[Findings]) -> str:
+    """What takeover brings and costs, and how far FutureBridge is above it at as many tokens, where that is known."""
+    ahead = sum(_mean(world, "takeover") > _mean(world, DEPLOYED) for world in worlds)
+    shares = ", ".join(f"{_share(world):.0%}" for world in worlds)
+    distances = [percent(_row(world, DEPLOYED).above_line, signed=True) for world in worlds]
+    far = f"; FutureBridge is {', '.join(distances)} points above that" if all(distances) else ""
+    calls = ", ".join(f"{_row(world, DEPLOYED).calls or 0.0:.1f}" for world in worlds)
+    return (
+        f"**Why not simply take over?** Takeover is the more accurate in {ahead} of {len(worlds)} worlds, with the "
+        "large model writing the answer. For the tokens that FutureBridge asks of it, it could write the answers of "
+        f"{shares} of the problems: the last row{far}. By calls takeover is cheap: it asks once, FutureBridge {calls} "
+        "times a problem."
+    )
 
 
 def _deployment(world: Findings) -> Sequence[DeploymentCost]:

@@ -118,6 +118,79 @@ def average_interval(
     return _bootstrap(average, [len(one) for one in values], resamples, level, seed)
 
 
+def above_line_interval(
+    accuracy: Sequence[ArrayLike],
+    tokens: Sequence[ArrayLike],
+    greedy: Sequence[ArrayLike],
+    takeover: Sequence[ArrayLike],
+    takeover_tokens: Sequence[ArrayLike],
+    *,
+    resamples: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """How much more accurate a method is than handing over so many whole problems that the large model writes as much.
+
+    Of the problems a random share is taken over and the rest decoded greedily by the small model, which costs the large
+    one nothing: their accuracy lies on the line from greedy decoding to takeover. The share is that at which this costs
+    the method's own tokens, all problems where it costs more than takeover. Above 0 the method is worth its tokens.
+
+    Args:
+        accuracy: of the method, one vector of outcomes a benchmark, as for `average_interval`; benchmarks count alike.
+        tokens: of the large model in the method's answers, finite and not negative, of the same problems.
+        greedy: outcomes of the small model by itself.
+        takeover: outcomes of takeover.
+        takeover_tokens: of the large model there, not 0 everywhere.
+        resamples: how often the problems are drawn again, with replacement, each with all five of its numbers; draws in
+            which takeover writes nothing are left out.
+        level: share of the resampled differences between the ends, in (0, 1).
+        seed: of the draws; the same arguments give the same interval.
+
+    Returns:
+        `Interval(mean, low, high)`, a difference of shares.
+
+    Raises:
+        TypeError: outcomes or tokens that are no bools or real numbers.
+        ValueError: no benchmark, numbers of benchmarks or lengths that differ, a vector that is empty, not
+            one-dimensional or not finite, tokens that are negative, takeover without a token, or an option out of its
+            range.
+    """
+    given = {
+        "accuracy": accuracy,
+        "tokens": tokens,
+        "greedy": greedy,
+        "takeover": takeover,
+        "takeover_tokens": takeover_tokens,
+    }
+    counts = {name: len(values) for name, values in given.items()}
+    if not len(accuracy) or len(set(counts.values())) > 1:
+        raise ValueError(f"above_line_interval: expected as many benchmarks everywhere, one or more, got {counts}.")
+    known = {
+        name: [_vector("above_line_interval", f"{name}[{place}]", one) for place, one in enumerate(values)]
+        for name, values in given.items()
+    }
+    for name, vectors in known.items():
+        for place, vector in enumerate(vectors):
+            _same_length("above_line_interval", "accuracy", known["accuracy"][place], f"{name}[{place}]", vector)
+            if name.endswith("tokens") and vector.min() < 0:
+                raise ValueError(f"above_line_interval: {name} must not be negative, got {vector.min()}; pass counts.")
+    if not any(vector.any() for vector in known["takeover_tokens"]):
+        raise ValueError(
+            "above_line_interval: takeover_tokens must not be 0 everywhere; there is no line to stand above."
+        )
+
+    def distance(*drawn: NDArray[np.integer]) -> NDArray[np.float64]:
+        means = {
+            name: np.mean([one[rows].mean(axis=1) for one, rows in zip(vectors, drawn, strict=True)], axis=0)
+            for name, vectors in known.items()
+        }
+        written = means["takeover_tokens"]
+        share = np.divide(means["tokens"], written, out=np.full_like(written, np.nan), where=written > 0)
+        return means["accuracy"] - means["greedy"] - share.clip(max=1) * (means["takeover"] - means["greedy"])
+
+    return _bootstrap(distance, [len(one) for one in known["accuracy"]], resamples, level, seed)
+
+
 def ratio_interval(
     part: ArrayLike, whole: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
 ) -> Interval:

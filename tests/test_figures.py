@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import figures, roofline, summary, targets
-from fb_core.report.findings import Findings, Policy, Result
+from fb_core.report.findings import Costs, DeploymentCost, Findings, Policy, Result
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -266,3 +266,40 @@ def test_the_cost_table_is_relative_to_greedy() -> None:
         "| greedy | 0 |  | 0 | 1.00x | 61.0 |",
         "",
     ]
+
+
+def world(name: str, *, known: bool) -> Findings:
+    """Greedy decoding 50%, takeover 90% for 40 tokens, ours 80% for 4; `known` where the file has the tokens."""
+    rows = []
+    for key, accuracy, tokens in (
+        ("greedy", 0.5, 0.0),
+        ("direct", 0.6, 4.0),
+        ("takeover", 0.9, 40.0),
+        ("features-override", 0.8, 4.0),
+        ("futurebridge", 0.7, 4.0),
+    ):
+        about = {"benchmark": "b", "key": key, "label": key, "problems": 400, "calls": min(tokens, 4.0)}
+        about |= {"accuracy": (accuracy, accuracy - 0.1, accuracy + 0.1)}
+        if known:
+            about |= {"llm_tokens": (tokens, tokens, tokens)}
+            about |= {"above_line": (0.26, 0.2, 0.32)} if key == "features-override" else {}
+        rows.append(Result(table="methods", **about))
+    timed = {"method": "Takeover", "key": "takeover", "problems": 50, "calls": 1, "appended": 1, "suffix": 36.0}
+    costs = Costs(deployment=(DeploymentCost(seconds=0.1, **timed),))
+    return Findings(name=name, rows=tuple(rows), seeds=(0, 1), costs=costs)
+
+
+def test_the_large_models_tokens_are_of_all_problems_where_they_are_known() -> None:
+    lines = figures.accuracy([world("a", known=True), world("c", known=True)])
+    cell = "80.0 [70.0, 90.0] (4.0)"
+    assert f"| **FutureBridge**, candidate features and override | {cell} | {cell} |" in lines
+    last = "| Takeover on a share of the problems, for FutureBridge's tokens | 54.0 (4.0) | 54.0 (4.0) |"  # 10% of 40
+    assert last in lines
+    text = "\n".join(lines)
+    assert "*400 test problems a world, 2 reranker seeds." in text
+    assert "more accurate in 2 of 2 worlds" in text
+    assert "the answers of 10%, 10% of the problems: the last row; FutureBridge is +26.0 [+20.0, +32.0], +26.0" in text
+    older = figures.accuracy([world("a", known=False)])
+    assert "(50 for the tokens that Takeover writes)" in "\n".join(older)
+    assert "| Takeover: the LLM writes on from the first event | 90.0 [80.0, 100.0] (40.0) |" in older  # calls, suffix
+    assert "answers of 10% of the problems: the last row. By calls" in older[-1]

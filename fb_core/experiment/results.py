@@ -16,7 +16,7 @@ from fb_core.config import AVERAGE
 from fb_core.experiment.run import PROBLEM
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
 from fb_core.experiment.variants import settings_of_variant
-from fb_core.report.findings import Result
+from fb_core.report.findings import DEPLOYED, Result
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
 from fb_core.stages.deploy import frozen_policy
@@ -41,6 +41,7 @@ class _Decoded:
     """What one variant made of the benchmarks; events, LLM calls and tokens are means by benchmark."""
 
     outcomes: dict[str, dict[str, float]]  # share of right runs by benchmark and problem
+    llm_tokens: dict[str, dict[str, float]]  # likewise, a mean over runs
     events: dict[str, float]
     calls: dict[str, float]
     tokens: dict[str, float] | None
@@ -60,9 +61,11 @@ class Results:
         self._benchmarks = {name: (name,) for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
         self._references = {variant.key: variant for variant in plan.references()}
         self._variants = {name: table.rows(plan) for name, table in tables.items()}
+        self._ours = {variant.key for variant in TABLES["repairs"].rows(plan)}  # the published one is its first row
         everything = (*self._references.values(), *(row for rows in self._variants.values() for row in rows))
         self._decoded = {variant.path: _decoded(plan, variant) for variant in everything}
         self._interval = cache(self._resampled)
+        self._distance = cache(self._above_line)
         if plan.settings.models.llm_server is None:  # a server may round differently from call to call
             direct, one_token = (self._decoded.get(Variant(key, "").path) for key in ("direct", "one-token-takeover"))
             if direct is not None and one_token is not None:
@@ -97,6 +100,7 @@ class Results:
         """A variant's row for every benchmark."""
         found, settings = self._decoded[variant.path], self._plan.settings
         about: dict[str, Any] = {"table": table, "key": variant.key, "label": variant.label, "x": variant.x}
+        about["ours"] = variant.key in (*self._ours, DEPLOYED)
         if table == "quantiles":
             place = self._plan.run if variant.place is None else self._plan.run / variant.place.path
             known = finished(place, PolicyStage.name) is not None
@@ -117,6 +121,12 @@ class Results:
                 events=float(np.mean([found.events[name] for name in members])),
                 calls=float(np.mean([found.calls[name] for name in members])),
                 tokens=float(np.mean([found.tokens[name] for name in members])) if found.tokens else None,
+                llm_tokens=statistics.average_interval([list(found.llm_tokens[name].values()) for name in members]),
+                above_line=self._distance(
+                    members,
+                    variant.path,
+                    Variant("takeover", "", inside=variant.place).path,  # at its own quantile
+                ),
             )
 
     def _resampled(self, benchmarks: tuple[str, ...], path: Path, other: Path | None = None) -> Interval:
@@ -132,25 +142,44 @@ class Results:
         paired = [[other[problem] for problem in one] for one, other in zip(own, theirs, strict=True)]
         return statistics.average_interval(values, paired)
 
+    def _above_line(self, benchmarks: tuple[str, ...], path: Path, takeover_path: Path) -> Interval | None:
+        """How far a variant is above the line from greedy decoding to takeover, where that is known."""
+        greedy_path = self._references["greedy"].path
+        own, greedy, takeover = (self._decoded.get(one) for one in (path, greedy_path, takeover_path))
+        if own is None or greedy is None or takeover is None or path in (greedy_path, takeover_path):
+            return None
+        if not any(sum(takeover.llm_tokens[name].values()) for name in benchmarks):
+            return None  # it was never called
+        columns = (own.outcomes, own.llm_tokens, greedy.outcomes, takeover.outcomes, takeover.llm_tokens)
+        return statistics.above_line_interval(
+            *([[column[name][problem] for problem in own.outcomes[name]] for name in benchmarks] for column in columns)
+        )
+
 
 def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
     """What a variant made of the benchmarks, None where it was not tried."""
     if finished(plan.run / variant.path, CompareStage.name) is None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
+    llm_tokens: dict[str, dict[str, list[int]]] = {}
     counts: dict[str, dict[str, list[int]]] = {"events": {}, "calls": {}, "tokens": {}}
     written = {}
     for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
         outcomes.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.correct)
+        llm_tokens.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.llm_tokens)
         for name, value in (("events", len(row.events)), ("calls", row.calls), ("tokens", len(row.tokens))):
             counts[name].setdefault(row.benchmark, []).append(value)
         written[row.benchmark, row.problem, row.seed] = row.tokens
-    shares = {
-        name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
-    }
     sampled = variant.method == "majority"  # its samples are not kept
     tokens = None if sampled else _means(counts["tokens"])
-    return _Decoded(shares, _means(counts["events"]), _means(counts["calls"]), tokens, written)
+    return _Decoded(
+        {name: _means(found) for name, found in outcomes.items()},
+        {name: _means(found) for name, found in llm_tokens.items()},
+        _means(counts["events"]),
+        _means(counts["calls"]),
+        tokens,
+        written,
+    )
 
 
 def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:

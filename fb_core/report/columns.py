@@ -40,6 +40,14 @@ def percent(interval: Interval | None, signed: bool = False) -> str:
     return f"{mean} [{low}, {high}]"
 
 
+def spread(interval: Interval | None, decimals: int = 1) -> str:
+    """A number and its interval."""
+    if interval is None:
+        return ""
+    mean, low, high = (number(part, decimals) for part in interval)
+    return f"{mean} [{low}, {high}]"
+
+
 def share(value: float | None) -> str:
     """A share in percent."""
     return "" if value is None else f"{100 * value:.1f}"

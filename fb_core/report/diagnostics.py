@@ -24,11 +24,13 @@ from fb_core.report.columns import (
     said,
     share,
     shortened,
+    spread,
     text_column,
     token,
 )
 from fb_core.report.findings import Findings
 from fb_core.report.page import Block, Items, Paragraph, Picture, Span, Table, Text, Verbatim
+from fb_core.report.recipes import primary
 
 FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # one by one
 
@@ -217,6 +219,53 @@ def _advice(findings: Findings, found: Sequence[str]) -> list[Block]:
     return [Items(found)]
 
 
+def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]:
+    rows = sorted(primary(found), key=lambda row: row.llm_tokens.mean if row.llm_tokens else 0.0)
+    seconds: dict[str, str] = {}
+    for one in (findings.costs and findings.costs.deployment) or ():  # the fast loop's first, where there are both
+        seconds.setdefault(one.key, f"{number(one.seconds, 4)}{f', {one.loop}' if one.loop else ''}")
+    columns = [
+        text_column("label"),
+        interval_column("accuracy", "accuracy, % [95%]"),
+        Column("LLM tokens a problem [95%]", lambda row: spread(row.llm_tokens)),
+        number_column("calls", "LLM calls a problem", 2),
+        *([Column("seconds a problem, loop", lambda row: seconds.get(row.key, ""))] if seconds else []),
+        interval_column("above_line", "above the line to takeover, pp [95%]", signed=True),
+    ]
+    note = (
+        "LLM tokens are those of the answer that it wrote or that were chosen where it was asked. The line joins "
+        "greedy decoding and takeover: accuracy where the LLM takes over a random share of the problems, so large that "
+        "it costs as many tokens. "
+    )
+    caption = f"Accuracy and the large model's work on {rows[0].benchmark}"
+    table = column_table(caption, rows, columns, note + made_with(findings, rows))
+    return [Paragraph("Why not simply take over?"), *_worth(rows), table]
+
+
+def _worth(rows: Sequence[values.Result]) -> list[Block]:
+    """What takeover brings and costs beside FutureBridge, and which rows are worth more than a share of it."""
+    known = {row.key: row for row in rows}
+    points: list[Text] = []
+    stand = [
+        f"{row.label} is right on {percent(row.accuracy)}% at {spread(row.llm_tokens)} LLM tokens and "
+        f"{number(row.calls, 2)} LLM calls a problem"
+        for row in (known.get("takeover"), known.get(values.OURS))
+        if row
+    ]
+    if len(stand) == 2:
+        points.append(f"{stand[0]}; {stand[1]}.")
+    distances = [(row.label, row.above_line) for row in rows if row.above_line]
+    sides = {
+        "Worth more than taking over on a share of the problems at as many tokens, beyond chance": [
+            label for label, distance in distances if above(distance)
+        ],
+        "Worth less, beyond chance": [label for label, distance in distances if below(distance)],
+        "Not told apart": [label for label, distance in distances if not above(distance) and not below(distance)],
+    }
+    points += [said(sides)] if distances else []
+    return [Items(points)] if points else []
+
+
 def _costs(findings: Findings, found: values.Costs) -> list[Block]:
     deployment, offline = found.deployment or (), found.offline
     where = f"on {findings.machine or 'a machine that was not recorded'}."
@@ -271,6 +320,15 @@ class Diagnostic(NamedTuple):
 
 ROLLOUTS = "futurebridge rollouts"
 DIAGNOSTICS = {  # by the section of the findings
+    "frontier": Diagnostic(
+        "Accuracy against the large model's work",
+        "futurebridge experiment methods repairs",
+        "methods",
+        _frontier,
+        figures.frontier,
+        "Accuracy against the large model's tokens, both with 95% intervals. A method above the dashed line is worth "
+        "more than taking over on a share of the problems at the same number of tokens.",
+    ),
     "costs": Diagnostic(
         "Costs",
         "futurebridge experiment costs",

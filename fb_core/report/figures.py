@@ -7,21 +7,25 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
+from numpy.typing import NDArray
 
 from fb_core.report.findings import OURS, Agreement, Findings, Result
-from fb_core.report.recipes import benchmarks, by_cell
+from fb_core.report.recipes import benchmarks, by_cell, primary
 from fb_core.report.theme import Theme, pictured
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
 
 WIDTH = 8.4  # inches, as wide as the page's text
 LONGEST_LABEL, LONGEST_TOKEN = 50, 14  # characters
+COST_HEIGHT = 3.6  # inches
 LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
@@ -270,38 +274,105 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
     )
     if not points:
         return None
-    height = 3.6
-    figure, (axis,) = _panels(1, 1, height)
-    lows, highs = ([100 * interval[end] for _, _, interval, _ in points] for end in (1, 2))
-    low, high = max(0.0, min(lows) - 5), min(104.0, max(highs) + 5)
-    gap = (high - low) * 12 / (0.8 * height * 72)  # of labels one above the other
-    places = _spread([100 * interval.mean for _, _, interval, _ in points], gap)
-    for (relative, row, interval, loop), place in zip(points, places, strict=True):
+    figure, (axis,) = _panels(1, 1, COST_HEIGHT)
+    _limit(axis, [interval for _, _, interval, _ in points])
+    labels = []
+    for relative, row, interval, loop in points:
         colour = theme.ours if row.key == OURS else theme.others
-        mean, reach = _percent(interval)
-        times = [[max(0.0, relative.mean - relative.low)], [max(0.0, relative.high - relative.mean)]]
-        axis.errorbar(relative.mean, mean, reach, times, fmt="o", color=colour, markersize=5, capsize=2)
-        axis.annotate(
-            _shown(row.label) + loop,
-            (relative.mean, mean),
-            (1.02, place),
-            textcoords=axis.get_yaxis_transform(),
-            va="center",
-            fontsize=8,
-            color=colour,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4},
-        )
+        _cross(axis, relative, interval, fmt="o", color=colour)
+        labels.append((relative.mean, 100 * interval.mean, _shown(row.label) + loop, colour))
+    _beside(axis, labels, COST_HEIGHT, theme)
     xs = [relative.mean for relative, *_ in points]
     if min(xs) > 0 and max(xs) > 8 * min(xs):
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(
-        ylim=(low, high), xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %"
-    )
+    axis.set(xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %")
     return figure
+
+
+@pictured
+def frontier(findings: Findings, theme: Theme) -> Figure | None:
+    """Accuracy against the LLM's tokens, with the line from greedy decoding to takeover, on the primary benchmark."""
+    rows = primary(findings.frontier)
+    points = sorted(
+        ((row.llm_tokens, row.accuracy, row) for row in rows if row.llm_tokens and row.accuracy),
+        key=lambda point: point[1].mean,
+    )
+    if not points:
+        return None
+    height = max(COST_HEIGHT, 0.24 * len(points) + 1.0)
+    figure, (axis,) = _panels(1, 1, height)
+    axis.set_xscale("function", functions=(_root, _square))  # most methods cost little beside takeover, some nothing
+    _limit(axis, [interval for _, interval, _ in points])
+    ends = {row.key: (tokens.mean, 100 * interval.mean) for tokens, interval, row in points}
+    if "greedy" in ends and "takeover" in ends:
+        share = np.linspace(0, 1, 100)[:, None] ** 2
+        line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
+        axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+    labels = []
+    for tokens, interval, row in points:
+        look = "D" if row.key in ("greedy", "takeover") else "o" if row.ours else "s"
+        colour = {"D": theme.ink, "o": theme.ours, "s": theme.others}[look]
+        _cross(axis, tokens, interval, fmt=look, color=colour)
+        labels.append((tokens.mean, 100 * interval.mean, _shown(row.label), colour))
+    _beside(axis, labels, height, theme)
+    most, ticks = max(tokens.high for tokens, *_ in points), [0]
+    for tick in (step * 10**power for power in range(7) for step in (1, 2, 4)):
+        if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:  # room for its number
+            ticks.append(tick)
+    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set(xlabel="LLM tokens a problem (square-root scale)", ylabel=f"accuracy on {_shown(rows[0].benchmark)}, %")
+    key = [
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge and its repairs"),
+        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="others"),
+        Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
+    ]
+    figure.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
+    return figure
+
+
+def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Signed, so that an axis may begin below 0."""
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _square(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.sign(x) * np.square(x)
+
+
+def _limit(axis: Axes, accuracies: Sequence[Interval]) -> None:
+    """Room for accuracies in percent."""
+    low, high = (100 * choose(one[end] for one in accuracies) for end, choose in ((1, min), (2, max)))
+    axis.set_ylim(max(0.0, low - 5), min(104.0, high + 5))
+
+
+def _cross(axis: Axes, x: Interval, accuracy: Interval, **look: Any) -> None:
+    """A point with its intervals both ways."""
+    mean, reach = _percent(accuracy)
+    across = [[max(0.0, x.mean - x.low)], [max(0.0, x.high - x.mean)]]
+    axis.errorbar(x.mean, mean, reach, across, markersize=5, capsize=2, **look)
+
+
+def _beside(axis: Axes, points: Sequence[tuple[float, float, str, str]], height: float, theme: Theme) -> None:
+    """Labels (x, y, text, colour) of ascending y at the right of the axis, one above the other."""
+    low, high = axis.get_ylim()
+    gap = (high - low) * 12 / (0.8 * height * 72)
+    places = _spread([y for _, y, _, _ in points], gap)
+    for (x, y, text, colour), place in zip(points, places, strict=True):
+        axis.annotate(
+            text,
+            (x, y),
+            (1.02, place),
+            textcoords=axis.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
+            color=colour,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": theme.line, "linewidth": 0.8, "shrinkB": 4, "relpos": (0, 0.5)},
+        )
 
 
 @pictured

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from fb_core.statistics import Interval
 
 OURS = "futurebridge"  # key of the run's own reranker
+DEPLOYED = "deployed"  # key of the row by the recipe that the run chose
 
 
 class _Values(BaseModel):
@@ -81,11 +82,15 @@ class Result(_Values):
     """A row of an experiment: what a variant made of one benchmark, or the note that says why it made nothing.
 
     Attributes:
+        ours: whether it is FutureBridge, as published, repaired or deployed.
         x: the number that is varied, if it is one.
         quantile: the request quantile, where a table varies it; `threshold` is its nats.
         seeds: of the rerankers; none of what runs once.
         minus: paired difference of accuracy to others on the same problems, at the same quantile, by their names.
         events: a problem, on average, as are `calls` of the LLM and `tokens`.
+        llm_tokens: of the answer those that the LLM wrote or that were chosen where it was asked, a problem.
+        above_line: accuracy less that of taking over so large a share of the problems, the SLM decoding the others,
+            that it costs as many `llm_tokens`; None of greedy decoding and takeover, the ends of that line.
     """
 
     table: str
@@ -93,6 +98,7 @@ class Result(_Values):
     key: str
     label: str
     note: str | None = None
+    ours: bool = False
     x: float | None = None
     quantile: float | None = None
     threshold: float | None = None
@@ -103,6 +109,8 @@ class Result(_Values):
     events: float | None = None
     calls: float | None = None
     tokens: float | None = None
+    llm_tokens: Interval | None = None
+    above_line: Interval | None = None
 
 
 class Agreement(_Values):
@@ -277,6 +285,15 @@ class Findings(_Values):
     def of(self, table: str) -> list[Result]:
         """The rows of one table."""
         return [row for row in self.rows if row.table == table]
+
+    @property
+    def frontier(self) -> list[Result]:
+        """Every method and recipe whose accuracy and LLM tokens are known, once a benchmark."""
+        found: dict[tuple[str, str], Result] = {}
+        for row in (*self.of("methods"), *self.of("repairs")):
+            if row.accuracy and row.llm_tokens:
+                found.setdefault((row.benchmark, row.key), row)
+        return list(found.values())
 
 
 _ALL = TypeAdapter(tuple[Findings, ...])

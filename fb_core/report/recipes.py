@@ -48,6 +48,12 @@ def benchmarks(rows: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(row.benchmark for row in rows))
 
 
+def primary(rows: Sequence[Result]) -> list[Result]:
+    """The rows of the primary benchmark: of the average where there is one."""
+    names = benchmarks(rows)
+    return [row for row in rows if row.benchmark == (AVERAGE if AVERAGE in names else names[0])]
+
+
 def recipe_key(row: Result) -> str:
     """What is the same in rows of several tables: the key of what others are compared with, else the label."""
     return row.key if row.key in (OURS, "direct", "greedy") else row.label

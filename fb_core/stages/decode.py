@@ -84,6 +84,11 @@ class Row(BaseModel):
         """Whether the verifier says so."""
         return self.verdict == "correct"
 
+    @property
+    def llm_tokens(self) -> int:
+        """Of the answer those that the LLM wrote, or that were chosen at events where it was asked."""
+        return min(self.calls, self.appended) + self.suffix
+
     @model_validator(mode="after")
     def _agrees(self) -> Row:
         for number, event in enumerate(self.events, 1):

@@ -259,6 +259,7 @@ def test_tables_that_were_not_asked_for_are_left_out(found):
     repairs = rows_of(found, "repairs")
     assert next(iter(repairs)) == ("futurebridge", None)
     assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
+    assert all(row.ours for row in repairs.values())
 
 
 def test_findings_are_plain_and_finite(made, found):
@@ -333,6 +334,42 @@ def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
     assert average.accuracy == statistics.average_interval(right["direct"])
     assert average.minus["greedy"] == statistics.average_interval(right["direct"], right["greedy"])
     assert not [row for row in found.rows if not row.note and not row.accuracy]
+
+
+def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring(trained, tmp_path):
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    keys = ("greedy", "direct", "futurebridge", "takeover", "s2t-local")
+    chosen = settings(compare={"methods": [key for key in keys if key != "s2t-local"]})
+    for name in keys:
+        assert make(variants_of(chosen, place)[name], chosen.model_dump_json(), place, False) is None
+    columns: dict = {key: ([], []) for key in keys}
+    for key, (right, tokens) in columns.items():
+        found: dict = {}
+        for file in sorted((place / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                asked = row["appended"] if row["calls"] else 0
+                found.setdefault(row["problem"], []).append((row["verdict"] == "correct", asked + row["suffix"]))
+        for runs in found.values():
+            right.append(sum(one for one, _ in runs) / len(runs))
+            tokens.append(sum(count for _, count in runs) / len(runs))
+    table = {"methods": TABLES["methods"]}
+    rows = {row.key: row for row in gather(chosen, place, table).of("methods") if row.accuracy}
+    assert rows.keys() == set(keys)
+    greedy, takeover = columns["greedy"], columns["takeover"]
+    for key, (right, tokens) in columns.items():
+        assert rows[key].llm_tokens.mean == pytest.approx(sum(tokens) / 9)
+        line = statistics.above_line_interval([right], [tokens], [greedy[0]], [takeover[0]], [takeover[1]])
+        if key in ("greedy", "takeover"):
+            assert rows[key].above_line is None
+        else:
+            assert rows[key].above_line == line
+    assert {key for key, row in rows.items() if row.ours} == {"futurebridge"}
+    assert rows["futurebridge"].llm_tokens.mean == rows["futurebridge"].calls > 1
+    assert rows["takeover"].llm_tokens.mean > 10 > rows["takeover"].calls
+    assert (rows["s2t-local"].events > 1, rows["s2t-local"].llm_tokens) == (True, (0, 0, 0))  # it asks no LLM
+    (place / "variants" / "takeover").rename(tmp_path / "elsewhere")
+    without = [row for row in gather(chosen, place, table).of("methods") if row.accuracy]
+    assert all(row.above_line is None and row.llm_tokens for row in without)
 
 
 def test_the_worlds_test_sets_and_slms_are_told_apart():

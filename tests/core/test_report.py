@@ -59,6 +59,7 @@ METHODS = {  # label, accuracy, events, tokens
     "futurebridge": ("FutureBridge", 0.958, 1.91, 41.8),
     "takeover": ("Takeover", 0.992, 1.0, 41.8),
 }
+LLM_TOKENS = {"greedy": 0.0, "majority": 0.0, "takeover": 40.2}  # all others: one an event
 VARIANTS = {
     "pools": [("pool-slm", "SLM pool", 0.898, None), ("pool-llm", "LLM pool", 0.952, None)],
     "horizons": [
@@ -107,6 +108,18 @@ def table_row(table: str, key: str, label: str, accuracy: float, references: dic
     return row | {"quantile": None, "threshold": None} | more
 
 
+ENDS = ("greedy", "takeover")  # of the line
+
+
+def written(tokens: float, accuracy: float | None) -> dict:
+    """The LLM's tokens of a row, and how far it is above the line."""
+    found = {"llm_tokens": [tokens, max(tokens - 0.1, 0.0), tokens + 0.1]}
+    if accuracy is not None:
+        (low, high), share = (METHODS[end][1] for end in ENDS), tokens / LLM_TOKENS["takeover"]
+        found["above_line"] = around(accuracy - low - share * (high - low))
+    return found
+
+
 def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = ("demo:plans",)) -> dict:
     """A run in which everything was measured; `shift` lowers what is FutureBridge's."""
 
@@ -121,6 +134,8 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         for key, (label, accuracy, events, tokens) in METHODS.items():
             more = {"events": events, "tokens": tokens, "benchmark": benchmark}
             more |= {"seeds": [0, 1] if key in ("futurebridge", "majority", "random") else []}
+            more |= written(LLM_TOKENS.get(key, events), lowered(key, accuracy) if key not in ENDS else None)
+            more["ours"] = key == "futurebridge"
             rows.append(table_row("methods", key, label, lowered(key, accuracy), base, **more))
         rows.append(
             {
@@ -136,7 +151,9 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
         )
         for table, variants in VARIANTS.items():
             for key, label, accuracy, x in variants:
-                rows.append(table_row(table, key, label, lowered("x", accuracy), base, benchmark=benchmark, x=x))
+                more = {"benchmark": benchmark, "x": x, "ours": table == "repairs"}
+                more |= written(1.93, lowered("x", accuracy))
+                rows.append(table_row(table, key, label, lowered("x", accuracy), base, **more))
         for quantile, accuracies in SWEPT.items():
             there = dict(zip(("direct", "futurebridge", "override", "calibrated"), accuracies, strict=True))
             there = {key: lowered(key, value) for key, value in there.items()}
@@ -467,6 +484,7 @@ def test_contents_lead_to_every_section(page):
         *(
             "At a glance",
             "Methods",
+            "Accuracy against the large model's work",
             "Costs",
             "Candidate pools",
             "Pool coverage",
@@ -531,6 +549,72 @@ def test_unequal_problem_counts_are_shown():
     assert rows_of(found)["Greedy"][-1] == "1,319"
     assert rows_of(found)["Maj@8"][-1] == "400"
     assert "400 to 1,319 problems" in found.note
+
+
+@pytest.mark.usefixtures("pictureless")
+def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
+    found = table(single, "Accuracy and the large model's work on demo:plans")
+    rows = rows_of(found)
+    assert list(rows)[:2] == ["Greedy", "Maj@8"]  # by tokens
+    assert list(rows)[-1] == "Takeover"
+    assert found.head[-2:] == ["seconds a problem, loop", "above the line to takeover, pp [95%]"]
+    distance = 95.8 - 71.2 - 1.91 / 40.2 * 28
+    ours = rows["FutureBridge"]
+    assert ours[:2] == ["95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]"]
+    assert ours[-1] == f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
+    assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
+    assert {"With features", "Calibrated target"} < rows.keys()
+    (section,) = [one for one in single.sections if one.title == "Accuracy against the large model's work"]
+    (items,) = [block for block in section.blocks if isinstance(block, Items)]
+    takeover, worth = map(plain, items.texts)
+    assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% at 40.2 [40.1, 40.3] LLM tokens and ")
+    assert "; FutureBridge is right on 95.8 [92.8, 98.8]% at 1.9 [1.8, 2.0] LLM tokens and " in takeover
+    more, less = worth.split("Worth less, beyond chance: ")
+    assert more.startswith("Worth more than taking over on a share of the problems at as many tokens, beyond chance: ")
+    assert "FutureBridge;" in more
+    assert less == "S2T; Random choice. Not told apart: Maj@8."
+    lost = render([tiny(shift=0.5)])
+    (section,) = [one for one in lost.sections if one.title == "Accuracy against the large model's work"]
+    (items,) = [block for block in section.blocks if isinstance(block, Items)]
+    assert "FutureBridge" in plain(items.texts[1]).split("Worth less, beyond chance: ")[1]
+
+
+@pytest.mark.usefixtures("pictureless")
+def test_without_tokens_or_takeover_nothing_is_promised():
+    found = tiny()
+    for row in found["rows"]:
+        row.pop("llm_tokens", None)
+    document = render([found])
+    assert "Accuracy against the large model's work" not in [section.title for section in document.sections]
+    found = tiny()
+    found["rows"] = [row for row in found["rows"] if row["key"] != "takeover"]
+    for row in found["rows"]:
+        row.pop("above_line", None)
+    (section,) = [one for one in render([found]).sections if one.title == "Accuracy against the large model's work"]
+    assert not [block for block in section.blocks if isinstance(block, Items)]
+
+
+def test_the_frontier_is_that_of_the_average_where_there_is_one():
+    found = read(tiny(benchmarks=("one", "other", "average")))
+    (axis,) = drawn("frontier", found).axes
+    assert axis.get_ylabel() == "accuracy on average, %"
+    assert len(axis.containers) == len({*METHODS, *(key for key, *_ in VARIANTS["repairs"])})
+
+
+def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
+    figure = drawn("frontier", read(tiny()))
+    (axis,) = figure.axes
+    (line,) = [one for one in axis.lines if one.get_linestyle() == "--"]
+    xs, ys = line.get_data()
+    assert (xs[0], xs[-1]) == (0.0, pytest.approx(40.2))
+    assert (ys[0], ys[-1]) == (pytest.approx(71.2), pytest.approx(99.2))
+    assert np.allclose(np.diff(ys) / np.diff(xs), (99.2 - 71.2) / 40.2)  # straight, though the axis is not
+    colours = {text.get_text(): text.get_color() for text in axis.texts}
+    assert {colours[name] for name in ("FutureBridge", "With features", "Calibrated target")} == {theme.LIGHT.ours}
+    assert {colours[name] for name in ("Direct LLM score", "R2R", "Maj@8")} == {theme.LIGHT.others}
+    assert len(axis.texts) == len(axis.containers)
+    at = sorted(axis.transData.transform(text.xyann)[1] for text in axis.texts)  # of the labels, in pixels
+    assert all(other - one >= 8 * figure.dpi / 72 for one, other in itertools.pairwise(at))
 
 
 PAPER = RunSettings(models=ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B"))
@@ -672,7 +756,10 @@ def test_what_was_not_run_is_named_with_its_command():
     whole = tiny()
     for name, title, command in SHOWN:
         without = {**whole, "rows": [row for row in whole["rows"] if row["table"] != name]}
-        without |= {name: None} if name in DIAGNOSTICS else {}
+        if name == "frontier":  # is of the rows
+            without["rows"] = [{**row, "llm_tokens": None} for row in whole["rows"]]
+        elif name in DIAGNOSTICS:
+            without[name] = None
         sections = {section.title: section for section in render([without]).sections}
         assert title not in sections
         (items,) = [block for block in sections["Not run"].blocks if isinstance(block, Items)]
@@ -851,7 +938,7 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
     assert "they are of 1 test set and 1 SLM, one" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
-DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"]
+DRAWN = ["accuracy", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep", "frontier"]
 OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"]}
 
 

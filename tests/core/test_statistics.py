@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fb_core import statistics
 from fb_core.statistics import (
     Interval,
+    above_line_interval,
     average_interval,
     coverage,
     interval,
@@ -145,6 +146,62 @@ def test_averages_are_paired_problem_by_problem() -> None:
 def test_benchmarks_that_do_not_fit_are_named(a: list, b: list | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         average_interval(a, b)
+
+
+def on_the_line(share: float, n: int = 2000) -> tuple[np.ndarray, ...]:
+    """Every problem alike: greedy 40% right for no token, takeover 90% for 50, a method in between for its share."""
+    greedy, takeover = np.full(n, 0.4), np.full(n, 0.9)
+    return greedy + share * (takeover - greedy), np.full(n, share * 50), greedy, takeover, np.full(n, 50.0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.5, 1.0])
+def test_taking_over_on_a_share_lies_on_the_line(share: float) -> None:
+    accuracy, *others = on_the_line(share)
+    for above in (0.0, 0.1, -0.2):
+        found = above_line_interval([accuracy + above], *([one] for one in others))
+        assert found == pytest.approx((above, above, above), abs=1e-12)
+
+
+def test_the_line_by_hand() -> None:
+    """2 tokens of 8 are a quarter of the way from 1/2 to 1; at 16 of 8 nothing is better than takeover."""
+    greedy, takeover, written = [1.0, 0.0], [1.0, 1.0], [10.0, 6.0]
+    found = above_line_interval([[1.0, 0.5]], [[1.0, 3.0]], [greedy], [takeover], [written])
+    assert found.mean == pytest.approx(0.75 - (0.5 + 0.25 * 0.5))
+    assert above_line_interval([[1.0, 0.5]], [[16.0, 16.0]], [greedy], [takeover], [written]).mean == -0.25
+    # both problems twice: 1 - 1 - .1 * 0 and .5 - 0 - .5 * 1, and each once as above
+    assert (found.low, found.high) == (pytest.approx(0.0), pytest.approx(0.125))
+    two = above_line_interval([[1.0, 0.5]] * 2, [[1.0, 3.0], [0.0, 0.0]], [greedy] * 2, [takeover] * 2, [written] * 2)
+    assert two.mean == pytest.approx(0.75 - (0.5 + 0.125 * 0.5))  # benchmarks count alike
+
+
+def test_chance_takeover_of_a_share_is_not_told_apart_from_its_line() -> None:
+    draw, covered = np.random.default_rng(3), 0
+    for _ in range(60):
+        greedy, takeover = draw.random(150) < 0.5, draw.random(150) < 0.9
+        written = draw.integers(20, 60, 150)
+        handed = draw.random(150) < 0.3
+        own, tokens = np.where(handed, takeover, greedy), np.where(handed, written, 0)
+        found = above_line_interval([own], [tokens], [greedy], [takeover], [written], resamples=1000)
+        covered += found.low <= 0 <= found.high
+    assert covered >= 50
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (0, [], "as many benchmarks everywhere"),
+        (1, [[1.0]], "of one length, got 2 and 1"),
+        (1, [[1.0, -1.0]], "tokens must not be negative, got -1.0"),
+        (2, [[1.0, math.nan]], "must be finite"),
+        (4, [[0.0, 0.0]], "takeover_tokens must not be 0 everywhere"),
+        (4, [[1.0, 0.0]] * 2, "as many benchmarks everywhere"),
+    ],
+)
+def test_a_line_that_cannot_be_drawn_is_refused(place: int, value: list, words: str) -> None:
+    given = [[[1.0, 0.0]], [[1.0, 2.0]], [[0.0, 0.0]], [[1.0, 1.0]], [[4.0, 4.0]]]
+    given[place] = value
+    with pytest.raises(ValueError, match=words):
+        above_line_interval(*given)
 
 
 @pytest.mark.parametrize(
