@@ -198,7 +198,7 @@ def test_the_demo_is_the_shipped_settings_with_one_reranker_and_fewer_quantiles(
         shipped, values = RunSettings.load(name), json.loads(chosen.model_dump_json())
         assert set(chosen.experiment.quantiles) <= set(shipped.experiment.quantiles)
         assert (values["problems"].pop("seed"), values["train"].pop("seeds")) == (5, [5])
-        assert (values["train"].pop("horizons"), values["rollouts"].pop("train")) == ([shipped.score.horizon], 0.0)
+        assert values["train"].pop("horizons") == [shipped.score.horizon]
         values["experiment"].pop("quantiles")
         for section, value in values.items():
             assert value.items() <= json.loads(shipped.model_dump_json())[section].items(), section
@@ -210,7 +210,7 @@ def test_its_rows_are_those_of_the_tables(tmp_path):
     known = [row for table in TABLES.values() for row in table.rows(plan)]
     rows = {name: table.rows(plan) for name, table in run.TABLES_SHOWN.items()}
     assert all(row in known for found in rows.values() for row in found)
-    assert {row.key for row in rows["methods"]} == ROWS
+    assert {row.key for row in rows["methods"]} == ROWS | {"deployed"}  # which the small runs here do not choose
     assert [(row.x, row.key) for row in rows["quantiles"]] == [(q, key) for q in (0.9, 0.94) for key in SWEPT]
 
 
