@@ -235,7 +235,7 @@ def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]
     note = (
         "LLM tokens are those of the answer that it wrote or that were chosen where it was asked. The line joins "
         "greedy decoding and takeover: accuracy where the LLM takes over a random share of the problems, so large that "
-        "it costs as many tokens. "
+        f"it costs as many tokens. {'Seconds are those of the table of costs. ' * bool(seconds)}"
     )
     caption = f"Accuracy and the large model's work on {rows[0].benchmark}"
     table = column_table(caption, rows, columns, note + made_with(findings, rows))

@@ -31,7 +31,7 @@ def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSetti
     for name in settings.evaluate.benchmarks:
         values = settings.model_dump()
         values["collect"] |= {
-            "tested": str(run),
+            "tested": str(run.resolve()),  # a worker may be elsewhere
             "deployed": None,
             "max_new_tokens": settings.evaluate.max_new_tokens,
         }
