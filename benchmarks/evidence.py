@@ -168,7 +168,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
             name: {
                 "correct": "".join("01"[row.correct] for row in found),
                 "calls": float(np.mean([row.calls for row in found])),
-                "llm_tokens": float(np.mean([row.appended + row.suffix for row in found])),
+                "llm_tokens": float(np.mean([row.llm_tokens for row in found])),
             }
             for name, found in rows.items()
         },

@@ -33,6 +33,8 @@ from fb_core.stages.agreement import (
 from fb_core.stages.artefacts import Artefact, digest
 from fb_core.stages.benchmark_states import benchmark_runs
 from fb_core.stages.calibration import CalibrationStage
+from fb_core.stages.choice import STAGES as CHOICE
+from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.deployment import DeploymentStage, deployment_rows, offline_rows
 from fb_core.stages.examples import Examples
@@ -43,11 +45,12 @@ from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import OwnFutureStage, SampleStage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
+from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage
 
-OFFLINE = (
+OFFLINE: tuple[type[Stage], ...] = (
     TrajectoryStage,
     PolicyStage,
     StateStage,
@@ -60,6 +63,7 @@ OFFLINE = (
     TrainStage,
     SelectionStage,
     RerankerStage,
+    *CHOICE,
     RouterLabelStage,
     RouterStage,
 )
@@ -91,6 +95,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
         },
         policy=values.Policy(threshold=policy.threshold, top_k=policy.top_k, quantile=settings.collect.quantile),
         selection=_selection(plan),
+        deployed=_deployed(plan),
         filters=Artefact(run, ScoreStage.name).finished()["counts"],
         seeds=settings.train.seeds,
         experiments=tuple(table.shown for table in tables.values()),
@@ -112,7 +117,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
 
 def _picked(kind: type[Kind], row: dict[str, Any], **more: Any) -> Kind:
     """The values of a stage's row that the findings keep."""
-    return kind(**{name: row[name] for name in kind.model_fields if name in row} | more)
+    return kind(**{name: row[name] for name in kind.model_fields if name in row and name not in more} | more)
 
 
 def _pair(settings: RunSettings) -> values.Pair:
@@ -133,6 +138,26 @@ def _selection(plan: Plan) -> values.Selection:
         for row in found["table"]
     )
     return _picked(values.Selection, found, table=table)
+
+
+def _deployed(plan: Plan) -> tuple[values.Deployed, ...] | None:
+    """The recipe of every seed with its evidence, where the run chose one."""
+    manifest = finished(plan.run, ChoiceStage.name)
+    if manifest is None:
+        return None
+    found = []
+    for seed in plan.settings.train.seeds:
+        chosen = manifest["summary"][f"seed-{seed}"]
+        tested = tuple(
+            _picked(
+                values.Tested,
+                row,
+                **{name: (row[name]["mean"], row[name]["low"]) for name in ("minus_greedy", "minus_direct")},
+            )
+            for row in chosen["tested"]
+        )
+        found.append(_picked(values.Deployed, chosen["tested"][0], seed=seed, label=chosen["label"], tested=tested))
+    return tuple(found)
 
 
 @final

@@ -307,6 +307,29 @@ def _published(rows: Sequence[Any], head: str, decimals: int) -> list[Column]:
     return [number_column("published", head, decimals)] if any(row.published for row in rows) else []
 
 
+def _deployed(findings: Findings, chosen: Sequence[values.Deployed]) -> list[Block]:
+    """Why each seed's adapter is deployed as it is, and the recipes that were held against the two others."""
+    blocks: list[Block] = [Items([f"Seed {one.seed}: {one.words}" for one in chosen])]
+    for one in chosen:
+        body = [
+            [
+                row.label,
+                f"{100 * row.accuracy:.1f}",
+                *(f"{100 * mean:+.1f} [{100 * low:+.1f}]" for mean, low in (row.minus_greedy, row.minus_direct)),
+                number(row.calls, 2),
+                number(row.llm_tokens, 2),
+            ]
+            for row in one.tested
+        ]
+        note = (
+            f"{one.problems} problems on which nothing was fitted or chosen; in brackets lower bounds, which hold "
+            f"together at {one.level:.0%}. A recipe may be deployed where both are above -{100 * one.delta:g}."
+        )
+        head = ("", "accuracy, %", "minus greedy, pp", "minus direct, pp", "LLM calls", "LLM tokens")
+        blocks.append(Table(f"Certification, seed {one.seed}", head, body, note))
+    return blocks
+
+
 class Diagnostic(NamedTuple):
     """How a section of the findings is shown, the command that makes it, and the experiment that it stands behind."""
 
@@ -329,6 +352,7 @@ DIAGNOSTICS = {  # by the section of the findings
         "Accuracy against the large model's tokens, both with 95% intervals. A method above the dashed line is worth "
         "more than taking over on a share of the problems at the same number of tokens.",
     ),
+    "deployed": Diagnostic("The recipe deployed", "futurebridge train", "methods", _deployed),
     "costs": Diagnostic(
         "Costs",
         "futurebridge experiment costs",

@@ -220,6 +220,29 @@ class Calibration(_Values):
     minimum_mixed: int
 
 
+class Tested(_Values):
+    """A recipe on the problems of certification; differences are (mean, lower bound)."""
+
+    label: str
+    accuracy: float
+    minus_greedy: tuple[float, float]
+    minus_direct: tuple[float, float]
+    calls: float
+    llm_tokens: float
+
+
+class Deployed(_Values):
+    """What a run chose to deploy with the adapter of a seed, and why."""
+
+    seed: int
+    label: str
+    words: str
+    problems: int
+    delta: float
+    level: float
+    tested: tuple[Tested, ...]
+
+
 class OfflineCost(_Values):
     """What a stage took."""
 
@@ -265,6 +288,7 @@ class Findings(_Values):
     test_sets: dict[str, str] = {}  # hashes
     policy: Policy | None = None
     selection: Selection | None = None
+    deployed: tuple[Deployed, ...] | None = None
     filters: dict[str, int] | None = None
     seeds: tuple[int, ...] = ()
     experiments: tuple[Experiment, ...] = ()

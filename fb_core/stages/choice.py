@@ -119,7 +119,7 @@ class Tried(NamedTuple):
     def of(cls, recipe: Recipe, rows: Sequence[Row]) -> Tried:
         """From its rows."""
         calls = float(np.mean([row.calls for row in rows]))
-        tokens = float(np.mean([row.appended + row.suffix for row in rows]))
+        tokens = float(np.mean([row.llm_tokens for row in rows]))
         return cls(recipe, np.array([row.correct for row in rows], dtype=np.float64), calls, tokens)
 
     @property

@@ -641,7 +641,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     swept = {row.label for row in found.of("quantiles") if row.key in (*SWEPT, "futurebridge")}
     labels = swept | {"the SLM's choice", "the LLM's choice"}
     assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
-    assert len(found.costs.deployment) == 10
+    assert len(found.costs.deployment) == 12
     assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
     assert found.advice
     for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):

@@ -290,6 +290,31 @@ def tiny(name: str = "tiny", shift: float = 0.0, benchmarks: tuple[str, ...] = (
                 for token, source, slm, llm, b, score, end, correct in words
             ],
         },
+        "deployed": [
+            {
+                "seed": 0,
+                "label": "plain + gate",
+                "words": "plain + gate: the best of 1 of 1 tested recipes.",
+                "problems": 300,
+                "delta": 0.02,
+                "level": 0.95,
+                "tested": [
+                    {
+                        "label": label,
+                        "accuracy": accuracy,
+                        "minus_greedy": [accuracy - 0.5, accuracy - 0.55],
+                        "minus_direct": [accuracy - 0.8, accuracy - 0.85],
+                        "calls": calls,
+                        "llm_tokens": calls,
+                    }
+                    for label, accuracy, calls in (
+                        ("SLM greedy", 0.5, 0.0),
+                        ("direct LLM score", 0.8, 2.5),
+                        ("plain + gate", 0.9, 2.25),
+                    )
+                ],
+            }
+        ],
         "calibration": {
             "theta": {"b": 1.21, "llm": 0.33, "slm": -0.12, "b_certain": -0.4, "llm_certain": 2.5, "slm_certain": 0.05},
             "states": 350,
@@ -485,6 +510,7 @@ def test_contents_lead_to_every_section(page):
             "At a glance",
             "Methods",
             "Accuracy against the large model's work",
+            "The recipe deployed",
             "Costs",
             "Candidate pools",
             "Pool coverage",
@@ -1165,6 +1191,21 @@ def test_pictures_and_titles_cannot_become_markup():
         tree = Tree(document.html())
         assert tree.tags == Tree(Document("t", document.blocks, [Section("t", [picture])]).html()).tags
         assert tree.entities <= ESCAPED
+
+
+def test_the_recipe_deployed_is_shown_with_its_bounds():
+    text = render([{"name": "n", "deployed": tiny()["deployed"]}]).markdown("figures")
+    assert "The recipe deployed" in text
+    assert "Seed 0: plain + gate: the best of 1 of 1 tested recipes." in text
+    row = next(line for line in text.splitlines() if line.startswith("| plain + gate"))
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        "plain + gate",
+        "90.0",
+        "+40.0 [+35.0]",
+        "+10.0 [+5.0]",
+        "2.25",
+        "2.25",
+    ]
 
 
 def test_a_calibration_on_too_little_is_called_doubtful():
