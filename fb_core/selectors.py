@@ -24,6 +24,7 @@ class State:
     step: int  # number of tokens generated so far
     entropy: float  # nats
     prefix: hf.Prefix | None = None  # the frozen SLM's KV of exactly these tokens: views, valid until the next step
+    room: int = 1  # tokens that the sequence takes from here on at most
 
 
 class Selector(ABC):

@@ -1,0 +1,269 @@
+"""Spans: the LLM's candidate with what it writes behind it is one choice, in both loops and in training alike."""
+
+import io
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from test_decoding import ALWAYS, MARGIN, Mixed, gap, logits_of, prompts, ranked
+from test_engine import engine, facts
+from tiny import EOS, tiny
+
+from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
+from fb_core.chat import Printer
+from fb_core.llm import LLM
+from fb_core.methods.takeover import takeover
+from fb_core.pool import Event
+from fb_core.spans import Span, ending_ids
+
+SPANS = [Span(2), Span(4), Span(None, frozenset({5, 9, 13, 17, 21, 25, 29})), Span(6, agree=True), Span(None)]
+SCORES = {LLMPreference: lambda s, t: t, Mixed: lambda s, t: math.cos(3.0 * s - 2.0 * t), SLMPreference: lambda s, t: s}
+
+
+def pair(family="qwen3", seed=1, ends=(EOS, 7)):
+    slm, llm = (tiny(family, number, max_position_embeddings=400) for number in (seed, seed + 1))
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = list(ends)
+    return slm, llm
+
+
+def plain(slm, llm, prompt, span, score, *, threshold=1.2, k=3, budget=3, n=20, ends=(EOS, 7)):
+    """The method from scratch, a full forward for every token: (tokens, [(step, pool, choice, tails)], margins)."""
+    tokens, start, events, margins = prompt.tolist(), len(prompt), [], []
+    while len(tokens) < start + n and (len(tokens) == start or tokens[-1] not in ends):
+        values = logits_of(slm, tokens).tolist()
+        chances = torch.tensor(sorted(values, reverse=True)).softmax(0)
+        entropy, margin = float(-(chances * chances.log()).sum()), gap(values, 1)
+        if entropy <= threshold or len(events) == budget:
+            margins.append(min(margin, math.inf if len(events) == budget else threshold - entropy))
+            tokens.append(ranked(values)[0])
+            continue
+        theirs = logits_of(llm, tokens).tolist()
+        ids = list(dict.fromkeys(ranked(values)[:k] + ranked(theirs)[:k]))
+        margin = min(entropy - threshold, gap(values, k), gap(theirs, k))
+        tail = []
+        while (
+            (span.tokens is None or len(tail) < span.tokens - 1)
+            and len(tokens) + 1 + len(tail) < start + n
+            and [ranked(theirs)[0], *tail][-1] not in (*span.ends, *ends)
+        ):
+            so_far = [*tokens, ranked(theirs)[0], *tail]
+            next_values, own = logits_of(llm, so_far).tolist(), logits_of(slm, so_far).tolist()
+            margin = min(margin, gap(next_values, 1), gap(own, 1) if span.agree else math.inf)
+            if span.agree and ranked(own)[0] == ranked(next_values)[0]:
+                break
+            tail.append(ranked(next_values)[0])
+        log_s, log_t = (torch.log_softmax(torch.tensor(both), 0)[ids].tolist() for both in (values, theirs))
+        scores = [score(s, t) for s, t in zip(log_s, log_t, strict=True)]
+        choice = max(range(len(ids)), key=lambda index: (scores[index], -index))
+        margin = min(margin, gap(scores, 1))
+        tails = [tail if token == ranked(theirs)[0] else [] for token in ids]
+        events.append((len(tokens) - start, ids, choice, tails if tail else None))
+        appended = [ids[choice], *tails[choice]]
+        margins += [margin] * len(appended)
+        tokens += appended
+    return tokens[start:], events, margins
+
+
+def told(generation):
+    return generation.token_ids.tolist(), [(e.step, e.pool, e.choice, e.tails) for e in generation.events]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_equals_a_loop_from_scratch(family, span):
+    slm, llm = pair(family)
+    asked, spans, decided = prompts(5, 9, 2, seed=3), 0, 0
+    for kind, score in SCORES.items():
+        options = {"slm_k": 3, "llm_k": 3, "max_events": 3, "span": span}
+        decoder = CollaborativeDecoder(slm, llm, kind(), RequestPolicy(1.2), **options)
+        for ids, generation in zip(asked, decoder.generate_many(asked, 20), strict=True):
+            tokens, events, margins = plain(slm, llm, ids, span, score)
+            if min(margins) > MARGIN:
+                assert told(generation) == (tokens, events)
+                decided += 1
+                spans += sum(len(event.tokens) > 1 for event in generation.events)
+            assert told(decoder.generate(ids, 20)) == told(generation)
+    assert decided >= 6
+    assert spans >= 2
+
+
+@pytest.mark.parametrize("span", [Span(1), *SPANS], ids=str)
+def test_the_fast_loop_equals_the_plain_one(span):
+    slm, llm = pair("qwen3", 5)
+    asked, options = prompts(70, 3, 64, 12, seed=1), {"slm_k": 3, "llm_k": 3, "span": span}
+    for selector in (LLMPreference(), Mixed()):
+        decoders = [
+            CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.0), **options, **more)
+            for more in ({}, {"max_length": 160, "max_batch": 3})
+        ]
+        want, got = ([told(one) for one in decoder.generate_many(asked, 60)] for decoder in decoders)
+        assert got == want
+        assert sum(len(events) for _, events in want) >= 4
+        assert any(tails for _, events in want for *_, tails in events) == (not span.single)
+
+
+class Elsewhere(LLM):
+    """A large model that is asked in other threads."""
+
+    def __init__(self, model):
+        self.llm = LocalLLM(model)
+        self.written = 0
+
+    @property
+    def ends(self):
+        return self.llm.ends
+
+    def candidates(self, ids, k, score_ids=None):
+        return self.llm.candidates(ids, k, score_ids)
+
+    def complete(self, ids, max_new_tokens):
+        found = self.llm.complete(ids, max_new_tokens)
+        self.written += len(found)
+        return found
+
+
+@pytest.mark.parametrize("span", [Span(4), Span(None, frozenset({5, 9, 13})), Span(6, agree=True)], ids=str)
+def test_an_engine_with_a_large_model_elsewhere_says_the_same(span):
+    slm, llm = pair("qwen3", 5)
+    asked, options = prompts(5, 30, 12, seed=2), {"slm_k": 3, "llm_k": 3, "span": span}
+    decoder = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.0), **options)
+    with engine(slm, Elsewhere(llm), threshold=1.0, max_length=120, max_batch=3, span=span) as running:
+        assert [told(one) for one in running.generate_many(asked, 40)] == [told(decoder.generate(i, 40)) for i in asked]
+
+
+def test_one_token_asks_for_no_continuation():
+    slm, llm = pair()
+    large = Elsewhere(llm)
+    options = {"slm_k": 3, "llm_k": 3}
+    plainly = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.0), **options)
+    single = CollaborativeDecoder(slm, large, Mixed(), RequestPolicy(1.0), **options, span=Span(1, agree=True))
+    for ids in prompts(5, 9, seed=4):
+        generation = single.generate(ids, 20)
+        assert facts(generation) == facts(plainly.generate(ids, 20))
+        assert all(event.tails is None for event in generation.events)
+        assert generation.usage.suffix == 0
+    assert large.written == 0
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 100, "max_batch": 2}])
+def test_without_a_bound_the_llms_preference_is_takeover(fast):
+    slm, llm = pair("qwen3", 11)
+    asked = prompts(4, 8, 15, 6, seed=6)
+    want = takeover(slm, llm, RequestPolicy(1.3), asked, 40)
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(1.3), span=Span(None), **fast)
+    got = decoder.generate_many(asked, 40)
+    assert [one.token_ids.tolist() for one in got] == [one.token_ids.tolist() for one in want]
+    for one, other in zip(got, want, strict=True):
+        assert (one.usage.calls, *one.usage[2:]) == (other.usage.calls, *other.usage[2:])
+    assert sum(one.usage.suffix for one in got) > 20
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_limits_hold_inside_a_span(fast):
+    slm, llm = pair("qwen3", 5)
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(ALWAYS), span=Span(8), max_events=2, **fast)
+    (ids,) = prompts(6, seed=5)
+    whole = decoder.generate(ids, 30)
+    assert [len(event.tokens) for event in whole.events] == [8, 8]
+    assert [event.step for event in whole.events] == [0, 8]
+    for most in range(1, 12):
+        short = decoder.generate(ids, most)
+        assert short.token_ids.tolist() == whole.token_ids[:most].tolist()
+        assert sum(len(event.tokens) for event in short.events) == most  # what does not fit is not asked for
+        assert short.usage.appended + short.usage.suffix == most
+    once = decoder.generate_many([ids], 30, until=1)[0]
+    assert once.token_ids.tolist() == whole.token_ids[:8].tolist()
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_the_small_models_end_inside_a_span_ends_the_generation(fast):
+    slm, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+    options = {"span": Span(8), "max_events": 2, **fast}
+    whole = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(ALWAYS), **options).generate(ids, 30)
+    end = int(whole.token_ids[4])
+    slm.generation_config.eos_token_id = [end]
+    first = whole.token_ids.tolist().index(end) + 1
+    found = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(ALWAYS), **options).generate(ids, 30)
+    assert found.token_ids.tolist() == whole.token_ids[:first].tolist()
+    assert found.usage.appended + found.usage.suffix == first < 8
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_whoever_listens_hears_every_token_and_may_stop_inside_a_span(fast):
+    slm, llm = pair("qwen3", 5)
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(1.0), span=Span(4), **fast)
+    (ids,) = prompts(6, seed=5)
+    heard = []
+    whole = decoder.generate(ids, 30, on_token=lambda token, event: heard.append((token, event)))
+    assert [token for token, _ in heard] == whole.token_ids.tolist()
+    assert {step: event for step, (_, event) in enumerate(heard) if event} == {e.step: e for e in whole.events}
+    inside = whole.events[0].step + 2
+    cut = decoder.decode(ids, 30, lambda row: len(row.new) == inside)
+    assert cut.token_ids.tolist() == whole.token_ids[:inside].tolist()
+    assert cut.usage.suffix == 1
+
+
+def test_an_engine_ranks_the_tokens_of_a_span():
+    slm, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+    with engine(slm, llm, LLMPreference(), threshold=1.0, max_length=60, span=Span(4)) as running:
+        tokens = list(running.stream(ids, 20, ranking=True))
+        with_events = running.submit(ids, 20).result(30)
+    assert [token.id for token in tokens] == with_events.token_ids.tolist()
+    assert sum(token.event is not None for token in tokens) == len(with_events.events)
+    seen = ids.tolist()
+    for token in tokens:
+        chances = torch.log_softmax(logits_of(slm, seen), 0)
+        assert token.logprob == pytest.approx(float(chances[token.id]), abs=1e-3)
+        assert token.ranked.ids[0] == int(chances.argmax())
+        assert token.ranked.logprobs[0] == pytest.approx(float(chances.max()), abs=1e-3)
+        seen.append(token.id)
+    assert any(token.id != token.ranked.ids[0] for token in tokens if token.event is None)
+
+
+def test_a_large_model_of_fewer_positions_offers_what_it_can():
+    slm, llm = pair("qwen3", 5)
+    short = tiny("qwen3", 6, max_position_embeddings=10)
+    short.load_state_dict(llm.state_dict())
+    (ids,) = prompts(7, seed=5)
+    decoder = CollaborativeDecoder(slm, short, LLMPreference(), RequestPolicy(ALWAYS), span=Span(8), max_events=1)
+    assert len(decoder.generate(ids, 20).events[0].tokens) == 3
+    assert len(decoder.generate(torch.cat([ids, ids[:3]]), 20).events[0].tokens) == 1  # no position is left for more
+
+
+def test_what_a_span_is_made_of():
+    span = Span(4, frozenset({9}))
+    assert span.tail(1, [2, 3, 4, 5]) == (2, 3, 4)
+    assert span.tail(1, [2, 9, 4, 5]) == (2, 9)
+    assert span.tail(9, [2, 3]) == ()
+    assert Span(None).tail(1, [2, 3]) == (2, 3)
+    with pytest.raises(ValueError, match="tokens: expected 1 or more of a span, got 0"):
+        Span(0)
+
+
+def test_a_delimiter_is_the_tokens_that_hold_it():
+    from fb_core.demo.worlds import WORLDS
+
+    tokenizer = WORLDS["plans"].tokenizer
+    assert ending_ids(tokenizer, ".") == {tokenizer.get_vocab()[". "]}
+    with pytest.raises(ValueError, match="delimiter: expected a text that some token holds, got 'xyz'"):
+        ending_ids(tokenizer, "xyz")
+
+
+def test_a_terminal_shows_a_span_whole():
+    from fb_core.demo.worlds import WORLDS
+
+    tokenizer = WORLDS["plans"].tokenizer
+    ids = tokenizer.encode("so 12+3. 45", add_special_tokens=False)
+    event = Event(1, 1.0, [ids[1], 0], [2, 1], [0.0, 0.0], [0.0, 0.0], None, 0, tails=[ids[2:4], []])
+    screen = io.StringIO()
+    show = Printer(tokenizer, Console(file=screen, force_terminal=True, color_system="standard"))
+    for place, token in enumerate(ids):
+        show(token, event if place == 1 else None)
+    show.end()
+    marked = re.findall(r"\x1b\[[\d;]+m([^\x1b]*)\x1b\[0m", screen.getvalue())
+    assert "".join(marked) == tokenizer.decode(ids[1:4])
