@@ -195,9 +195,12 @@ class FutureBridgeSelector(ScoringSelector):
         reranker = self.reranker
         prefixes = [state.prefix for state in states if state.prefix is not None]
         if reranker.scope == "candidate" and len(prefixes) == len(states):
-            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features)
+            tails = [pool.tails for pool in pools]
+            return reranker.scores_many(prefixes, [pool.ids for pool in pools], features, tails)
         return [
-            reranker.scores(state.tokens, pool.ids, features=None if features is None else features[row])
+            reranker.scores(
+                state.tokens, pool.ids, features=None if features is None else features[row], tails=pool.tails
+            )
             for row, (state, pool) in enumerate(zip(states, pools, strict=True))
         ]
 

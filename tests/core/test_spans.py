@@ -9,9 +9,19 @@ import torch
 from rich.console import Console
 from test_decoding import ALWAYS, MARGIN, Mixed, gap, logits_of, prompts, ranked
 from test_engine import engine, facts
+from test_runtime import random_reranker
 from tiny import EOS, tiny
+from transformers import DynamicCache
 
-from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, SLMPreference
+from fb_core import (
+    CollaborativeDecoder,
+    FutureBridgeSelector,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    SLMPreference,
+    hf,
+)
 from fb_core.chat import Printer
 from fb_core.llm import LLM
 from fb_core.methods.takeover import takeover
@@ -267,3 +277,63 @@ def test_a_terminal_shows_a_span_whole():
     show.end()
     marked = re.findall(r"\x1b\[[\d;]+m([^\x1b]*)\x1b\[0m", screen.getvalue())
     assert "".join(marked) == tokenizer.decode(ids[1:4])
+
+
+# --- the reranker -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def by_full_forwards(reranker, prefix, candidates, tails):
+    """head(h) of each candidate's last token, prefix and span through the adapted modules in one sequence."""
+    frozen, scores = reranker.base, []
+    for first, tail in zip(candidates.tolist(), tails, strict=True):
+        span = torch.tensor([[first, *tail]])
+        if reranker.scope == "sequence":
+            model, whole = hf.causal_lm(reranker.adapted), torch.cat([prefix[None], span], 1)
+            hidden = model.base_model(whole, use_cache=False).last_hidden_state[0, -1]
+        else:
+            cache = DynamicCache()
+            frozen.base_model(prefix[None], past_key_values=cache)
+            model = hf.causal_lm(reranker.adapted)
+            hidden = model.base_model(span, past_key_values=cache).last_hidden_state[0, -1]
+        scores.append(float(hidden @ reranker.head))
+    return scores
+
+
+TAILS = ((), (4, 5, 6), (), (7,))
+
+
+@pytest.mark.parametrize("scope", ["candidate", "sequence"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_a_reranker_reads_the_last_state_of_a_span(family, scope):
+    slm, _ = pair(family)
+    reranker = random_reranker(slm, scope=scope)
+    (prefix,), candidates = prompts(9, seed=2), torch.tensor([3, 8, 20, 31])
+    got = reranker.scores(prefix, candidates, tails=TAILS)
+    assert got.tolist() == pytest.approx(by_full_forwards(reranker, prefix, candidates, TAILS), abs=1e-4)
+    plainly = reranker.scores(prefix, candidates)
+    assert torch.equal(reranker.scores(prefix, candidates, tails=[()] * 4), plainly)
+    assert got[[0, 2]].tolist() == pytest.approx(plainly[[0, 2]].tolist(), abs=1e-4)
+    assert abs((got - plainly)[1].item()) > 1e-3
+    with pytest.raises(ValueError, match="tails: expected one for each of 4 candidates, got 2"):
+        reranker.scores(prefix, candidates, tails=[(), ()])
+    with pytest.raises(ValueError, match=r"tails: expected ids from 0 below 50, got 50"):
+        reranker.scores(prefix, candidates, tails=[(), (50,), (), ()])
+    with pytest.raises(ValueError, match="expected at most 400 positions"):
+        reranker.scores(prefix, candidates, tails=[(), [5] * 391, (), ()])
+
+
+@pytest.mark.parametrize("span", [Span(3), Span(None, frozenset({5, 9, 13})), Span(6, agree=True), Span(None)], ids=str)
+def test_a_merged_reranker_chooses_spans_as_the_plain_one_does(span):
+    slm, llm = pair("qwen3", 5)
+    selector = FutureBridgeSelector(random_reranker(slm))
+    options, asked = {"slm_k": 3, "llm_k": 3, "span": span}, prompts(70, 3, 64, 12, seed=1)
+    plainly = CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.0), **options)
+    fast = CollaborativeDecoder(slm, llm, selector, RequestPolicy(1.0), **options, max_length=160, max_batch=3)
+    want, got = plainly.generate_many(asked, 60), fast.generate_many(asked, 60)
+    assert [told(one) for one in got] == [told(one) for one in want]
+    events = [event for one in want for event in one.events]
+    assert any(len(event.tokens) > 1 for event in events)
+    assert any(event.tails and len(event.tokens) == 1 for event in events)
+    for one, other in zip((e for g in got for e in g.events), events, strict=True):
+        assert one.scores == pytest.approx(other.scores, abs=1e-3)
