@@ -14,6 +14,7 @@ from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.loading import load
 from fb_core.pool import Event
+from fb_core.spans import Span
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
@@ -41,6 +42,7 @@ class Chat:
             max_length=settings.max_length,
             max_events=settings.max_events,
             tokenizer=self.tokenizer,
+            span=Span(settings.span or None),
         )
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:

@@ -149,7 +149,8 @@ def experiment(
     tables: Annotated[
         list[str],
         typer.Argument(
-            help="methods, pools, horizons, futures, alpha, scope, temperature, repairs, quantiles, costs, or all."
+            help="methods, pools, horizons, futures, alpha, scope, temperature, spans, repairs, quantiles, costs, or "
+            "all."
         ),
     ],
     config: ConfigOption,
@@ -234,6 +235,7 @@ AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; w
 CertaintyOption = Annotated[
     float | None, typer.Option(help="Probability above which the LLM's token is taken without asking the adapter.")
 ]
+SpanOption = Annotated[int, typer.Option(help="Tokens that the LLM offers at an event at most; 0 for any number.")]
 ThresholdOption = Annotated[float, typer.Option(help="Entropy in nats above which the LLM is asked.")]
 TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 EventsOption = Annotated[int, typer.Option(help="The most events of an answer.")]
@@ -253,6 +255,7 @@ def generate(
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
     certainty: CertaintyOption = None,
+    span: SpanOption = 1,
     threshold: ThresholdOption = 1.0,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = 8,
@@ -282,6 +285,7 @@ def chat(
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
     certainty: CertaintyOption = None,
+    span: SpanOption = 1,
     threshold: ThresholdOption = 1.0,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = 8,
@@ -332,6 +336,7 @@ def serve(
     api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
     certainty: CertaintyOption = None,
+    span: SpanOption = 1,
     threshold: ThresholdOption = 1.0,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = 8,

@@ -45,6 +45,7 @@ class PairSettings(BaseModel):
         api_key_variable: environment variable that holds the server's key, where it wants one.
         adapter: folder of a reranker; without one the LLM's own preference decides.
         certainty: probability above which the LLM's token is taken without asking the adapter; None for never.
+        span: tokens that the LLM offers at an event at most, one choice all of them; 0 for any number.
         threshold: entropy in nats above which the LLM is asked.
         max_length: tokens of prompt and answer at most, which memory is set aside for.
     """
@@ -58,6 +59,7 @@ class PairSettings(BaseModel):
     api_key_variable: str | None = None
     adapter: str | None = None
     certainty: float | None = Field(default=None, ge=0, le=1)
+    span: int = Field(default=1, ge=0)
     threshold: float = 1.0
     max_new_tokens: int = Field(default=512, ge=1)
     max_events: int = Field(default=8, ge=0)

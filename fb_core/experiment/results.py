@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from fb_core.experiment.variants import settings_of_variant
 from fb_core.report.findings import Result
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
+from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.selection import SelectionStage
 from fb_core.stages.states import PolicyStage
@@ -39,12 +40,10 @@ def finished(run: Path, stage: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What one variant made of the benchmarks; events, LLM calls and tokens are means by benchmark."""
+    """What one variant made of the benchmarks."""
 
     outcomes: dict[str, dict[str, float]]  # share of right runs by benchmark and problem
-    events: dict[str, float]
-    calls: dict[str, float]
-    tokens: dict[str, float] | None
+    means: dict[str, dict[str, float]]  # by the name of a `Result`'s field and benchmark
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
 
@@ -109,16 +108,14 @@ class Results:
                 yield Result(**about, benchmark=benchmark, note=note)
                 continue
             others = {name: path for name, path in compared.items() if self._decoded[path] and path != variant.path}
+            means = {field: float(np.mean([by[name] for name in members])) for field, by in found.means.items()}
             yield Result(
-                **about,
+                **about | means,
                 benchmark=benchmark,
                 seeds=settings.train.seeds if {seed for *_, seed in found.written} - {None} else (),
                 problems=sum(len(found.outcomes[name]) for name in members),
                 accuracy=self._interval(members, variant.path),
                 minus={name: self._interval(members, variant.path, path) for name, path in others.items()},
-                events=float(np.mean([found.events[name] for name in members])),
-                calls=float(np.mean([found.calls[name] for name in members])),
-                tokens=float(np.mean([found.tokens[name] for name in members])) if found.tokens else None,
             )
 
     def _resampled(self, benchmarks: tuple[str, ...], path: Path, other: Path | None = None) -> Interval:
@@ -157,23 +154,28 @@ def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
     if finished(plan.run / variant.path, CompareStage.name) is None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
-    counts: dict[str, dict[str, list[int]]] = {"events": {}, "calls": {}, "tokens": {}}
+    counts: dict[str, dict[str, list[int]]] = {}
     written = {}
     for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
         outcomes.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.correct)
-        for name, value in (("events", len(row.events)), ("calls", row.calls), ("tokens", len(row.tokens))):
-            counts[name].setdefault(row.benchmark, []).append(value)
+        for name, value in _counted(row).items():
+            counts.setdefault(name, {}).setdefault(row.benchmark, []).append(value)
         written[row.benchmark, row.problem, row.seed] = row.tokens
     shares = {
         name: {problem: float(np.mean(runs)) for problem, runs in found.items()} for name, found in outcomes.items()
     }
-    sampled = variant.method == "majority"  # its samples are not kept
-    tokens = None if sampled else _means(counts["tokens"])
-    return _Decoded(shares, _means(counts["events"]), _means(counts["calls"]), tokens, written)
+    if variant.method == "majority":  # its samples are not kept
+        del counts["tokens"]
+    means = {field: {name: float(np.mean(one)) for name, one in found.items()} for field, found in counts.items()}
+    return _Decoded(shares, means, written)
 
 
-def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    return {name: float(np.mean(found)) for name, found in counts.items()}
+def _counted(row: Row) -> dict[str, int]:
+    """What a problem took, by the name of a `Result`'s field."""
+    llm = row.appended + row.suffix
+    left = sum(sum(map(len, event.tails or ())) - len(event.tokens) + 1 for event in row.events)
+    counts = {"events": len(row.events), "calls": row.calls, "tokens": len(row.tokens)}
+    return counts | {"llm_tokens": llm, "llm_written": llm + left}
 
 
 def _problem(run: Path, variant: Variant) -> str | None:

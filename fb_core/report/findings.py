@@ -68,11 +68,12 @@ class Selection(_Values):
 
 
 class Experiment(_Values):
-    """How a table of variants is shown: its title, what it varies in a sentence, and its figure."""
+    """How a table of variants is shown: its title, what it varies, its figure, and whether with the LLM's tokens."""
 
     name: str
     title: str
     varies: str
+    spans: bool = False
     figure: Literal["accuracy", "horizon", "sweep"] | None = None
     caption: str = ""
 
@@ -86,6 +87,8 @@ class Result(_Values):
         seeds: of the rerankers; none of what runs once.
         minus: paired difference of accuracy to others on the same problems, at the same quantile, by their names.
         events: a problem, on average, as are `calls` of the LLM and `tokens`.
+        llm_tokens: of these, those that were chosen at events or that the LLM wrote behind them.
+        llm_written: the same with the tails of spans that were not chosen.
     """
 
     table: str
@@ -103,6 +106,8 @@ class Result(_Values):
     events: float | None = None
     calls: float | None = None
     tokens: float | None = None
+    llm_tokens: float | None = None
+    llm_written: float | None = None
 
 
 class Agreement(_Values):

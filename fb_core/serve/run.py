@@ -19,6 +19,7 @@ from fb_core.intervention import OnError
 from fb_core.loading import load
 from fb_core.serve.app import LAST, LOG, application
 from fb_core.serve.service import Service
+from fb_core.spans import Span
 
 
 class Room(NamedTuple):
@@ -68,6 +69,7 @@ def room(
         prefill_tokens=prefill_tokens,
         max_events=settings.max_events,
         on_llm_error=on_llm_error,
+        span=Span(settings.span or None),
     )
     show_log()
     service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens, settings.max_length)
