@@ -31,7 +31,7 @@ MAX_LENGTH = 8192
 class Usage(NamedTuple):
     """What one generation asked of the LLM."""
 
-    calls: int  # requests
+    calls: int  # requests; what is written behind an event's candidates belongs to the event's
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
     suffix: int  # tokens that the LLM wrote behind those and that stand there: tails of chosen spans, a takeover's rest

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from rich.console import Console
+from starlette.testclient import TestClient
 from test_decoding import ALWAYS, MARGIN, Mixed, gap, logits_of, prompts, ranked
 from test_engine import engine, facts
 from test_runtime import random_reranker
@@ -22,11 +23,20 @@ from fb_core import (
     SLMPreference,
     hf,
 )
-from fb_core.chat import Printer
+from fb_core.chat import Chat, Printer
+from fb_core.config import PairSettings
+from fb_core.demo.pairs import load_pair
+from fb_core.engine.engine import Engine
+from fb_core.explain import print_rows
 from fb_core.llm import LLM
 from fb_core.methods.takeover import takeover
+from fb_core.pair import Pair
 from fb_core.pool import Event
+from fb_core.serve.app import application
+from fb_core.serve.service import Service
 from fb_core.spans import Span, ending_ids
+from fb_core.stages.decode import Row
+from fb_core.terminal import IN_TOKEN, escaped
 
 SPANS = [Span(2), Span(4), Span(None, frozenset({5, 9, 13, 17, 21, 25, 29})), Span(6, agree=True), Span(None)]
 SCORES = {LLMPreference: lambda s, t: t, Mixed: lambda s, t: math.cos(3.0 * s - 2.0 * t), SLMPreference: lambda s, t: s}
@@ -337,3 +347,60 @@ def test_a_merged_reranker_chooses_spans_as_the_plain_one_does(span):
     assert any(event.tails and len(event.tokens) == 1 for event in events)
     for one, other in zip((e for g in got for e in g.events), events, strict=True):
         assert one.scores == pytest.approx(other.scores, abs=1e-3)
+
+
+# --- what shows them --------------------------------------------------------------------------------------------------
+
+
+def demo():
+    world = load_pair("plans")
+    problem = world.world.problems(3, 8, "validation")[1]
+    return world, problem
+
+
+def test_a_server_tells_of_spans_and_counts_their_tokens():
+    world, problem = demo()
+    both, options = Pair(world.slm, world.llm), {"max_length": 256, "span": Span(4)}
+    with Engine(both, LLMPreference(), RequestPolicy(0.6), **options) as running:
+        want = running.submit(list(problem.prompt_ids), 60).result(60)
+        service = Service(running, world.world.tokenizer, "m", 8, 60, 256)
+        with TestClient(application(service, key=None, body_limit=1000)) as client:
+            body = {"prompt": problem.prompt, "max_tokens": 60, "logprobs": 1}
+            answer = client.post("/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    events = choice["futurebridge"]["events"]
+    assert [event["tails"] for event in events] == [event.tails for event in want.events]
+    assert any(event["tails"] for event in events)
+    assert len(choice["logprobs"]["tokens"]) == len(want.token_ids)
+    large = answer["usage"]["large_model"]
+    assert large == {"calls": want.usage.calls, "tokens": want.usage.appended + want.usage.suffix}
+    assert large["tokens"] > large["calls"]
+
+
+def test_explain_shows_a_span_whole():
+    world, problem = demo()
+    decoder = CollaborativeDecoder(
+        world.slm, world.llm, LLMPreference(), RequestPolicy(0.6), tokenizer=world.world.tokenizer, span=Span(4)
+    )
+    found = decoder.generate(list(problem.prompt_ids), 60)
+    facts = {"benchmark": "b", "method": "direct", "seed": None, "loop": "batch", "problem": "p", "prompt_sha256": ""}
+    facts |= {"gold": "", "verdict": "wrong", "seconds": None, "peak_bytes": None, "text": found.text}
+    row = Row(**facts, tokens=found.token_ids.tolist(), events=found.events, **found.usage._asdict())
+    console = Console(file=io.StringIO(), width=200)
+    print_rows([row], world.world.tokenizer, console)
+    text, decode = console.file.getvalue(), world.world.tokenizer.decode
+    for number, event in enumerate(found.events, 1):
+        whole = escaped(decode(event.tokens), IN_TOKEN)
+        assert f"⟦{whole}⟧{'⁰¹²³⁴⁵⁶⁷⁸⁹'[number]}" in text
+        table = text.partition(f"Event {number}:")[2].splitlines()
+        line = next(line for line in table if line.strip().startswith("→"))
+        assert [whole, " ".join(map(str, event.tokens))] == re.split(r" {2,}", line.strip("→ "))[:2]
+
+
+def test_a_command_s_pair_offers_as_much_as_it_is_told():
+    _, problem = demo()
+    for given, longest in ((1, 1), (3, 3), (0, 30)):
+        chat = Chat(PairSettings(slm="demo:plans", llm="demo:plans", span=given, threshold=0.6, max_length=128))
+        found = chat.decoder.generate(list(problem.prompt_ids), 60)
+        lengths = [len(event.tokens) for event in found.events]
+        assert max(lengths) == longest if given else max(lengths) > longest
