@@ -17,6 +17,7 @@ from fb_core import BranchGroup, CollaborativeDecoder, CompatibilityScorer, LLMP
 from fb_core.config import RunSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.reranker import TokenReranker
+from fb_core.spans import Span
 from fb_core.stages.agreement import AgreementStage
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import run_command
@@ -26,11 +27,12 @@ from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.evaluation import EvaluateStage
 from fb_core.stages.examples import PART, SPANS, Examples
 from fb_core.stages.inputs import span_of
+from fb_core.stages.pools import in_parts, with_spans
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.stage import run_stage
 from fb_core.stages.training import TrainStage
-from fb_core.training import Recipe, Run, TrainingGroup, TrainingTrajectory, train_reranker, validate
+from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, train_reranker, validate
 
 LOGGED = ("trajectories", "policy", "states", "futures")
 STEP = {"tokens": None, "delimiter": "."}
@@ -297,3 +299,32 @@ def test_rows_hold_spans_that_stand_in_their_tokens():
     late["events"].append({**late["events"][0], "step": 2, "choice": 0, "pool": [7, 6], "tails": None})
     with pytest.raises(ValueError, match="events out of order"):
         Row.model_validate(late)
+
+
+def test_a_sweep_of_other_tails_is_another_one():
+    model, tokens = tiny("qwen3", 3), torch.arange(3, 17)
+
+    def sweep(*tails):
+        group = TrainingGroup(6, torch.tensor([4, 9]), torch.tensor([0.2, 0.8]), tails=tails)
+        return Sweep([Run(random_reranker(model))], [TrainingTrajectory(tokens, [group])])
+
+    state = sweep((), (5, 6)).state()
+    sweep((), (5, 6)).load_state(state)
+    for other in (((), (5, 7)), ((5, 6), ()), ()):
+        with pytest.raises(ValueError, match="state: expected trajectories"):
+            sweep(*other).load_state(state)
+
+
+def test_only_what_the_llm_proposed_is_followed_by_its_future(run, pair):
+    scorer, span = CompatibilityScorer(pair.slm), Span(4)
+    futures = [one for one in Examples(run, "train-00000").futures().values() if len(one.tokens) > 3]
+    for kind, followed in (("joint", True), ("llm", True), ("slm", False), ("slm-wide", False)):
+        found = with_spans(in_parts(futures, 3, kind), span, scorer, 45)
+        assert all(bool(one.state.pool.tails) == followed for one in found)
+    one = next(future for future in in_parts(futures, 3) if len(future.state.output) < 30)
+    written = len(one.state.output)
+    lengths = [
+        max(map(len, with_spans([one], span, scorer, written + room)[0].state.pool.tails), default=0)
+        for room in range(1, 6)
+    ]
+    assert lengths == [0, 1, 2, 3, 3]  # the candidate itself takes one

@@ -22,6 +22,7 @@ from fb_core import (
     RequestPolicy,
     SLMPreference,
     hf,
+    spans,
 )
 from fb_core.chat import Chat, Printer
 from fb_core.config import PairSettings
@@ -34,7 +35,7 @@ from fb_core.pair import Pair
 from fb_core.pool import Event
 from fb_core.serve.app import application
 from fb_core.serve.service import Service
-from fb_core.spans import Span, ending_ids
+from fb_core.spans import Span, ending_ids, write_tails
 from fb_core.stages.decode import Row
 from fb_core.terminal import IN_TOKEN, escaped
 
@@ -404,3 +405,65 @@ def test_a_command_s_pair_offers_as_much_as_it_is_told():
         found = chat.decoder.generate(list(problem.prompt_ids), 60)
         lengths = [len(event.tokens) for event in found.events]
         assert max(lengths) == longest if given else max(lengths) > longest
+
+
+# --- at the edges -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_ends_ahead_of_an_id_that_is_not_shared():
+    _, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+    large = LocalLLM(llm)
+    first, *rest = large.complete(ids, 12).tolist()
+    bound = sorted(rest)[-1]
+    (tail,) = write_tails(large, [ids], [first], [12], Span(None), bound)
+    assert tail == tuple(rest[: rest.index(bound)])
+    assert write_tails(large, [ids], [first], [12], Span(None), bound + 1) == [tuple(rest)]
+
+
+def test_the_slms_own_pool_has_no_spans():
+    slm, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(ALWAYS), pool="slm", span=Span(4))
+    assert all(event.tails is None for event in decoder.generate(ids, 12).events)
+
+
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_a_continuation_that_fails_is_an_event_without_the_llm(fast):
+    class Broken(Elsewhere):
+        def complete(self, ids, max_new_tokens):
+            raise ConnectionError("gone")
+
+    slm, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+    options = {"span": Span(4), "max_events": 2, **fast}
+    with pytest.raises(ConnectionError, match="gone"):
+        CollaborativeDecoder(slm, Broken(llm), LLMPreference(), RequestPolicy(ALWAYS), **options).generate(ids, 12)
+    options["on_llm_error"] = "slm"
+    found = CollaborativeDecoder(slm, Broken(llm), LLMPreference(), RequestPolicy(ALWAYS), **options).generate(ids, 12)
+    assert [(event.error, event.tokens) for event in found.events] == [
+        ("ConnectionError: gone", [int(token)]) for token in found.token_ids[:2]
+    ]
+    assert found.usage == (0, 1.0, 0, 0)
+
+
+def test_pieces_that_end_at_a_delimiter_are_asked_for_as_long_as_needed(monkeypatch):
+    monkeypatch.setattr(spans, "PIECE", 3)
+    _, llm = pair("qwen3", 5)
+    llm.generation_config.eos_token_id = None
+    (ids,) = prompts(6, seed=5)
+    large, asked = LocalLLM(llm), []
+    whole = large.complete(ids, 60).tolist()
+    late = max(place for place in range(60) if whole[place] not in whole[:place])
+    assert late > 3
+    plain_branches = large.complete_branches
+
+    def counted(prefixes, branches, count):
+        asked.append(count)
+        return plain_branches(prefixes, branches, count)
+
+    large.complete_branches = counted
+    (tail,) = write_tails(large, [ids], [whole[0]], [60], Span(None, frozenset({whole[late]})), 50)
+    assert tail == tuple(whole[1 : late + 1])
+    assert asked == [3] * -(-late // 3)
+    assert write_tails(large, [ids], [whole[0]], [60], Span(None, frozenset({whole[0]})), 50) == [()]
