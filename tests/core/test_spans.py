@@ -2,6 +2,7 @@
 
 import io
 import math
+import random
 import re
 
 import pytest
@@ -28,6 +29,8 @@ from fb_core.chat import Chat, Printer
 from fb_core.config import PairSettings
 from fb_core.demo.pairs import load_pair
 from fb_core.engine.engine import Engine
+from fb_core.engine.large import PagedLLM
+from fb_core.engine.model import PagedModel
 from fb_core.explain import print_rows
 from fb_core.llm import LLM
 from fb_core.methods.takeover import takeover
@@ -467,3 +470,68 @@ def test_pieces_that_end_at_a_delimiter_are_asked_for_as_long_as_needed(monkeypa
     assert tail == tuple(whole[1 : late + 1])
     assert asked == [3] * -(-late // 3)
     assert write_tails(large, [ids], [whole[0]], [60], Span(None, frozenset({whole[0]})), 50) == [()]
+
+
+# --- a large model over pages -----------------------------------------------------------------------------------------
+
+
+def test_a_large_model_over_pages_writes_on_from_what_it_holds(monkeypatch):
+    _, llm = pair("qwen3", 5)
+    paged, plainly = PagedLLM(llm, 320, 12), LocalLLM(llm)
+    asked = prompts(150, 64, 9, seed=7)
+    paged.candidates_many(asked, 3)
+    rows, extend = [], PagedModel.extend
+
+    def counted(self, parts):
+        rows.append(sum(len(part.tokens) for part in parts))
+        return extend(self, parts)
+
+    firsts = [[4], [20], [EOS]]
+    want = plainly.complete_branches(asked, firsts, 7)
+    monkeypatch.setattr(PagedModel, "extend", counted)
+    got = paged.complete_branches(asked, firsts, 7)
+    assert [[rest.tolist() for rest in own] for own in got] == [[rest.tolist() for rest in own] for own in want]
+    assert sum(rows) == sum(len(own[0]) for own in got)  # a row a token: no prompt is read again
+    rows.clear()
+    for ids in asked:  # another candidate is taken: nothing of what was written is held
+        found, other = (one.candidates(torch.cat([ids, ids[:1]]), 3) for one in (paged, plainly))
+        assert found.ids.tolist() == other.ids.tolist()
+        torch.testing.assert_close(found.logprob, other.logprob, rtol=1e-4, atol=1e-4)
+    assert rows == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [4, 7, 40])
+def test_continuations_over_pages_leave_every_later_query_right(count):
+    """Sequences that begin alike, grow, are written on from and asked again, with few pages and with many."""
+    _, llm = pair("qwen3", 5)
+    paged, plainly, draw = PagedLLM(llm, 256, count), LocalLLM(llm), random.Random(count)
+    (stem,) = prompts(130, seed=8)
+    known = [stem[:n].tolist() for n in (1, 63, 64, 65, 128, 130)]
+    for _ in range(60):
+        some = draw.sample(known, draw.randrange(1, 4))
+        firsts = [[draw.randrange(3, 50)] for _ in some]
+        if draw.random() < 0.5:
+            most = draw.choice((1, 3, 20))
+            got, want = (one.complete_branches(some, firsts, most) for one in (paged, plainly))
+            assert [own[0].tolist() for own in got] == [own[0].tolist() for own in want]
+        else:
+            for found, other in zip(
+                *(one.candidates_many([torch.tensor(ids) for ids in some], 2) for one in (paged, plainly)), strict=True
+            ):
+                torch.testing.assert_close(found.logprob, other.logprob, rtol=1e-4, atol=1e-4)
+        if len(known) < 40 and len(some[0]) < 200:
+            known.append([*some[0], *firsts[0], *draw.choices(range(3, 50), k=draw.randrange(30))])
+
+
+def test_continuations_over_pages_end_with_the_models_positions():
+    llm = tiny("qwen3", 6, max_position_embeddings=40)
+    llm.generation_config.eos_token_id = None
+    paged, plainly = PagedLLM(llm, 100, 9), LocalLLM(llm)
+    for ids in prompts(30, 38, 39, seed=9):
+        got, want = (one.complete_branches([ids], [[5]], 20)[0][0].tolist() for one in (paged, plainly))
+        assert got == want
+        assert len(got) == 40 - len(ids) - 1
+    with pytest.raises(ValueError, match="prefixes: expected at most 39 tokens"):
+        paged.complete_branches(prompts(40), [[5]], 3)
+    with pytest.raises(ValueError, match="branches: expected one list for each of 1 prefixes, got 2"):
+        paged.complete_branches(prompts(4), [[5], [6]], 3)
