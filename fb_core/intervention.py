@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -28,7 +28,7 @@ class Intervention:
     slm_k: int
     llm_k: int
     on_llm_error: OnError
-    span: Span = field(default_factory=Span)
+    span: Span
 
     def __call__(self, states: Sequence[State], logits: Tensor) -> list[Event]:
         """The event of every state, with the SLM's logits [n, V] there; raises as `pools` and `events`."""

@@ -51,14 +51,14 @@ def with_spans(futures: Sequence[Future], span: Span, scorer: CompatibilityScore
         state = future.state
         theirs = (state.pool.ids == future.first) & (state.pool.sources & LARGE).bool()
         shared = list(takewhile(lambda token: token < scorer.valid_vocab, future.tokens.tolist()))
-        tail = span.tail(future.first, shared[: room - len(state.output) - 1])
+        tail = span.tail(future.first, shared[: max(0, room - len(state.output) - 1)])
         if bool(theirs.any()) and tail:
             tailed[row] = int(theirs.int().argmax()), tail
     if span.agree and tailed:
         requests = [(futures[row].state.prefix, [[futures[row].first, *tail]]) for row, (_, tail) in tailed.items()]
-        own = [found[1][1:] for (found,) in scorer.logprobs_many(requests, return_greedy=True)]
+        greedy = [outputs[1][1:] for (outputs,) in scorer.logprobs_many(requests, return_greedy=True)]
         tailed = {
-            row: (place, agreed(tail, flags)) for (row, (place, tail)), flags in zip(tailed.items(), own, strict=True)
+            row: (place, agreed(tail, own)) for (row, (place, tail)), own in zip(tailed.items(), greedy, strict=True)
         }
     for row, (place, tail) in tailed.items():
         state = found[row].state
