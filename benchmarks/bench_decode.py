@@ -113,7 +113,7 @@ class Ours:
 
     def again(self) -> None:
         """Behind the context."""
-        self.step.go_on(0, 0, self.context[-1], len(self.context) - 1)
+        self.step.go_on(0, 0, self.context[-1:], len(self.context) - 1)
 
     def next(self) -> float:
         """The entropy of one step more."""

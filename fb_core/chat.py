@@ -94,13 +94,15 @@ class Printer:
         self.tokenizer, self.console = tokenizer, console
         self._line: list[int] = []  # tokens since the last line break: some tokenizers join words by what is before
         self._shown = 0  # characters of it
+        self._span = 0  # tokens of the last event that are still to come
 
     def __call__(self, token: int, event: Event | None) -> None:
-        """Take one token, of an event or not."""
+        """Take one token, with its event where it is the first of one."""
         self._line.append(token)
+        self._span = max(0, self._span - 1) if event is None else len(event.tokens)
         text = self._text()
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._print(text, EVENT_STYLE if event else "")
+            self._print(text, EVENT_STYLE if self._span else "")
 
     def end(self) -> None:
         """Print what is left, whole or not."""

@@ -155,7 +155,8 @@ def experiment(
     tables: Annotated[
         list[str],
         typer.Argument(
-            help="methods, pools, horizons, futures, alpha, scope, temperature, repairs, quantiles, costs, or all."
+            help="methods, pools, horizons, futures, alpha, scope, temperature, spans, repairs, quantiles, costs, or "
+            "all."
         ),
     ],
     config: ConfigOption,
@@ -246,6 +247,10 @@ RecipeOption = Annotated[
 ThresholdOption = Annotated[
     float | None, typer.Option(help="Entropy in nats above which the LLM is asked; the recipe's, else 1.")
 ]
+SpanOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens that the LLM offers at an event at most; 0 for any number. The recipe's, else 1."),
+]
 TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 EventsOption = Annotated[int | None, typer.Option(help="The most events of an answer; the recipe's, else 8.")]
 LengthOption = Annotated[int, typer.Option(help="Tokens of prompt and answer that memory is set aside for.")]
@@ -265,6 +270,7 @@ def generate(
     adapter: AdapterOption = None,
     recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
+    span: SpanOption = None,
     threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,
@@ -295,6 +301,7 @@ def chat(
     adapter: AdapterOption = None,
     recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
+    span: SpanOption = None,
     threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,
@@ -346,6 +353,7 @@ def serve(
     adapter: AdapterOption = None,
     recipe: RecipeOption = "chosen",
     certainty: CertaintyOption = None,
+    span: SpanOption = None,
     threshold: ThresholdOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,

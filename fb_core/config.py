@@ -47,6 +47,8 @@ class PairSettings(BaseModel):
         recipe: of an adapter that `train` chose a recipe for: that one, or the published one.
         certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
             adapter with a chosen recipe has its own.
+        span: tokens that the LLM offers at an event at most, one choice all of them; 0 for any number. The chosen
+            recipe's, or 1, where left out.
         threshold: entropy in nats above which the LLM is asked; the chosen recipe's, or 1, where left out.
         max_events: of an answer; the chosen recipe's, or 8, where left out.
         max_length: tokens of prompt and answer at most, which memory is set aside for.
@@ -62,6 +64,7 @@ class PairSettings(BaseModel):
     adapter: str | None = None
     recipe: Literal["chosen", "published"] = "chosen"
     certainty: float | None = Field(default=None, ge=0, le=1)
+    span: int | None = Field(default=None, ge=0)
     threshold: float | None = None
     max_new_tokens: int = Field(default=512, ge=1)
     max_events: int | None = Field(default=None, ge=0)
@@ -177,13 +180,30 @@ class CollectSettings(BaseModel):
     tested: Annotated[str | None, FREE] = None  # likewise
 
 
+class SpanSettings(BaseModel):
+    """How much the LLM offers at an event, as in `fb_core.spans.Span`; one token is the published method.
+
+    Attributes:
+        tokens: at most, its candidate included; None for any number.
+        delimiter: text of the tokens that a span ends behind; None for none.
+        agree: whether it ends ahead of the first token that the SLM would write itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: int | None = Field(default=1, ge=1)
+    delimiter: str | None = Field(default=None, min_length=1)
+    agree: bool = False
+
+
 class FutureSettings(BaseModel):
-    """The LLM's greedy continuations and its candidates at their first position."""
+    """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_new_tokens: int = Field(default=4096, ge=1)
     llm_k: int = Field(default=8, ge=1)
+    span: SpanSettings = SpanSettings()
 
 
 class SampleSettings(BaseModel):
@@ -430,6 +450,9 @@ class ExperimentSettings(BaseModel):
         quantiles: of the request policy, at each of which states, futures and rerankers are made again.
         certainty: probability above which the override takes the LLM's token.
         hindsight: early tokens of the hindsight baseline.
+        spans: tokens that the LLM offers at an event at most; the largest also bounds those that end where the SLM
+            agrees.
+        delimiter: text behind which a step ends, as a span may.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -439,6 +462,8 @@ class ExperimentSettings(BaseModel):
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
     certainty: float = Field(default=CERTAINTY, ge=0, le=1)
     hindsight: int = Field(default=4, ge=1)
+    spans: tuple[Annotated[int, Field(ge=2)], ...] = (2, 4, 8)
+    delimiter: str = Field(default="\n\n", min_length=1)
 
 
 class VerifierSettings(BaseModel):
@@ -482,6 +507,19 @@ class RunSettings(BaseModel):
                 f"train.horizons: expected at most the scored horizon {self.score.horizon}, got "
                 f"{max(self.train.horizons)}; raise score.horizon"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _spans_begin_the_future(self) -> RunSettings:
+        for name, value, plain in (
+            ("score.future", self.score.future, "llm"),
+            ("train.hindsight", self.train.hindsight, 0),
+        ):
+            if self.futures.span.tokens != 1 and value != plain:
+                raise ValueError(
+                    f"{name}: expected {plain!r} beside futures.span, got {value!r}; what a span is followed by is the "
+                    "rest of the LLM's own future"
+                )
         return self
 
     @classmethod

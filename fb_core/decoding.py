@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, check_ask, gate
 from fb_core.pool import Event, PoolKind
 from fb_core.selectors import Selector, State
+from fb_core.spans import Span
 
 MAX_LENGTH = 8192
 
@@ -29,10 +31,10 @@ MAX_LENGTH = 8192
 class Usage(NamedTuple):
     """What one generation asked of the LLM."""
 
-    calls: int  # requests
+    calls: int  # requests; what is written behind an event's candidates belongs to the event's
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
-    suffix: int  # tokens that the LLM wrote beyond those
+    suffix: int  # tokens that the LLM wrote behind those and that stand there: tails of chosen spans, a takeover's rest
 
 
 @dataclass
@@ -49,7 +51,8 @@ class Generation:
         sizes = [len(event.pool) for event in self.events]
         calls = sum(event.asked for event in self.events)
         chosen = sum(len(event.pool) > 1 or event.asked for event in self.events)  # not the SLM's token alone
-        return Usage(calls, sum(sizes) / len(sizes) if sizes else None, chosen, 0)
+        tails = sum(min(len(event.tokens), len(self.token_ids) - event.step) - 1 for event in self.events)
+        return Usage(calls, sum(sizes) / len(sizes) if sizes else None, chosen, tails)
 
 
 class CollaborativeDecoder:
@@ -57,6 +60,8 @@ class CollaborativeDecoder:
 
     At an event the LLM is asked for its candidates and for the log-probabilities of the SLM's; log p_S and log p_T are
     known for every candidate of the pool. Tokens of an event count like any other: EOS there ends the generation.
+    Where spans are longer than a token, the LLM's likeliest candidate carries what the LLM writes behind it, and is
+    chosen with it or not at all; a span is one event and ends where its sequence does.
 
     Safe to share between threads where `llm` and `selector` are, as this library's own are: it keeps nothing between
     calls. A transformers model runs in many threads, but must not be scored by its own modules meanwhile (a
@@ -90,6 +95,7 @@ class CollaborativeDecoder:
             with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
             are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
             asks again.
+        span: how much the LLM offers at an event; one token if left out.
 
     Raises:
         TypeError: `slm` is not a transformers model, or another argument not of its kind.
@@ -115,6 +121,7 @@ class CollaborativeDecoder:
         kv_memory: int | None = None,
         prefill_tokens: int = CHUNK,
         on_llm_error: OnError = "raise",
+        span: Span | None = None,
     ) -> None:
         self.pair = Pair(slm, llm, tokenizer)
         if pool not in ("joint", "slm", "llm"):
@@ -149,7 +156,14 @@ class CollaborativeDecoder:
         self.batch_tokens = batch_tokens
         self.vocabulary = self.pair.vocabulary
         self.intervention = Intervention(
-            self.pair.llm, selector, pool, min(slm_k, self.vocabulary), min(llm_k, self.vocabulary), on_llm_error
+            slm,
+            self.pair.llm,
+            selector,
+            pool,
+            min(slm_k, self.vocabulary),
+            min(llm_k, self.vocabulary),
+            on_llm_error,
+            span or Span(),
         )
         self.loop: Loop | None = None
         """What runs on pages, where `max_length` was given and the SLM has a native decoder."""
@@ -189,7 +203,7 @@ class CollaborativeDecoder:
         Args:
             input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
             max_new_tokens: the most tokens to generate; the model's positions bound it too.
-            on_token: called with each token as it is appended, and with its event where it came from one.
+            on_token: called with each token as it is appended, and with its event where it is the first of one.
 
         Returns:
             The new tokens, the end-of-sequence token included, and the events.
@@ -223,7 +237,7 @@ class CollaborativeDecoder:
         Args:
             prompts: [P] int64 each, of any lengths.
             max_new_tokens: the most tokens to generate for each.
-            until: a generation also ends behind the token of this event, counted from 1.
+            until: a generation also ends behind the last token of this event, counted from 1.
 
         Raises:
             TypeError: as `generate`.
@@ -343,8 +357,8 @@ class CollaborativeDecoder:
         ends = hf.eos_ids(self.slm) if ends is None else ends
         stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
         if self.loop is None:
-            reads = self.policy.ask is not None
-            rows = hf.lockstep(self.slm, checked, stop, self._choose, self.batch_tokens, hidden=reads)
+            choose, reads = partial(self._choose, stop), self.policy.ask is not None
+            rows = hf.lockstep(self.slm, checked, stop, choose, self.batch_tokens, hidden=reads)
         else:
             rows = self._together(checked, stop)
         return [self.generation(row) for row in rows]
@@ -354,21 +368,27 @@ class CollaborativeDecoder:
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
-    def _choose(self, step: hf.Step) -> list[int]:
-        """One token a row, greedy or the selector's where the policy asks; its event joins the row's others."""
+    def _choose(self, stop: hf.Stop, step: hf.Step) -> list[int]:
+        """One token a row: a span's next one, greedy, or the selector's where the policy asks; its event is kept."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
+        asking = [place for place in asking if not step.rows[place].ahead]
         tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
+        for place, row in enumerate(step.rows):
+            if row.ahead:
+                tokens[place] = row.ahead.pop(0)
         if not asking:
             return tokens
         kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
         for place in asking:
-            ids = step.rows[place].tokens
+            row, ids = step.rows[place], step.rows[place].tokens
             prefix = hf.Prefix(kv, start=step.slots - len(ids), length=len(ids), pages=(place,))
-            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix))
+            room = stop.length(row) - len(ids)
+            states.append(State(torch.tensor(ids, device=logits.device), step.index, entropy[place], prefix, room))
         for place, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
-            step.rows[place].events.append(event)
-            tokens[place] = event.token
+            row = step.rows[place]
+            row.events.append(event)
+            tokens[place], *row.ahead = event.tokens
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:

@@ -133,7 +133,7 @@ def _pieces(row: Row, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None
         return len(text) if step == len(tokens) else len(_decode(tokens[:step], tokenizer).rstrip(HALF))
 
     for number, event in enumerate(row.events, 1):
-        start, after = end(event.step), end(event.step + 1)
+        start, after = end(event.step), end(min(event.step + len(event.tokens), len(tokens)))
         yield escaped(text[shown:start], IN_TEXT), None
         piece, shown = text[start:after], after
         yield escaped(piece, IN_TOKEN) or token_text(tokens[event.step], tokenizer), number
@@ -157,14 +157,16 @@ def _heading(number: int, event: Event) -> str:
 
 
 def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
-    """What stands under `COLUMNS` for every token of the pool."""
+    """What stands under `COLUMNS` for every candidate of the pool, a span whole."""
     for index, token in enumerate(event.pool):
+        tail = event.tails[index] if event.tails else []
+        behind = _decode([token, *tail], tokenizer)[len(_decode([token], tokenizer)) :]
         columns = (event.slm_logprob, event.llm_logprob, event.scores)
         scores = [column[index] if column else math.nan for column in columns]
         yield (
             CHOSEN if index == event.choice else "",
-            token_text(token, tokenizer),
-            str(token),
+            token_text(token, tokenizer) + escaped(behind, IN_TOKEN),
+            " ".join(map(str, [token, *tail])),
             SOURCES[event.sources[index]],
             *("–" if math.isnan(score) else f"{score:.4f}" for score in scores),
         )

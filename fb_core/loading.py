@@ -44,6 +44,7 @@ def load(settings: PairSettings) -> Loaded:
             certainty=settings.certainty,
             threshold=settings.threshold,
             max_events=settings.max_events,
+            span=settings.span,
         ),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,9 +26,24 @@ class Pool:
     sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
     slm_logprob: Tensor  # [K] float32, nats
     llm_logprob: Tensor  # [K] float32
+    tails: tuple[tuple[int, ...], ...] = ()  # of K candidates, ids that are appended with each; () for none of any
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def large(self) -> int | None:
+        """The place of the LLM's likeliest candidate, ties to the lowest id; None where it proposed none."""
+        proposed = (self.sources & LARGE).bool()
+        if not bool(proposed.any()):
+            return None
+        best = proposed & (self.llm_logprob == self.llm_logprob[proposed].max())
+        return int(self.ids.where(best, self.ids.max() + 1).argmin())
+
+    def with_tail(self, place: int, tail: Sequence[int]) -> Pool:
+        """The same with this tail of one candidate and none of the others."""
+        tails = tuple(tuple(tail) if index == place else () for index in range(len(self)))
+        return replace(self, tails=tails if tail else ())
 
 
 @dataclass
@@ -44,11 +59,17 @@ class Event:
     scores: list[float] | None  # the selector's, None where it has none
     choice: int  # index into the pool
     error: str | None = None  # of the LLM: then the pool is the SLM's token alone
+    tails: list[list[int]] | None = None  # ids that are appended with each candidate, None where each is one token
 
     @property
     def token(self) -> int:
-        """The id that was appended."""
+        """The id that was chosen."""
         return self.pool[self.choice]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that were appended, as far as the sequence went on: the chosen one with its tail."""
+        return [self.token, *(self.tails[self.choice] if self.tails else ())]
 
     @property
     def asked(self) -> bool:
@@ -67,6 +88,7 @@ class Event:
             pool.llm_logprob.tolist(),
             None if scores is None else scores.tolist(),
             choice,
+            tails=[list(tail) for tail in pool.tails] or None,
         )
 
     @classmethod

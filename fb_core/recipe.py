@@ -27,6 +27,7 @@ from fb_core.selectors import (
     ValueSelector,
     overridden,
 )
+from fb_core.spans import Span
 from fb_core.value import Form, ValueHead
 
 Trained = Literal["features", "calibrated", "calibrated-features"]
@@ -136,6 +137,14 @@ class Evidence(BaseModel):
     words: str
 
 
+class _Span(BaseModel):
+    model_config = _FROZEN
+
+    tokens: int | None = Field(ge=1)
+    ends: tuple[int, ...]
+    agree: bool
+
+
 class _Pools(BaseModel):
     """What competes at an event, as for `CollaborativeDecoder`."""
 
@@ -145,6 +154,20 @@ class _Pools(BaseModel):
     slm_k: int = Field(ge=1)
     llm_k: int = Field(ge=1)
     max_events: int = Field(ge=0)
+    span: _Span
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> _Pools:
+        """From a decoder's options."""
+        span: Span = options["span"]
+        known = _Span(tokens=span.tokens, ends=tuple(sorted(span.ends)), agree=span.agree)
+        return cls(**options | {"span": known})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a decoder."""
+        span = Span(self.span.tokens, frozenset(self.span.ends), self.span.agree)
+        return self.model_dump() | {"span": span}
 
 
 class _Ask(BaseModel):
@@ -184,7 +207,7 @@ class Deployed:
         recipe: which.
         value: its head.
         policy: when it asks; with the `AskHead` where it has one.
-        options: `pool`, `slm_k`, `llm_k` and `max_events` of a decoder.
+        options: `pool`, `slm_k`, `llm_k`, `max_events` and `span` of a decoder.
         evidence: what it was chosen on, None where nobody chose.
     """
 
@@ -203,7 +226,7 @@ class Deployed:
             ask=None if ask is None else _Ask(entropy_weight=ask.entropy_weight, bias=ask.bias, least=ask.least),
             threshold=self.policy.threshold,
             top_k=self.policy.top_k,
-            pools=_Pools(**self.options),
+            pools=_Pools.of(self.options),
             evidence=self.evidence,
         )
         described: dict[str, Any] = json.loads(stored.model_dump_json())
@@ -222,7 +245,7 @@ class Deployed:
         if (value and value.form) != stored.recipe.value or (ask is not None) != stored.recipe.ask:
             raise ValueError(f"heads that do not belong to {stored.recipe.label}")
         policy = RequestPolicy(stored.threshold, stored.top_k, ask)
-        return cls(stored.recipe, value, policy, stored.pools.model_dump(), stored.evidence)
+        return cls(stored.recipe, value, policy, stored.pools.options, stored.evidence)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Beside an adapter, in its description; raises ValueError where there is none."""
@@ -263,7 +286,7 @@ class Deployment(NamedTuple):
 
     selector: Selector | None
     policy: RequestPolicy
-    options: dict[str, Any]  # `max_events`, and where the recipe says so pool, slm_k and llm_k
+    options: dict[str, Any]  # `max_events` and `span`, and where the recipe says so pool, slm_k and llm_k
 
 
 def deployment_of(
@@ -274,6 +297,7 @@ def deployment_of(
     certainty: float | None = None,
     threshold: float | None = None,
     max_events: int | None = None,
+    span: int | None = None,
 ) -> Deployment:
     """What decodes by the folder of an adapter: as `train` chose, or as published.
 
@@ -285,20 +309,23 @@ def deployment_of(
         certainty: of an override, where no recipe says it.
         threshold: in nats instead of the recipe's.
         max_events: instead of the recipe's, whose number is the most.
+        span: tokens that the LLM offers at an event at most, 0 for any number, instead of the recipe's.
 
     Raises:
         ValueError: an adapter that is not there, damaged or made for another model, or a certainty beside a recipe.
     """
+    spans = {} if span is None else {"span": Span(span or None)}
     deployed = None if adapter is None else Deployed.load(adapter)
     if deployed is None:
         selector: Selector | None = LLMPreference()
         if adapter is not None:
             selector = overridden(_reranked(Path(adapter), slm), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
-        return Deployment(selector, policy, {"max_events": 8 if max_events is None else max_events})
+        events = {"max_events": 8 if max_events is None else max_events}
+        return Deployment(selector, policy, {"span": Span()} | events | spans)
     assert adapter is not None
     folder, policy = Path(adapter), deployed.policy
-    options = dict(deployed.options)
+    options = deployed.options | spans
     if recipe == "published":
         inside = folder / PUBLISHED
         selector = overridden(_reranked(inside if inside.is_dir() else folder, slm), certainty)

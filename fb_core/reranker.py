@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
 
@@ -113,8 +115,9 @@ class TokenReranker(nn.Module):
         candidates: Tensor | Sequence[int],
         cache: hf.Cache | None = None,
         features: Tensor | None = None,
+        tails: Sequence[Sequence[int]] = (),
     ) -> Tensor:
-        """Score the candidates of one state.
+        """Score the candidates of one state, each by its last token where it has a tail.
 
         Args:
             prefix: [P] token ids, at least one.
@@ -122,6 +125,8 @@ class TokenReranker(nn.Module):
             cache: the frozen model's cache of exactly the prefix; read, left as it was. Scope "sequence" computes its
                 own prefix and does not look at it.
             features: [K, F] float32 as from `candidate_features`, where the reranker was trained with features.
+            tails: K sequences of ids that stand behind the candidates, on which the adapter acts as on these; () for
+                none of any.
 
         Returns:
             float32 [K]; higher is better, differences count.
@@ -129,21 +134,26 @@ class TokenReranker(nn.Module):
         Raises:
             TypeError: ids that are not integers.
             ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, a
-                prefix beyond the model's positions, a cache of another length, or features missing or of another shape.
+                prefix beyond the model's positions, a cache of another length, features missing or of another shape, or
+                tails of another number of candidates.
         """
         tokens = hf.token_ids("prefix", prefix, self.base)
-        pool = hf.check_group(self.base, len(tokens), candidates)
+        pool = hf.check_group(self.base, len(tokens), candidates, tails=tails)
         given = None if features is None else [features]
         if self.scope == "sequence":
-            return self.score_hidden(self._sequence_hidden(tokens, pool), given)
+            return self.score_hidden(self._sequence_hidden(tokens, pool, tails), given)
         if cache is None:
             state = hf.prefill_packed(self.base, [tokens])[0]
         else:
             state = hf.cached_prefix(cache, self.base, len(tokens))
-        return self._packed_scores([state], [pool], given)
+        return self._packed_scores([state], [pool], given, [tails])
 
     def scores_many(
-        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
+        self,
+        prefixes: Sequence[hf.Prefix],
+        candidates: Sequence[Tensor],
+        features: Sequence[Tensor] | None = None,
+        tails: Sequence[Sequence[Sequence[int]]] = (),
     ) -> list[Tensor]:
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
 
@@ -151,6 +161,7 @@ class TokenReranker(nn.Module):
             prefixes: one slice a state, all of one `PrefixKV`.
             candidates: one [K] of token ids a state.
             features: one [K, F] a state where the reranker was trained with features.
+            tails: as for `scores`, of every state; () for none of any.
 
         Returns:
             one float32 [K] a state.
@@ -163,38 +174,43 @@ class TokenReranker(nn.Module):
             raise ValueError("scores_many: expected scope 'candidate', got 'sequence'; call scores for each state")
         if not prefixes:
             return []
+        tails = tails or [()] * len(prefixes)
         pools = [
-            hf.check_group(self.base, prefix.length, pool) for prefix, pool in zip(prefixes, candidates, strict=True)
+            hf.check_group(self.base, prefix.length, pool, tails=own)
+            for prefix, pool, own in zip(prefixes, candidates, tails, strict=True)
         ]
-        return list(self._packed_scores(prefixes, pools, features).split([len(pool) for pool in pools]))
+        return list(self._packed_scores(prefixes, pools, features, tails).split([len(pool) for pool in pools]))
 
     def _packed_scores(
-        self, prefixes: Sequence[hf.Prefix], pools: Sequence[Tensor], features: Sequence[Tensor] | None
+        self,
+        prefixes: Sequence[hf.Prefix],
+        pools: Sequence[Tensor],
+        features: Sequence[Tensor] | None,
+        tails: Sequence[Sequence[Sequence[int]]],
     ) -> Tensor:
-        """[sum K]: one row a candidate, adapters on; gradients reach adapter, head and feature weights."""
-        device = self.base.device
+        """[sum K]: a branch a candidate, adapters on; gradients reach adapter, head and feature weights."""
         kv = prefixes[0].kv
         paged = kv.layers[0][0].ndim == 4
+        branches = CandidateBranches.of([prefix.length for prefix in prefixes], pools, tails)
         layout = hf.Layout.build(
-            [([1] * len(pool), prefix.start, prefix.length) for prefix, pool in zip(prefixes, pools, strict=True)],
-            device,
+            [(own, prefix.start, prefix.length) for own, prefix in zip(branches.lengths, prefixes, strict=True)],
+            self.base.device,
             prefix=kv,
             pages=[prefix.pages for prefix in prefixes] if paged else None,
         )
-        positions = torch.cat(
-            [
-                torch.full((len(pool),), prefix.length, device=device)
-                for prefix, pool in zip(prefixes, pools, strict=True)
-            ]
-        )
-        hidden = hf.packed_forward(hf.causal_lm(self.adapted), torch.cat(list(pools)), positions, layout)
+        model = hf.causal_lm(self.adapted)
+        hidden = hf.packed_forward(model, branches.ids, branches.positions, layout, branches.last)
         return self.score_hidden(hidden, features)
 
-    def _sequence_hidden(self, tokens: Tensor, pool: Tensor) -> Tensor:
-        """[K, D] through ordinary attention, adapters on prefix and candidate."""
-        rows = torch.cat([tokens.expand(len(pool), -1), pool[:, None]], 1)
-        model = hf.causal_lm(self.adapted)
-        return model.base_model(input_ids=rows, use_cache=False).last_hidden_state[:, -1]
+    def _sequence_hidden(self, tokens: Tensor, pool: Tensor, tails: Sequence[Sequence[int]]) -> Tensor:
+        """[K, D] through ordinary attention, adapters on prefix, candidate and tail."""
+        branches = CandidateBranches.of([0], [pool], [tails])
+        (lengths,) = branches.lengths
+        ids = pad_sequence(list(branches.ids.split(lengths)), batch_first=True)  # what stands behind the last is unseen
+        rows = torch.cat([tokens.expand(len(pool), -1), ids], 1)
+        hidden = hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
+        last = torch.tensor(lengths, device=pool.device) + len(tokens) - 1
+        return hidden[torch.arange(len(pool), device=pool.device), last]
 
     def score_hidden(self, hidden: Tensor, features: Sequence[Tensor] | None) -> Tensor:
         """Scores of candidates from their hidden states: head(h_c), plus w . f where there are features.
@@ -355,6 +371,43 @@ def read_description(folder: Path) -> dict[str, Any]:
             "load it with the version that wrote it"
         )
     return description
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateBranches:
+    """The candidates of some states, with their tails, as rows of a packed forward; make it with `of`.
+
+    Attributes:
+        ids: [N] int64, every candidate's followed by those of its tail.
+        positions: [N] int64.
+        lengths: rows of every candidate of each state.
+        last: [sum K] the last row of every candidate; None where each has one row.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    lengths: list[list[int]]
+    last: Tensor | None
+
+    @classmethod
+    def of(
+        cls, positions: Sequence[int], pools: Sequence[Tensor], tails: Sequence[Sequence[Sequence[int]]]
+    ) -> CandidateBranches:
+        """From the position, the candidates [K] and their K tails (or () for none of any) of every state."""
+        device = pools[0].device
+        each = [own or [()] * len(pool) for pool, own in zip(pools, tails, strict=True)]
+        lengths = [[1 + len(tail) for tail in own] for own in each]
+        places = [place + row for place, own in zip(positions, lengths, strict=True) for n in own for row in range(n)]
+        ids, last = torch.cat(list(pools)), None
+        if len(places) > len(ids):
+            spans = (
+                (first, *tail)
+                for pool, own in zip(pools, each, strict=True)
+                for first, tail in zip(pool.tolist(), own, strict=True)
+            )
+            ids = torch.tensor([token for span in spans for token in span], device=device)
+            last = torch.tensor([n for own in lengths for n in own], device=device).cumsum(0) - 1
+        return cls(ids, torch.tensor(places, device=device), lengths, last)
 
 
 def candidate_features(

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fb_core import hf, shared_prefix
 from fb_core.shared_prefix import Branches, Ids, Pack, Requests, Results
@@ -25,12 +26,23 @@ class BranchGroup:
     Attributes:
         position: the state's prefix is tokens[:position] of its trajectory.
         candidates: [K] token ids, no two alike.
-        future: [H] token ids that follow every candidate.
+        future: [F] token ids that follow every candidate.
+        tails: of every candidate [K], how many of the future's first tokens are its own: it is scored behind them. ()
+            for none of any.
+        horizon: H, tokens that are scored; None for all F. Where fewer are left the rest scores 0: nothing of it is
+            unlikely.
     """
 
     position: int
     candidates: Tensor
     future: Tensor
+    tails: Sequence[int] = ()
+    horizon: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """H."""
+        return len(self.future) if self.horizon is None else self.horizon
 
 
 Trajectories: TypeAlias = Sequence[tuple[Tensor | Sequence[int], Sequence[BranchGroup]]]
@@ -88,9 +100,10 @@ class CompatibilityScorer:
                 dropout.
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
-        group = self._check_group(BranchGroup(len(tokens), candidates, future), len(tokens))  # type: ignore[arg-type]
+        group = BranchGroup(len(tokens), candidates, future)  # type: ignore[arg-type]
+        branches = self._check_group(group, len(tokens))
         held = tokens if cache is None else hf.cached_prefix(cache, self.model, len(tokens))
-        return _matrix(self._forward([(held, [group])])[0][0])
+        return _matrix(self._forward([(held, [branches])])[0][0], group)
 
     def score_trajectory(self, tokens: Tensor | Sequence[int], groups: Sequence[BranchGroup]) -> list[Tensor]:
         """Score all groups of one trajectory in one forward.
@@ -104,7 +117,8 @@ class CompatibilityScorer:
 
         Raises:
             TypeError: as `score`.
-            ValueError: as `score`, or a position outside 1..T.
+            ValueError: as `score`, a position outside 1..T, a horizon below 1, or tails of another number of candidates
+                or beyond the future.
         """
         return self.score_trajectories([(tokens, groups)])[0]
 
@@ -144,7 +158,10 @@ class CompatibilityScorer:
             if return_local:
                 kept = [group._replace(first=0) for group in kept]
             checked.append((ids[: max((group.position for group in kept), default=0)], kept))
-        matrices = [[_matrix(group) for group in groups] for groups in self._packed(checked, token_budget)]
+        matrices = [
+            [_matrix(outputs, group, return_local) for outputs, group in zip(found, groups, strict=True)]
+            for found, (_, groups) in zip(self._packed(checked, token_budget), trajectories, strict=True)
+        ]
         if not return_local:
             return matrices
         return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in found] for found in matrices]
@@ -251,9 +268,21 @@ class CompatibilityScorer:
         future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
+        if group.columns < 1:
+            raise ValueError(f"horizon: expected 1 token or more, got {group.horizon}; leave it out for all")
         position = hf.check_position(group.position, length)
-        candidates = hf.check_group(self.model, position, group.candidates, len(future), self.valid_vocab)
-        return Branches(position, torch.cat([candidates[:, None], future.expand(len(candidates), -1)], 1).unbind(), 1)
+        reach = min(len(future), group.columns + max(group.tails, default=0))
+        candidates = hf.check_group(self.model, position, group.candidates, reach, self.valid_vocab)
+        if not group.tails:
+            whole = future[:reach].expand(len(candidates), -1)
+            return Branches(position, torch.cat([candidates[:, None], whole], 1).unbind(), 1)
+        if len(group.tails) != len(candidates) or not 0 <= min(group.tails) <= max(group.tails) <= len(future):
+            raise ValueError(
+                f"tails: expected {len(candidates)} numbers from 0 to the future's {len(future)}, got "
+                f"{list(group.tails)}; one for each candidate"
+            )
+        spans = zip(candidates.split(1), group.tails, strict=True)
+        return Branches(position, [torch.cat([first, future[: tail + group.columns]]) for first, tail in spans], 1)
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
         """The results of any amount of work, forward by forward."""
@@ -295,9 +324,13 @@ class CompatibilityScorer:
         return shared_prefix.forward(self.model, pack, valid_vocab=self.valid_vocab, **asked)
 
 
-def _matrix(group: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """float32 [K, R] of K continuations of one length."""
-    return torch.stack([logprob for logprob, *_ in group]).float()
+def _matrix(found: Sequence[tuple[Tensor, ...]], group: BranchGroup, local: bool = False) -> Tensor:
+    """float32 [K, H] of a group's candidates; with `local` [K, 1 + H], of the candidates themselves first."""
+    rows = [logprob for logprob, *_ in found]
+    if group.tails:
+        rows = [torch.cat([row[:local], row[local + tail :]]) for row, tail in zip(rows, group.tails, strict=True)]
+    width = local + group.columns
+    return torch.stack([pad(row, (0, width - len(row))) if len(row) < width else row for row in rows]).float()
 
 
 def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

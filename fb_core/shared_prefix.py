@@ -46,8 +46,8 @@ def forward(
 
     Args:
         model: a causal LM that `hf.check_supported` lets pass.
-        pack: (tokens [T], branches behind them) pairs; or a single one whose prefix is cached instead, then with
-            `first` of 1 or more.
+        pack: (tokens [T], branches behind them) pairs; or all of them with prefixes that are
+            cached in one paged `PrefixKV` instead, then with `first` of 1 or more.
         valid_vocab: as in `linear_logprob`.
         temperature: as in `linear_logprob`.
         return_entropy: also give the entropies.
@@ -62,11 +62,13 @@ def forward(
     positions: list[range] = []
     scored: list[range] = []
     groups: list[tuple[list[int], int, int]] = []
+    pages: list[tuple[int, ...]] = []
     prefix, row = None, 0
     for tokens, states in pack:
         start = row
         if isinstance(tokens, hf.Prefix):
             prefix, start = tokens.kv, tokens.start
+            pages += [tokens.pages] * len(states)
         else:
             groups.append(([len(tokens)], 0, 0))
             ids.append(tokens)
@@ -87,7 +89,7 @@ def forward(
             groups.append((lengths, start, position))
     if not targets:
         return [[[] for _ in states] for _, states in pack]
-    layout = hf.Layout.build(groups, device, prefix=prefix, pages=None if prefix is None else [[0]] * len(groups))
+    layout = hf.Layout.build(groups, device, prefix=prefix, pages=pages or None)
     hidden = hf.packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
     head = hf.lm_head(model)
     logprob, _, *others = linear_logprob(

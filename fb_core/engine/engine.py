@@ -28,7 +28,7 @@ from fb_core.selectors import Selector
 
 
 class Token(NamedTuple):
-    """A token as it was appended, and its event where it came from one."""
+    """A token as it was appended, and its event where it is the first of one."""
 
     id: int
     event: Event | None
@@ -38,9 +38,7 @@ class Token(NamedTuple):
     @property
     def logprob(self) -> float | None:
         """The SLM's, in nats; None where it was not asked for."""
-        if self.ranked is None:
-            return None
-        return self.ranked.logprobs[0] if self.event is None else self.event.slm_logprob[self.event.choice]
+        return None if self.ranked is None else self.ranked.taken
 
 
 class Load(NamedTuple):
@@ -143,7 +141,7 @@ class Engine:
         max_batch: sequences that run together.
         max_length: tokens of a sequence at most, prompt included.
         kv_memory: as for `CollaborativeDecoder`.
-        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error.
+        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error, span.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
-from fb_core.engine.model import PagedModel
+from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import pages_of
 from fb_core.native import Linear
 from fb_core.pool import Pool
@@ -93,7 +93,11 @@ class MergedReranker:
 
     @torch.no_grad()
     def scores_many(
-        self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor], features: Sequence[Tensor] | None = None
+        self,
+        prefixes: Sequence[hf.Prefix],
+        candidates: Sequence[Tensor],
+        features: Sequence[Tensor] | None = None,
+        tails: Sequence[Sequence[Sequence[int]]] = (),
     ) -> list[Tensor]:
         """As `TokenReranker.scores_many`; every prefix lies in pages of the model from its first token on.
 
@@ -101,11 +105,13 @@ class MergedReranker:
             prefixes: one a state, of the model's `kv`.
             candidates: one [K] int64 a state.
             features: one [K, F] a state where the reranker was trained with features.
+            tails: as for `TokenReranker.scores_many`.
 
         Returns:
             one float32 [K] a state.
         """
         hidden = self._hidden(prefixes, candidates)
+        self._behind_tails(hidden, prefixes, candidates, tails)
         scores = self.reranker.score_hidden(torch.cat(hidden), features)
         return list(scores.split([len(pool) for pool in candidates]))
 
@@ -129,6 +135,24 @@ class MergedReranker:
             for place, (state, part) in enumerate(some):
                 found[state].append(self._out[place * rows : place * rows + len(part)].clone())
         return [torch.cat(own) for own in found]
+
+    def _behind_tails(
+        self,
+        hidden: Sequence[Tensor],
+        prefixes: Sequence[hf.Prefix],
+        candidates: Sequence[Tensor],
+        tails: Sequence[Sequence[Sequence[int]]],
+    ) -> None:
+        """Put into the hidden states [K, D] those behind the candidates that have a tail."""
+        longer = [(row, k, tail) for row, own in enumerate(tails) for k, tail in enumerate(own) if tail]
+        if not longer:
+            return
+        parts = [
+            Part([int(candidates[row][k]), *tail], prefixes[row].length, prefixes[row].pages) for row, k, tail in longer
+        ]
+        found = self.model.normed(self.model.peek(parts, self.layers))
+        for (row, k, _), last in zip(longer, found, strict=True):
+            hidden[row][k] = last
 
     def _forward(self, states: int, rows: int) -> None:
         """One forward over so many candidates of each of some states with the merged weights."""
@@ -157,4 +181,4 @@ class MergedSelector(FutureBridgeSelector):
 
     def _scores(self, states: Sequence[State], pools: Sequence[Pool], features: list[Tensor] | None) -> list[Tensor]:
         prefixes = [state.prefix for state in states if state.prefix is not None]
-        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features)
+        return self.merged.scores_many(prefixes, [pool.ids for pool in pools], features, [pool.tails for pool in pools])

@@ -29,6 +29,7 @@ class Ranked(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
+    taken: float  # log-prob of the token that was appended there
 
 
 def rank(logits: Tensor) -> Tensor:
@@ -38,9 +39,9 @@ def rank(logits: Tensor) -> Tensor:
     return torch.stack([ids.to(values.dtype), logprobs], -2)
 
 
-def ranked(row: list[list[float]]) -> Ranked:
-    """What `rank` says of one place."""
-    return Ranked([int(token) for token in row[0]], row[1])
+def ranked(row: list[list[float]], taken: float | None = None) -> Ranked:
+    """What `rank` says of one place; `taken` is of the token there, None where that is the likeliest."""
+    return Ranked([int(token) for token in row[0]], row[1], row[1][0] if taken is None else taken)
 
 
 class Outcome(NamedTuple):
@@ -132,12 +133,12 @@ class DecodeStep:
         self.first_slot[row, : len(pages)] = held * SIZE
 
     @torch.no_grad()
-    def go_on(self, row: int, budget: int, token: int | None = None, place: int = 0) -> None:
-        """A row runs with so many events left; a token, where one is given, is put at the place where it ends."""
+    def go_on(self, row: int, budget: int, tokens: Sequence[int] = (), place: int = 0) -> None:
+        """A row runs with so many events left; tokens, where any are given, are put from the place on where it ends."""
         self.order()
-        if token is not None:
-            self.state.tokens[row, place] = token
-            self.state.length[row] = place + 1
+        if tokens:
+            self.state.tokens[row, place : place + len(tokens)] = torch.tensor(tokens)
+            self.state.length[row] = place + len(tokens)
         self.state.budget[row] = budget
         self.state.halt[row] = int(Halt.NONE)
 

@@ -19,6 +19,7 @@ from fb_core.experiment.variants import settings_of_variant
 from fb_core.report.findings import DEPLOYED, Result
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.comparison import CompareStage
+from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.states import PolicyStage
 from fb_core.statistics import Interval
@@ -38,13 +39,11 @@ def finished(run: Path, stage: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What one variant made of the benchmarks; events, LLM calls and tokens are means by benchmark."""
+    """What one variant made of the benchmarks."""
 
     outcomes: dict[str, dict[str, float]]  # share of right runs by benchmark and problem
     llm_tokens: dict[str, dict[str, float]]  # likewise, a mean over runs
-    events: dict[str, float]
-    calls: dict[str, float]
-    tokens: dict[str, float] | None
+    means: dict[str, dict[str, float]]  # by the name of a `Result`'s field and benchmark
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
 
@@ -111,16 +110,14 @@ class Results:
                 yield Result(**about, benchmark=benchmark, note=note)
                 continue
             others = {name: path for name, path in compared.items() if self._decoded[path] and path != variant.path}
+            means = {field: float(np.mean([by[name] for name in members])) for field, by in found.means.items()}
             yield Result(
-                **about,
+                **about | means,
                 benchmark=benchmark,
                 seeds=settings.train.seeds if {seed for *_, seed in found.written} - {None} else (),
                 problems=sum(len(found.outcomes[name]) for name in members),
                 accuracy=self._interval(members, variant.path),
                 minus={name: self._interval(members, variant.path, path) for name, path in others.items()},
-                events=float(np.mean([found.events[name] for name in members])),
-                calls=float(np.mean([found.calls[name] for name in members])),
-                tokens=float(np.mean([found.tokens[name] for name in members])) if found.tokens else None,
                 llm_tokens=statistics.average_interval([list(found.llm_tokens[name].values()) for name in members]),
                 above_line=self._distance(
                     members,
@@ -162,28 +159,33 @@ def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
     llm_tokens: dict[str, dict[str, list[int]]] = {}
-    counts: dict[str, dict[str, list[int]]] = {"events": {}, "calls": {}, "tokens": {}}
+    counts: dict[str, dict[str, list[int]]] = {}
     written = {}
     for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
         outcomes.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.correct)
         llm_tokens.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.llm_tokens)
-        for name, value in (("events", len(row.events)), ("calls", row.calls), ("tokens", len(row.tokens))):
-            counts[name].setdefault(row.benchmark, []).append(value)
+        for name, value in _counted(row).items():
+            counts.setdefault(name, {}).setdefault(row.benchmark, []).append(value)
         written[row.benchmark, row.problem, row.seed] = row.tokens
-    sampled = variant.method == "majority"  # its samples are not kept
-    tokens = None if sampled else _means(counts["tokens"])
+    if variant.method == "majority":  # its samples are not kept
+        del counts["tokens"]
     return _Decoded(
         {name: _means(found) for name, found in outcomes.items()},
         {name: _means(found) for name, found in llm_tokens.items()},
-        _means(counts["events"]),
-        _means(counts["calls"]),
-        tokens,
+        {field: _means(found) for field, found in counts.items()},
         written,
     )
 
 
-def _means(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+def _means(counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: float(np.mean(found)) for name, found in counts.items()}
+
+
+def _counted(row: Row) -> dict[str, int]:
+    """What a problem took, by the name of a `Result`'s field."""
+    left = sum(sum(map(len, event.tails or ())) - len(event.tokens) + 1 for event in row.events)
+    counts = {"events": len(row.events), "calls": row.calls, "tokens": len(row.tokens)}
+    return counts | {"llm_written": row.llm_tokens + left}
 
 
 def _problem(run: Path, variant: Variant) -> str | None:

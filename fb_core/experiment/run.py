@@ -66,10 +66,10 @@ def run_experiment(
         ValueError: settings, models or files that do not fit the run, or another recipe than the published one.
         OSError: no room, no model, no server, or a worker that was ended; what is finished is kept.
     """
-    if settings.train.features or settings.evaluate.certainty is not None:
+    if settings.train.features or settings.evaluate.certainty is not None or settings.futures.span.tokens != 1:
         raise ValueError(
-            "experiment: expected the published recipe, to which every row is compared, got train.features or "
-            "evaluate.certainty; name a configuration without them, such as qwen3-1.7b-published"
+            "experiment: expected the published recipe, to which every row is compared, got train.features, "
+            "evaluate.certainty or futures.span; name a configuration without them, such as qwen3-1.7b-published"
         )
     for command in PREPARED:
         prepare(command, settings, run, show)

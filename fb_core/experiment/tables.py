@@ -112,6 +112,7 @@ class Table:
         figure: of its section, with its caption.
         beside: what its rows are compared with besides `REFERENCES`.
         judged: whether its rerankers are held against the rollouts.
+        spans: whether the LLM's tokens are shown.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Table:
     caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
+    spans: bool = False
 
     @property
     def shown(self) -> Experiment:
@@ -185,6 +187,26 @@ def _temperatures(plan: Plan) -> list[Variant]:
     others = [t for t in plan.settings.experiment.temperatures if t != own]
     found = [plan.recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t}) for t in others]
     return _by_number([*found, plan.own(f"temperature {own:g}", own)])
+
+
+def _spans(plan: Plan) -> list[Variant]:
+    """The reranker and the LLM's own preference where the LLM offers more than a token."""
+    experiment = plan.settings.experiment
+    longest = max(experiment.spans)
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        **{f"span-{n}": (f"{n} tokens", {"tokens": n}) for n in experiment.spans},
+        "span-step": ("to a step's end", {"tokens": None, "delimiter": experiment.delimiter}),
+        "span-agree": (f"until the SLM agrees, {longest} tokens at most", {"tokens": longest, "agree": True}),
+        "span-all": ("no bound", {"tokens": None}),
+    }
+    ours, direct = [plan.own("FutureBridge, one token")], [plan.method("direct")]
+    direct[0] = replace(direct[0], label="Direct LLM score, one token", borrowed=True)
+    for key, (words, span) in kinds.items():
+        ours.append(plan.recipe(key, f"FutureBridge, {words}", futures={"span": span}))
+        takes_over = ": takeover" if key == "span-all" else ""
+        label, changes = f"Direct LLM score, {words}{takes_over}", {"futures": {"span": span}}
+        direct.append(Variant(f"direct-{key}", label, changes, "direct"))
+    return [*ours, *direct]
 
 
 def _by_number(rows: list[Variant]) -> list[Variant]:
@@ -292,6 +314,13 @@ TABLES = {
             "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
         ),
         Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
+        Table(
+            "spans",
+            "Spans",
+            "How much the LLM offers at an event: a token, or what it would write behind it as well.",
+            _spans,
+            spans=True,
+        ),
         Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
         Table(
             "quantiles",

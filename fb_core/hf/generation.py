@@ -33,6 +33,7 @@ class Running:
     tokens: list[int]  # prompt and what was generated
     prompt: int  # its length
     events: list[Event] = field(default_factory=list)  # where a decoder has any
+    ahead: list[int] = field(default_factory=list)  # tokens of its last event that are still to be appended
 
     @property
     def new(self) -> list[int]:
@@ -47,12 +48,12 @@ class Stop:
     ends: frozenset[int]  # at one of these ids
     room: int  # at so many new tokens
     positions: int | None  # at so many tokens, the prompt's included
-    events: float = float("inf")  # behind the token of this event, counted from 1
+    events: float = float("inf")  # behind the last token of this event, counted from 1
     told: Callable[[Running], bool] | None = None  # hears of every token; True ends, too
 
     def __call__(self, row: Running) -> bool:
         heard = self.told is not None and self.told(row)
-        ended = row.tokens[-1] in self.ends or len(row.events) >= self.events
+        ended = row.tokens[-1] in self.ends or (len(row.events) >= self.events and not row.ahead)
         return heard or ended or len(row.tokens) >= self.length(row)
 
     def length(self, row: Running) -> int:

@@ -1,8 +1,8 @@
-"""Direct LLM score: at every admitted state the LLM's likeliest candidate, which is one token of its own.
+"""Direct LLM score: at every admitted state the LLM's likeliest candidate, a token of its own or a span of them.
 
 Definition: of the joint pool the candidate with the largest log p_T is appended. The LLM's argmax is always among them,
 so this equals one-token takeover, where the LLM's argmax is appended whatever the SLM proposes; ties go to the lowest
-id in both.
+id in both. Where the run's settings let the LLM write on behind it, that is appended, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from fb_core.selectors import LLMPreference
 METHOD = Method(
     name="direct",
     label="Direct LLM score",
-    decode=lambda run, _: run.decoder(LLMPreference(), pool="joint").generate_many,
+    decode=lambda run, _: run.decoder(LLMPreference(), pool="joint", span=run.span).generate_many,
     timed=("fast",),
 )

@@ -56,7 +56,7 @@ def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
         blocks.append(_by_benchmark(findings, rows, shown.title))
     for name in names:
         inside = [row for row in rows if row.benchmark == name]
-        blocks += [*_verdicts(inside), _rows_table(findings, inside, f"{shown.title} on {name}")]
+        blocks += [*_verdicts(inside), _rows_table(findings, inside, shown, name)]
         notes = [f"{row.label}: {row.note}." for row in inside if row.note]
         blocks += [Items(notes)] if notes else []
     return [*blocks, *recipe_blocks([findings])] if any(row.quantile is not None for row in rows) else blocks
@@ -86,7 +86,7 @@ def _names(rows: Sequence[Result]) -> list[str]:
     return [f"{label} at quantile {', '.join(at)}" if at else label for label, at in quantiles.items()]
 
 
-def _rows_table(findings: Findings, rows: Sequence[Result], caption: str) -> Table:
+def _rows_table(findings: Findings, rows: Sequence[Result], shown: Experiment, benchmark: str) -> Table:
     columns = [text_column("label")]
     if any(row.quantile is not None for row in rows):
         columns.append(Column("quantile", lambda row: "" if row.quantile is None else f"{row.quantile:g}"))
@@ -96,9 +96,12 @@ def _rows_table(findings: Findings, rows: Sequence[Result], caption: str) -> Tab
     columns += [_minus_column(name) for name in beside]
     columns += [number_column("events", "events a problem", 2), number_column("calls", "LLM calls a problem", 2)]
     columns.append(number_column("tokens", "tokens a problem", 1))
+    if shown.spans:
+        columns.append(Column("of them the LLM's", lambda row: number(row.llm_tokens and row.llm_tokens.mean, 1)))
+        columns.append(number_column("llm_written", "tokens that the LLM wrote", 1))
     unequal = len({row.problems for row in rows if row.problems}) > 1
     columns += [number_column("problems", "problems")] if unequal else []
-    return column_table(caption, rows, columns, made_with(findings, rows))
+    return column_table(f"{shown.title} on {benchmark}", rows, columns, made_with(findings, rows))
 
 
 def _minus_column(name: str) -> Column:

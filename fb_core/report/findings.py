@@ -69,11 +69,12 @@ class Selection(_Values):
 
 
 class Experiment(_Values):
-    """How a table of variants is shown: its title, what it varies in a sentence, and its figure."""
+    """How a table of variants is shown: its title, what it varies, its figure, and whether with the LLM's tokens."""
 
     name: str
     title: str
     varies: str
+    spans: bool = False
     figure: Literal["accuracy", "horizon", "sweep"] | None = None
     caption: str = ""
 
@@ -91,6 +92,7 @@ class Result(_Values):
         llm_tokens: of the answer those that the LLM wrote or that were chosen where it was asked, a problem.
         above_line: accuracy less that of taking over so large a share of the problems, the SLM decoding the others,
             that it costs as many `llm_tokens`; None of greedy decoding and takeover, the ends of that line.
+        llm_written: the same with the tails of spans that were not chosen.
     """
 
     table: str
@@ -111,6 +113,7 @@ class Result(_Values):
     tokens: float | None = None
     llm_tokens: Interval | None = None
     above_line: Interval | None = None
+    llm_written: float | None = None
 
 
 class Agreement(_Values):

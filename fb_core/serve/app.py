@@ -22,7 +22,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from fb_core.pool import Event
 from fb_core.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -304,8 +303,7 @@ class _Application:
         """Of all answers; those that are the same are counted as often as they are sent."""
         self.metrics.whole.observe(time.perf_counter() - request.state.began)
         prompt, completion = sum(answer.prompt for answer in answers), sum(answer.completion for answer in answers)
-        events = [event for answer in answers for event in answer.events]
-        return usage_fields(prompt, completion * body.n, *_asked(events))
+        return usage_fields(prompt, completion * body.n, *_asked(answers))
 
 
 def _refused(message: str, asked: str) -> _Problem:
@@ -323,10 +321,11 @@ def _cancel(answers: Sequence[Answer]) -> None:
         answer.handle.cancel()
 
 
-def _asked(events: list[Event]) -> tuple[int, int]:
-    """(requests to the large model, tokens chosen with its help)."""
-    calls = sum(event.asked for event in events)
-    return calls, sum(len(event.pool) > 1 or event.asked for event in events)
+def _asked(answers: Sequence[Answer]) -> tuple[int, int]:
+    """(requests to the large model, tokens chosen with its help or written by it)."""
+    events = [(event, answer.completion - event.step) for answer in answers for event in answer.events]
+    calls = sum(event.asked for event, _ in events)
+    return calls, sum(min(len(event.tokens), room) for event, room in events if len(event.pool) > 1 or event.asked)
 
 
 async def _gone(request: HTTPRequest) -> None:

@@ -107,10 +107,10 @@ def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) 
     ]
     if reranker.scope == "candidate":
         prefixes = [replace(whole, length=state.position) for state in states]
-        found = reranker.scores_many(prefixes, pools, features)
+        found = reranker.scores_many(prefixes, pools, features, [state.pool.tails for state in states])
     else:
         found = [
-            reranker.scores(state.prefix, pool, features=rows)
+            reranker.scores(state.prefix, pool, features=rows, tails=state.pool.tails)
             for state, pool, rows in zip(states, pools, features, strict=True)
         ]
     return [scores.cpu() for scores in found]
@@ -153,8 +153,10 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
 
 def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
     """The group's [K, H] where it has one of the very candidates that were rolled out."""
-    same = group is not None and torch.equal(group.state.pool.ids, rolled.state.pool.ids)
-    return group.logprob if group is not None and same else None
+    if group is None:
+        return None
+    scored, tried = group.state.pool, rolled.state.pool
+    return group.logprob if torch.equal(scored.ids, tried.ids) and scored.tails == tried.tails else None
 
 
 def _complete(folder: Artefact) -> bool:

@@ -15,9 +15,10 @@ from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, Selector, overridden
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.inputs import models_of, verifier_of
+from fb_core.stages.inputs import models_of, span_of, verifier_of
 
 if TYPE_CHECKING:
+    from fb_core.spans import Span
     from fb_core.stages.router import Router
     from fb_core.verify import Verifier
 
@@ -99,6 +100,11 @@ class Context:
         return frozen_policy(self.run)
 
     @property
+    def span(self) -> Span:
+        """How much the LLM offers at an event."""
+        return span_of(self.settings.futures.span, self.models.tokenizer)
+
+    @property
     def verifier(self) -> Verifier:
         """Judges answers."""
         return verifier_of(self.settings.verify)
@@ -154,7 +160,7 @@ class Context:
     def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
         """The decoder with a reranker, as the settings deploy it: under the LLM where that is certain enough."""
         selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
-        return self.decoder(selector, ask=needs_llm(self.settings), **pool_options(self.settings))
+        return self.decoder(selector, ask=needs_llm(self.settings), span=self.span, **pool_options(self.settings))
 
 
 def generator(

@@ -11,7 +11,8 @@ from fb_core import scorer as packing
 from fb_core.scorer import BranchGroup, CompatibilityScorer
 from fb_core.stages.examples import Examples, Future, Group, group_files
 from fb_core.stages.futures import FutureStage, usable
-from fb_core.stages.pools import in_parts
+from fb_core.stages.inputs import span_of
+from fb_core.stages.pools import in_parts, with_spans
 from fb_core.stages.samples import OwnFutureStage, SampleStage, futures_of_quality, read_samples
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import OverStates, StateStage
@@ -26,11 +27,11 @@ def score_states(
     batch: int = 64,
     token_budget: int = packing.TOKEN_BUDGET,
 ) -> list[Tensor]:
-    """One float32 [K, horizon] a future, of the candidates in its state's pool.
+    """One float32 [K, horizon] a future, of the candidates in its state's pool, each behind its tail.
 
     Args:
         scorer: over the frozen SLM.
-        futures: one a state; what lies past the horizon is cut.
+        futures: one a state, which begin with the tails of their pools; what lies past the horizon is cut.
         horizon: tokens of the future to score.
         on_done: called with the number of groups finished.
         batch: trajectories between two calls of `on_done`.
@@ -66,8 +67,10 @@ def score_states(
 
 
 def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> BranchGroup:
-    device = scorer.model.device
-    return BranchGroup(future.state.position, future.state.pool.ids.to(device), future.tokens[:horizon].to(device))
+    device, pool = scorer.model.device, future.state.pool
+    tails = [len(tail) for tail in pool.tails]
+    reach = horizon + max(tails, default=0)
+    return BranchGroup(future.state.position, pool.ids.to(device), future.tokens[:reach].to(device), tails, horizon)
 
 
 class ScoreStage(OverStates):
@@ -75,7 +78,7 @@ class ScoreStage(OverStates):
 
     name = "scores"
     command = "score"
-    slice = ("score", "collect.slm_k")
+    slice = ("score", "collect.slm_k", "futures.span")
     uses = ("slm", "tokenizer", "valid_vocab")
 
     def inputs(self) -> Sequence[type[Stage]]:
@@ -95,6 +98,10 @@ class ScoreStage(OverStates):
         futures = self._futures(Examples(self.run, shard, self.models.slm.device))
         used, filters = usable(in_parts(futures, slm_k), settings.horizon)
         kept = [future for future in in_parts(futures, slm_k, settings.pool) if len(future.state.pool) >= 2]
+        span = span_of(self.settings.futures.span, self.models.tokenizer)
+        if not span.single:
+            room = self.input(TrajectoryStage).settings.collect.max_new_tokens
+            kept = with_spans(kept, span, self.models.scorer, room)
         good = {future.state.id for future in used}
         scored = [future for future in kept if future.state.id in good]
         matrices = score_states(self.models.scorer, scored, settings.horizon, self.on_progress, token_budget=budget)

@@ -140,6 +140,10 @@ class RerankerStage(Stage):
         filters = self.input(ScoreStage).folder.finished()["counts"]
         policy = frozen_policy(self.run)
         asked = self.input(TrajectoryStage)
+        span = self.settings.futures.span
+        ends = "frozenset()" if span.delimiter is None else f"ending_ids(tokenizer, {span.delimiter!r})"
+        lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
+        lines += [] if span.tokens == 1 else [f"    span=Span({span.tokens}, {ends}, {span.agree}),"]
         names = {"slm": models.slm, "llm": models.llm}
         loading = LOADING.format(**names)
         if models.slm.startswith(DEMO):
@@ -161,7 +165,8 @@ class RerankerStage(Stage):
             threshold=policy.threshold,
             top_k=policy.top_k,
             quantile=self.input(PolicyStage).settings.collect.quantile,
-            options="\n".join(f"    {name}={value!r}," for name, value in pool_options(self.settings).items()),
+            options="\n".join(lines),
+            spans="" if span.tokens == 1 else "\nfrom fb_core.spans import Span, ending_ids",
             load=", scope='sequence'" if settings.scope == "sequence" else "",
             wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
             scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",
@@ -232,7 +237,7 @@ propose at an uncertain step it can best continue from. It was distilled from th
 continuation by {llm} behind every candidate.
 
 ```python
-from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker{spans}
 {loading}
 reranker = TokenReranker.from_pretrained("path/to/this/folder", slm{load})
 decoder = CollaborativeDecoder(

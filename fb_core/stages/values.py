@@ -23,7 +23,7 @@ from fb_core.stages.agreement import reranked
 from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.deploy import RERANKER, chosen_reranker, frozen_policy, pool_options
 from fb_core.stages.examples import Examples
-from fb_core.stages.inputs import DEPLOYED
+from fb_core.stages.inputs import DEPLOYED, span_of
 from fb_core.stages.inside import FOLDER
 from fb_core.stages.rollouts import RolloutStage
 from fb_core.stages.selection import RerankerStage
@@ -150,7 +150,8 @@ class ValueStage(Stage):
         )
 
     def _candidates(self, learned: _States, held_out: _States) -> Iterator[Candidate]:
-        policy, options = frozen_policy(self.run), pool_options(self.settings)
+        policy, span = frozen_policy(self.run), span_of(self.settings.futures.span, self.models.tokenizer)
+        options = pool_options(self.settings) | {"span": span}
         heads: dict[tuple[str, Form | None], ValueHead | None] = {}
         for name in learned.scores:
             heads |= {(name, form): learned.head(name, form) for form in self.settings.choice.values}

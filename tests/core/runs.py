@@ -49,7 +49,14 @@ SMALL = {
         "timed": 2,
         "router": {"problems": 15, "width": 16, "blocks": 1, "epochs": 2, "learning_rate": 0.001},
     },
-    "experiment": {"alphas": [0.5], "temperatures": [1.0], "quantiles": [0.92], "hindsight": 2},
+    "experiment": {
+        "alphas": [0.5],
+        "temperatures": [1.0],
+        "quantiles": [0.92],
+        "hindsight": 2,
+        "spans": [3],
+        "delimiter": ".",
+    },
     "verify": {"workers": 1},
 }
 TIMES = ("cost", "seconds", "made_by", "sha256")  # what may differ between two runs

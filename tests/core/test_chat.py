@@ -23,6 +23,7 @@ from warm import futurebridge
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings
+from fb_core.pool import Event
 from fb_core.terminal import escaped
 
 TEMPLATE = (
@@ -270,7 +271,7 @@ def test_escapes_of_a_model_are_shown_and_do_nothing_however_they_are_split(name
             screen = io.StringIO()
             show = Printer(made, Console(file=screen, width=80, **options))
             for number, token in enumerate(ids):
-                show(token, object() if options and number % 3 == 0 else None)
+                show(token, Event.alone(number, 1.0, torch.zeros(2)) if options and number % 3 == 0 else None)
             show.end()
             written = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue()) if options else screen.getvalue()
             assert printable(written)

@@ -28,6 +28,7 @@ from fb_core.demo.pairs import load_pair
 from fb_core.loading import load
 from fb_core.recipe import ASK, DIRECT, GREEDY, PUBLISHED, Deployed, Recipe
 from fb_core.reranker import DESCRIPTION
+from fb_core.spans import Span
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choice import CertificationStage, ChoiceStage, TrialStage, Tried, decide, promising
 from fb_core.stages.commands import run_command, train_others
@@ -240,7 +241,7 @@ def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings
     assert found.evidence == dict(evidence)[recipe]
     assert found.evidence.problems == 24
     assert found.policy.threshold == frozen_policy(run).threshold
-    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8}
+    assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
     assert "## The recipe deployed" in (folder_of(run) / "README.md").read_text()
     TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)
 

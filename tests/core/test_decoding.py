@@ -328,11 +328,11 @@ class FakeReranker:
     def __init__(self, scope, feature_names=()):
         self.scope, self.feature_names, self.calls = scope, feature_names, []
 
-    def scores_many(self, prefixes, candidates, features=None):
+    def scores_many(self, prefixes, candidates, features=None, tails=()):
         self.calls.append(("many", [prefix.length for prefix in prefixes], features))
         return [-ids.float() for ids in candidates]
 
-    def scores(self, prefix, candidates, cache=None, features=None):
+    def scores(self, prefix, candidates, cache=None, features=None, tails=()):
         self.calls.append(("one", [len(prefix)], features))
         return -candidates.float()
 

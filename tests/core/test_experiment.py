@@ -77,6 +77,7 @@ def state_of(run):
 
 MADE = ("greedy", "majority", "direct", "one-token-takeover", "futurebridge")
 MADE += ("alpha-0.5", "pool-slm", "override", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+MADE += ("span-3", "direct-span-all")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,8 @@ LEARNED = {"training", "selection", "reranker"}
         ("futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
         ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
         ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
+        ("span-3", COLLECTED | {"futures"}, LEARNED | {"scores"}),
+        ("direct-span-all", COLLECTED, set()),
         (
             "override",
             COLLECTED | {"futures", "scores", "training", "rollouts"},
@@ -251,7 +254,7 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
-    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "repairs", "quantiles"}
+    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "spans", "repairs", "quantiles"}
     pools = rows_of(found, "pools")
     assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
     assert pools["futurebridge", None].label == "joint pool"
@@ -260,6 +263,40 @@ def test_tables_that_were_not_asked_for_are_left_out(found):
     assert next(iter(repairs)) == ("futurebridge", None)
     assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
     assert all(row.ours for row in repairs.values())
+
+
+def test_rows_of_spans_say_what_the_llm_wrote(made, found):
+    run, _, _ = made
+    rows = {row.key: row for row in found.of("spans")}
+    kinds = ("3", "step", "agree", "all")
+    assert list(rows) == [
+        *("futurebridge", *(f"span-{kind}" for kind in kinds)),
+        *("direct", *(f"direct-span-{kind}" for kind in kinds)),
+    ]
+    assert {key for key, row in rows.items() if row.accuracy} == {"futurebridge", "span-3", "direct", "direct-span-all"}
+    for key in ("futurebridge", "direct"):
+        assert rows[key].llm_tokens.mean == rows[key].llm_written == rows[key].events  # a token an event
+    for key in ("span-3", "direct-span-all"):
+        stand, offered, problems = 0, 0, 0
+        for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                problems += 1
+                for event in row["events"]:
+                    tails = event.get("tails") or [[]] * len(event["pool"])
+                    stand += 1 + len(tails[event["choice"]])
+                    offered += 1 + sum(map(len, tails))
+        assert rows[key].llm_tokens.mean == pytest.approx(stand / problems)
+        assert rows[key].llm_written == pytest.approx(offered / problems)
+    assert rows["span-3"].llm_written > rows["span-3"].llm_tokens.mean > rows["span-3"].events
+    assert rows["direct-span-all"].llm_written == rows["direct-span-all"].llm_tokens.mean > 10
+    assert rows["direct-span-all"].events <= 1
+    tables = {section.title: [b for b in section.blocks if hasattr(b, "rows")] for section in render([found]).sections}
+    (shown,) = tables["Spans"]
+    place = {head: column for column, head in enumerate(shown.head)}
+    cells = {row[0]: row for row in shown.rows}["FutureBridge, 3 tokens"]
+    assert cells[place["of them the LLM's"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
+    assert cells[place["tokens that the LLM wrote"]] == f"{rows['span-3'].llm_written:.1f}"
+    assert "of them the LLM's" not in tables["Methods"][0].head
 
 
 def test_findings_are_plain_and_finite(made, found):
@@ -489,7 +526,10 @@ def test_shipped_settings_are_published_where_they_say_so():
     assert [is_published(RunSettings.load(name)) for name in names] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("changes", [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}, {"futures": {"span": {"tokens": 2}}}],
+)
 def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
     with pytest.raises(ValueError, match=r"experiment: expected the published recipe"):
         run_experiment(["methods"], changed(RunSettings(**PAPER), changes), tmp_path / "run")

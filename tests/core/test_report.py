@@ -75,6 +75,7 @@ VARIANTS = {
     ],
     "alpha": [("alpha-0.5", "α = 0.5", 0.94, 0.5), ("alpha-0.25", "α = 0.25", 0.91, 0.25)],
     "temperature": [("tau-1", "τ = 1", 0.956, 1.0)],
+    "spans": [("span-4", "FutureBridge, 4 tokens", 0.951, None)],
     "scope": [("sequence", "Whole sequence", 0.962, None)],
     "repairs": [
         ("features", "With features", 0.964, None),
@@ -519,7 +520,7 @@ def test_contents_lead_to_every_section(page):
             "Future quality",
         ),
         *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
-        *("Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
+        *("Spans", "Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
         *("Choice on validation", "States", "Settings"),
     ]
 
