@@ -336,7 +336,7 @@ class ChoiceSettings(BaseModel):
         tried: recipes decoded on validation problems, those that rollouts speak for.
         tested: of these the best, held against greedy decoding and the direct LLM score on the certification problems.
         delta: how far below either a recipe may be, as a share of the problems.
-        level: at which all bounds of a choice hold at once.
+        level: one less the chance that any recipe that is worse than that may be deployed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

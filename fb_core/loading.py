@@ -33,20 +33,19 @@ def load(settings: PairSettings) -> Loaded:
         OSError: a model, adapter or server that is not there.
     """
     slm, tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
-    llm, other = _llm(settings, tokenizer)
-    return Loaded(
-        Pair(slm, llm, (tokenizer, other)),
-        tokenizer,
-        *deployment_of(
-            settings.adapter,
-            slm,
-            recipe=settings.recipe,
-            certainty=settings.certainty,
-            threshold=settings.threshold,
-            max_events=settings.max_events,
-            span=settings.span,
-        ),
+    deployment = deployment_of(
+        settings.adapter,
+        slm,
+        recipe=settings.recipe,
+        certainty=settings.certainty,
+        threshold=settings.threshold,
+        max_events=settings.max_events,
+        span=settings.span,
     )
+    if deployment.selector is None:  # the recipe asks nobody
+        return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment)
+    llm, other = _llm(settings, tokenizer)
+    return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment)
 
 
 def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:

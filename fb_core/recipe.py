@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -35,6 +36,7 @@ Wanted = Literal["chosen", "published"]
 THRESHOLD = 1.0  # nats, where nobody says another
 PUBLISHED = "published"  # folder of the published recipe's adapter, inside that of another one
 ASK, WEIGHT = "ask.safetensors", "weight"
+LARGEST = (1 << 31) - 1
 _FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
@@ -113,10 +115,10 @@ class Evidence(BaseModel):
     Attributes:
         problems: certified on, none of them used for anything before.
         delta: how far below another recipe it may be, as a share of the problems.
-        level: that all bounds of the choice hold at once.
+        level: one less the chance that any recipe that is worse than that may be deployed, for one adapter.
         tests: recipes among which the error was divided.
         accuracy: on these problems.
-        minus_greedy: paired difference to the SLM by itself.
+        minus_greedy: paired difference to the SLM by itself; its bound has a share of that error, by `tests`.
         minus_direct: to the direct LLM score.
         calls: of the LLM, a problem.
         llm_tokens: that it chose or wrote, a problem.
@@ -140,7 +142,7 @@ class Evidence(BaseModel):
 class _Span(BaseModel):
     model_config = _FROZEN
 
-    tokens: int | None = Field(ge=1)
+    tokens: int | None = Field(ge=1, le=LARGEST)
     ends: tuple[int, ...]
     agree: bool
 
@@ -151,9 +153,9 @@ class _Pools(BaseModel):
     model_config = _FROZEN
 
     pool: PoolKind
-    slm_k: int = Field(ge=1)
-    llm_k: int = Field(ge=1)
-    max_events: int = Field(ge=0)
+    slm_k: int = Field(ge=1, le=LARGEST)
+    llm_k: int = Field(ge=1, le=LARGEST)
+    max_events: int = Field(ge=0, le=LARGEST)
     span: _Span
 
     @classmethod
@@ -194,7 +196,7 @@ class _Stored(BaseModel):
     value: _Value | None
     ask: _Ask | None
     threshold: float
-    top_k: int = Field(ge=1)
+    top_k: int = Field(ge=1, le=LARGEST)
     pools: _Pools
     evidence: Evidence | None
 
@@ -267,18 +269,24 @@ class Deployed:
         found = read_description(path).get("recipe")
         try:
             return None if found is None else cls.read(found, lambda: _weight(path / ASK))
-        except (ValidationError, ValueError) as problem:
-            got = " ".join(str(problem).splitlines()[:3])[:300]
+        except ValueError as problem:
+            got = str(problem)
+            if isinstance(problem, ValidationError):
+                first = problem.errors()[0]
+                got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ValueError(
-                f"{path / DESCRIPTION}: expected a recipe as `train` writes it, got {got}; run `train` again"
+                f"{path / DESCRIPTION}: expected a recipe as `train` writes it, got {got[:300]}; run `train` again"
             ) from None
 
 
 def _weight(path: Path) -> Tensor:
     try:
-        return load_file(path)[WEIGHT]
+        weight = load_file(path)[WEIGHT]
     except (OSError, KeyError, SafetensorError) as problem:
         raise ValueError(f"{problem!r} in {path.name}") from None
+    if weight.dtype != torch.float32:
+        raise ValueError(f"{weight.dtype} in {path.name}")
+    return weight
 
 
 class Deployment(NamedTuple):
@@ -314,12 +322,14 @@ def deployment_of(
     Raises:
         ValueError: an adapter that is not there, damaged or made for another model, or a certainty beside a recipe.
     """
+    if recipe not in get_args(Wanted):
+        raise ValueError(f"recipe: expected chosen or published, got {recipe!r}; leave it out for the chosen one")
     spans = {} if span is None else {"span": Span(span or None)}
     deployed = None if adapter is None else Deployed.load(adapter)
     if deployed is None:
         selector: Selector | None = LLMPreference()
         if adapter is not None:
-            selector = overridden(_reranked(Path(adapter), slm), certainty)
+            selector = overridden(FutureBridgeSelector(_reranker(Path(adapter), slm)), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
         events = {"max_events": 8 if max_events is None else max_events}
         return Deployment(selector, policy, {"span": Span()} | events | spans)
@@ -328,7 +338,8 @@ def deployment_of(
     options = deployed.options | spans
     if recipe == "published":
         inside = folder / PUBLISHED
-        selector = overridden(_reranked(inside if inside.is_dir() else folder, slm), certainty)
+        published = _reranker(inside if inside.is_dir() else folder, slm)
+        selector = overridden(FutureBridgeSelector(published), certainty)
         policy = RequestPolicy(policy.threshold, policy.top_k)
     else:
         if certainty is not None:
@@ -336,7 +347,7 @@ def deployment_of(
                 f"certainty: expected none beside the recipe in {folder} ({deployed.recipe.label}), got {certainty}; "
                 "leave it out, or ask for --recipe published"
             )
-        reranker = TokenReranker.from_pretrained(folder, slm).eval() if deployed.recipe.trained else None
+        reranker = _reranker(folder, slm) if deployed.recipe.trained else None
         selector = deployed.recipe.selector(reranker, deployed.value)
         if deployed.recipe.greedy:
             options["max_events"] = 0
@@ -347,5 +358,7 @@ def deployment_of(
     return Deployment(selector, policy, options)
 
 
-def _reranked(folder: Path, slm: hf.CausalLM) -> Selector:
-    return FutureBridgeSelector(TokenReranker.from_pretrained(folder, slm).eval())
+def _reranker(folder: Path, slm: hf.CausalLM) -> TokenReranker:
+    """Of the scope that it was trained in."""
+    scope = read_description(folder).get("scope")
+    return TokenReranker.from_pretrained(folder, slm, scope="sequence" if scope == "sequence" else "candidate").eval()

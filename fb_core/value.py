@@ -12,6 +12,7 @@ of event. Greedy rollouts behind the candidates of some training states tell wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -43,8 +44,8 @@ LISTWISE = (
 )
 TERMS: dict[Form, tuple[str, ...]] = {"gate": GATE, "listwise": LISTWISE}
 LOWEST = -12.0  # nats: below it one candidate is as good as none
-GATE_PENALTY = 5.0  # of the squared weights of standardised terms, beside the sum over states
-LISTWISE_PENALTY = 0.01  # likewise, beside the mean
+GATE_PENALTY = 5.0  # of the squared weights of standardised terms, beside the sum over states; never tuned
+LISTWISE_PENALTY = 0.01  # likewise, beside the mean; never tuned
 ASK_PENALTIES = tuple(10.0**power for power in range(7))  # tried, by the error on states left out
 
 
@@ -86,7 +87,8 @@ class ValueHead:
         if self.form == "gate":
             terms = gate_terms(pool, scores, entropy)
             gain = terms @ torch.tensor(self.weights, dtype=torch.float64, device=terms.device)
-            return torch.where(gain > 0, scores.float(), pool.slm_logprob.float())
+            acts = (gain > 0) | scores.isnan().any()  # a broken scorer is not to be hidden
+            return torch.where(acts, scores.float(), pool.slm_logprob.float())
         terms = listwise_terms(pool, scores, entropy)
         return (terms @ torch.tensor(self.weights, dtype=torch.float64, device=terms.device)).float()
 
@@ -97,7 +99,8 @@ def gate_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
     1, entropy, max p_S, max p_T, p_T of the SLM's own token; of the scores' candidate less that token the score and
     log p_T (within 10 nats); the deviation of the scores.
     """
-    slm, llm, score = pool.slm_logprob.double(), pool.llm_logprob.double().clamp_min(LOWEST), scores.double()
+    slm, llm = pool.slm_logprob.double(), pool.llm_logprob.double().clamp_min(LOWEST)
+    score = scores.double().masked_fill(scores == -math.inf, LOWEST)
     own, best = slm.argmax()[None], score.argmax()[None]
     event = slm.new_tensor([1.0, entropy])
     llm_gap = (llm[best] - llm[own]).clamp(-10, 10)
@@ -112,8 +115,9 @@ def listwise_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
     best of either; some of these times max p_S, max p_T and the entropy.
     """
     slm, llm = (values.double().clamp_min(LOWEST) for values in (pool.slm_logprob, pool.llm_logprob))
-    centred = scores.double() - scores.double().mean()
-    z = centred / (scores.double().std(correction=0) + 1e-6)
+    score = scores.double().masked_fill(scores == -math.inf, LOWEST)
+    centred = score - score.mean()
+    z = centred / (score.std(correction=0) + 1e-6)
     places = torch.arange(len(slm), device=slm.device)
     own, large = ((places == values.argmax()).double() for values in (slm, llm))
     sure, llm_sure = slm.max().exp(), llm.max().exp()

@@ -26,6 +26,7 @@ from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
 from fb_core.policy import AskHead, RequestPolicy, not_finite
 from fb_core.pool import Event, Pool
+from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import CertainLLM, FutureBridgeSelector, ScoringSelector, Selector, State, ValueSelector
 from fb_kernels import Halt
@@ -138,14 +139,18 @@ class Loop:
 
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
         """Another reranker in the place of the merged one; raises as `CollaborativeDecoder.load_adapter`."""
+        selector = self.intervention.selector
+        inner = selector.selector if isinstance(selector, CertainLLM) else selector
+        if isinstance(inner, ValueSelector) or self.ask is not None or Deployed.load(directory) is not None:
+            raise ValueError(
+                "load_adapter: expected a plain reranker in the place of another, got heads fitted to one or a chosen "
+                "recipe; make a decoder with deployment_of"
+            )
         reranker = TokenReranker.from_pretrained(directory, self.model.model).eval()
         assert self.merged is not None
         self.merged.load(reranker)
-        selector = self.intervention.selector
-        while isinstance(selector, CertainLLM | ValueSelector):
-            selector = selector.selector
-        assert isinstance(selector, MergedSelector)
-        selector.reranker = reranker
+        assert isinstance(inner, MergedSelector)
+        inner.reranker = reranker
 
     def check(self, task: Task) -> None:
         """ValueError for a sequence that never fits."""

@@ -246,7 +246,7 @@ class DecodeStep:
         entropy, _, ids = topk_entropy(logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
         if self.ask is not None:  # a row that is not worth asking about has no entropy to speak of
-            worth = self.ask.worth(model.normed(hidden), entropy)
-            entropy = entropy.masked_fill(worth <= self.least[:rows], -math.inf)
+            worth, least = self.ask.worth(model.normed(hidden), entropy), self.least[:rows]
+            entropy = entropy.masked_fill(least.isfinite() & ~(worth > least), -math.inf)
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}
         commit_(state, token, entropy, **limits, outcome=self.ring[place, :rows])

@@ -12,6 +12,7 @@ from fb_core.report.columns import (
     below,
     column_table,
     made_with,
+    number,
     number_column,
     percent,
     said,

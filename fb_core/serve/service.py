@@ -182,7 +182,7 @@ class Service:
         if own.recipe in ("direct", "futurebridge") and not self.engine.decoder.max_events:
             raise ValueError(f'recipe: expected "greedy", got "{own.recipe}"; this server asks no large model')
         if own.recipe == "futurebridge" and isinstance(self.engine.decoder.selector, LLMPreference):
-            raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; this server has no adapter')
+            raise ValueError('recipe: expected "greedy" or "direct", got "futurebridge"; here the large model decides')
         handle = self.engine.submit(
             ids,
             wanted,

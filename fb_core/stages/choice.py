@@ -3,9 +3,10 @@
 Learn-then-Test (Angelopoulos et al., arXiv 2110.01052): the recipes that do best on validation problems are tested on
 problems that nothing else was chosen on. A recipe may be deployed where the lower bounds of its paired differences to
 greedy decoding *and* to the direct LLM score are above -delta; both must hold, so that no error is added by there being
-two. Among the recipes tested and the direct score the error is divided (Bonferroni), so all bounds hold at once at the
-level. Of those that may, the one with the best accuracy is taken, the fewer LLM calls deciding a tie; if none may, the
-direct score where it is not below greedy beyond delta, else greedy decoding.
+two. The error is divided (Bonferroni) among the recipes tested, the direct score, which is held against greedy
+decoding, and greedy decoding, which is held against the direct score: that a recipe worse than either by more than
+delta passes its test has at most the probability 1 - level, for the adapter of a seed. Of those that may, the most
+accurate is taken, the fewer LLM calls deciding a tie; if none may, greedy decoding.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fb_core.stages.states import PolicyStage
 from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.stages.values import Candidate, ValueStage
 
+ASKED_HERE = ("problems", "collect.max_new_tokens", "verify", "train.seeds", *DEPLOYED)
 ALWAYS = {GREEDY: "greedy", DIRECT: "direct"}  # decoded once, whatever the seed
 
 
@@ -138,7 +140,7 @@ class TrialStage(_RecipeTrials):
 
     name = "trials"
     split = "validation"
-    slice = ("problems", "collect.max_new_tokens", "verify", "train.seeds", "choice", *DEPLOYED)
+    slice = (*ASKED_HERE, "choice.tried")
     reads = (TrajectoryStage, PolicyStage, RerankerStage, ValueStage)
 
     def recipes(self, seed: int) -> list[Recipe]:
@@ -176,7 +178,7 @@ class CertificationStage(_RecipeTrials):
 
     name = "certification"
     split = "certification"
-    slice = TrialStage.slice
+    slice = (*ASKED_HERE, "choice.tested")
     reads = (*TrialStage.reads, TrialStage)
 
     def recipes(self, seed: int) -> list[Recipe]:
@@ -192,14 +194,9 @@ class CertificationStage(_RecipeTrials):
     def data(self) -> dict[str, Any]:
         return {"problems": [problem.id for problem in self.problems]}
 
-    def report(self, manifest: dict[str, Any]) -> str:
-        return "\n\n".join(choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds)
-
-    def verdict(self, seed: int) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
-        """What is deployed with a seed's adapter, and the evidence of every recipe tested."""
-        tested = [self.tried(recipe, seed) for recipe in (GREEDY, DIRECT, *self.recipes(seed))]
-        choice = self.settings.choice
-        return decide(tested, choice.delta, choice.level)
+    def tested(self, seed: int) -> list[Tried]:
+        """Greedy decoding, the direct score, then the best recipes of a seed."""
+        return [self.tried(recipe, seed) for recipe in (GREEDY, DIRECT, *self.recipes(seed))]
 
 
 def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
@@ -208,38 +205,35 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[Recipe,
     Args:
         tested: greedy decoding, the direct LLM score, then others, on the same problems.
         delta: how far below either of these a recipe may be, as a share of the problems.
-        level: that all bounds hold at once.
+        level: one less the chance that any recipe that is worse than that may be deployed.
 
     Returns:
         the recipe, and the evidence of each, in their order.
     """
-    greedy, direct, *others = tested
-    tests = len(others) + 1  # and the direct score against greedy decoding
-    whole = np.ones(len(greedy.correct))
+    greedy, direct, *_ = tested
 
     def minus(one: Tried, other: Tried) -> Difference:
-        both_ends = 1 - 2 * (1 - level) / tests  # of which one error is the lower bound's
-        found = statistics.paired_share_interval(one.correct, other.correct, whole, level=both_ends)
-        return Difference(mean=found.mean, low=found.low if one is not other else 0.0)
+        if one is other:
+            return Difference(mean=0.0, low=0.0)
+        found = statistics.paired_lower_bound(one.correct, other.correct, level=1 - (1 - level) / len(tested))
+        return Difference(mean=found.mean, low=found.low)
 
     differences = [(minus(one, greedy), minus(one, direct)) for one in tested]
     safe = [
         one
-        for one, (to_greedy, to_direct) in zip(tested, differences, strict=True)
-        if one in others and to_greedy.low > -delta and to_direct.low > -delta
+        for one, both in zip(tested, differences, strict=True)
+        if all(difference.low > -delta for difference in both)
     ]
-    direct_safe = differences[1][0].low > -delta
-    fallback = direct if direct_safe else greedy
-    chosen = min([*([direct] if direct_safe else []), *safe], key=lambda one: one.rank) if safe else fallback
-    words = _words(chosen, safe, len(others), direct_safe, delta, level)
+    chosen = min(safe, key=lambda one: one.rank, default=greedy)
+    words = _words(chosen, len(safe), len(tested), delta, level)
     return chosen.recipe, [
         (
             one.recipe,
             Evidence(
-                problems=len(whole),
+                problems=len(greedy.correct),
                 delta=delta,
                 level=level,
-                tests=tests,
+                tests=len(tested),
                 accuracy=one.accuracy,
                 minus_greedy=to_greedy,
                 minus_direct=to_direct,
@@ -252,21 +246,16 @@ def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[Recipe,
     ]
 
 
-def _words(chosen: Tried, safe: Sequence[Tried], others: int, direct_safe: bool, delta: float, level: float) -> str:
+def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> str:
     margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
     if safe:
         return (
-            f"{chosen.recipe.label}: the best of {len(safe)} of {others} tested recipes that are not below greedy "
-            f"decoding or the direct LLM score by more than {margin}, with {sure} confidence for all of them."
-        )
-    if direct_safe:
-        return (
-            f"{chosen.recipe.label}: none of {others} tested recipes is shown not to be below it or greedy decoding by "
-            f"more than {margin}; it is not below greedy decoding by more, with {sure} confidence."
+            f"{chosen.recipe.label}: the best of {safe} among {tests} recipes that are shown, with {sure} confidence, "
+            f"not to be below greedy decoding or the direct LLM score by more than {margin}."
         )
     return (
-        f"{chosen.recipe.label}: neither one of {others} tested recipes nor the direct LLM score is shown not to be "
-        f"below it by more than {margin} with {sure} confidence; no LLM is asked."
+        f"{chosen.recipe.label}: none of {tests} recipes is shown, with {sure} confidence, not to be below greedy "
+        f"decoding or the direct LLM score by more than {margin}; no LLM is asked."
     )
 
 
@@ -294,7 +283,7 @@ class ChoiceStage(Stage):
 
     name = DEPLOYED_STAGE
     command = "train"
-    slice = ("choice", "train.seeds")
+    slice = ("choice.delta", "choice.level", "train.seeds")
     reads = (RerankerStage, ValueStage, CertificationStage)
     unit = "adapters"
     parallel = False
@@ -302,10 +291,14 @@ class ChoiceStage(Stage):
     def shards(self) -> dict[str, int]:
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
+    def verdict(self, seed: int) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
+        """What is deployed with a seed's adapter, and the evidence of every recipe tested."""
+        choice = self.settings.choice
+        return decide(self.input(CertificationStage).tested(seed), choice.delta, choice.level)
+
     def work(self, shard: str) -> Output:
-        seed = int(shard.removeprefix("seed-"))
-        values, certified = self.input(ValueStage), self.input(CertificationStage)
-        recipe, evidence = certified.verdict(seed)
+        seed, values = int(shard.removeprefix("seed-")), self.input(ValueStage)
+        recipe, evidence = self.verdict(seed)
         deployed = next(one.deployed for one in values.candidates(seed) if one.deployed.recipe == recipe)
         own, source = (values.folder_of(one, seed) for one in (Recipe(), recipe))
         with tempfile.TemporaryDirectory() as made:
@@ -327,7 +320,7 @@ class ChoiceStage(Stage):
         """The recipe and its evidence, by seed."""
         found = {}
         for seed in self.settings.train.seeds:
-            recipe, evidence = self.input(CertificationStage).verdict(seed)
+            recipe, evidence = self.verdict(seed)
             found[f"seed-{seed}"] = {
                 "recipe": recipe.model_dump(),
                 "label": recipe.label,
@@ -336,8 +329,8 @@ class ChoiceStage(Stage):
         return json.loads(json.dumps(found))
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = [f"Deployed with `--adapter {self.folder.path}/{shard}`:" for shard in list(self.shards())[:1]]
-        return "\n".join([*lines, *(f"- {one['tested'][0]['words']}" for one in manifest["summary"].values())])
+        tables = [choice_table(*self.verdict(seed), seed) for seed in self.settings.train.seeds]
+        return "\n\n".join([*tables, f"Deployed with `--adapter {self.folder.path / next(iter(self.shards()))}`."])
 
     def cost(self) -> Cost:
         return Cost("a copy of a trained adapter")

@@ -23,6 +23,7 @@ from fb_core.stages.stage import Engine, Stage, plan, run_stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.values import competing
 
 Command = Literal["collect", "futures", "score", "rollouts", "train", "evaluate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
@@ -83,6 +84,8 @@ def run_command(
             elif kind is TrainStage and not dry_run:
                 run_stage(stage, leads=False)
 
+    if command == "train":
+        _check_choice(settings)
     work(stages_of(command, settings))
     if command == "train" and settings.problems.certification:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -94,6 +97,10 @@ def run_command(
                 names, runs = ", ".join(settings.choice.trained), len(settings.train.seeds)
                 show(f"{names or 'no other rerankers'}: trained and selected likewise, {runs} runs each at one horizon")
             else:
+                if engine == "ray":
+                    from fb_core.stages.cluster import dismiss
+
+                    dismiss()  # what follows is trained in this process
                 train_others(settings, run, show)
             work(CHOICE)
     if leads and not dry_run:
@@ -101,22 +108,26 @@ def run_command(
 
 
 def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
-    """The rerankers that compete with the run's own, at its horizon, each in a run inside it; failures are said.
+    """The rerankers that compete with the run's own, at its horizon, each in a run inside it.
 
     Raises:
-        ValueError: the run itself is not trained, or a pool that the choice does not know.
+        ValueError: as `run_stage`.
         OSError: as `run_stage`.
     """
-    if settings.score.pool != "joint":
-        raise ValueError(
-            f'problems.certification: expected score.pool "joint", over which rollouts are made, got '
-            f'"{settings.score.pool}"; set it to 0'
-        )
     horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
-    for name in settings.choice.trained:
+    names = competing(settings, run)
+    if left := [name for name in settings.choice.trained if name not in names]:
+        show(f"**{', '.join(left)}** does not compete: fewer than {settings.rollouts.minimum_mixed} mixed states")
+    for name in names:
         inner, folder = changed(settings, training_changes(horizon, **TRAINED[name])), run / FOLDER / name
         commands: tuple[Command, ...] = ("collect", "futures", "score", "train")
-        try:
-            work_through([kind for each in commands for kind in stages_of(each, inner)], inner, folder, run)
-        except ValueError as problem:
-            show(f"**{name}** does not compete: {problem}")
+        work_through([kind for each in commands for kind in stages_of(each, inner)], inner, folder, run)
+
+
+def _check_choice(settings: RunSettings) -> None:
+    """Refuse a run whose end could not choose, ahead of its training."""
+    if settings.problems.certification and settings.score.pool != "joint":
+        raise ValueError(
+            f'score.pool: expected "joint", of which rollouts are made, beside problems.certification, got '
+            f'"{settings.score.pool}"; set problems.certification to 0 for no choice'
+        )

@@ -216,6 +216,11 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
     certification, validation = list[Problem](), held_out
     if settings.certification:
         certification, validation = split(held_out, settings.validation, settings.seed)
+        if not validation:
+            raise ValueError(
+                f"problems.validation: expected room for one of {len(held_out)} held-out problems, got "
+                f"{settings.validation} beside equal texts; raise it"
+            )
     return {"train": train, "validation": validation, "certification": certification}
 
 

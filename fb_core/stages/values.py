@@ -14,19 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fb_core.config import ChoiceSettings
+from fb_core.config import ChoiceSettings, RunSettings
 from fb_core.policy import AskHead
 from fb_core.pool import Pool
-from fb_core.recipe import DIRECT, GREEDY, Deployed, Recipe
+from fb_core.recipe import DIRECT, GREEDY, Deployed, Recipe, Trained
 from fb_core.reranker import TokenReranker
 from fb_core.stages.agreement import reranked
 from fb_core.stages.artefacts import Artefact, tensor_bytes
+from fb_core.stages.calibration import rolled_out_terms
 from fb_core.stages.deploy import RERANKER, chosen_reranker, frozen_policy, pool_options
 from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import DEPLOYED, span_of
-from fb_core.stages.inside import FOLDER
+from fb_core.stages.inside import FOLDER, TRAINED
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.selection import RerankerStage
+from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
 from fb_core.stages.trajectories import TrajectoryStage, teacher_forced
@@ -55,7 +56,15 @@ class ValueStage(Stage):
 
     name = "values"
     command = "train"
-    slice = ("choice.trained", "choice.certainties", "choice.values", "choice.ask", *DEPLOYED, "train.seeds")
+    slice = (
+        "rollouts.minimum_mixed",
+        "choice.trained",
+        "choice.certainties",
+        "choice.values",
+        "choice.ask",
+        *DEPLOYED,
+        "train.seeds",
+    )
     reads = (TrajectoryStage, PolicyStage, RolloutStage, RerankerStage)
     unit = "rerankers"
     parallel = False
@@ -69,7 +78,7 @@ class ValueStage(Stage):
     @cached_property
     def _runs(self) -> dict[str, Path]:
         """The folder of every reranker that could be trained, by its scores' name."""
-        return {"own": self.run, **inner_runs(self.run, self.settings.choice.trained)}
+        return {"own": self.run, **{name: self.run / FOLDER / name for name in competing(self.settings, self.run)}}
 
     def work(self, shard: str) -> Output:
         seed = int(shard.removeprefix("seed-"))
@@ -173,13 +182,17 @@ class ValueStage(Stage):
             yield Candidate(Deployed(one, value, asks, options, None), success, asked)
 
 
-def inner_runs(run: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Those rerankers of the choice that are trained, with their folders."""
-    folders = {name: run / FOLDER / name for name in names}
-    manifests = {name: Artefact(folder, RERANKER).manifest() for name, folder in folders.items()}
-    return {
-        name: folders[name] for name, manifest in manifests.items() if manifest is not None and manifest["complete"]
-    }
+def competing(settings: RunSettings, run: Path) -> list[Trained]:
+    """The rerankers that compete with the run's own: a calibrated one where enough states were rolled out for it.
+
+    Raises:
+        ValueError: no reranker chosen, or no rollouts.
+    """
+    horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
+    _, outcomes = rolled_out_terms(run, horizon)
+    mixed = sum(bool(one.any() and not one.all()) for one in outcomes)
+    enough = mixed >= settings.rollouts.minimum_mixed
+    return [name for name in settings.choice.trained if enough or "target" not in TRAINED[name]]
 
 
 def possible(choice: ChoiceSettings, trained: Sequence[str]) -> list[Recipe]:

@@ -203,7 +203,7 @@ REFUSED = [
     ({"prompt": [[1, 4]] * 17, "n": 16}, "n", "expected at most the queue's 256 answers, got 272"),
     ({"prompt": [4] * 128}, "prompt", "expected at most 127 tokens for a model of 128 positions"),
     ({"futurebridge": {"max_events": 99}}, "futurebridge.max_events", "expected at most the engine's 8"),
-    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "this server has no adapter"),
+    ({"futurebridge": {"recipe": "futurebridge"}}, "futurebridge.recipe", "here the large model decides"),
     ({"futurebridge": {"recipe": "magic"}}, "futurebridge.recipe", "'greedy', 'direct' or 'futurebridge'"),
     ({"futurebridge": {"threshold": "high"}}, "futurebridge.threshold", "valid number"),
     ({"futurebridge": {"thresholds": 1}}, "futurebridge.thresholds", "expected a parameter"),

@@ -19,6 +19,7 @@ from fb_core.statistics import (
     interval,
     outcomes_differ,
     paired_interval,
+    paired_lower_bound,
     paired_share_interval,
     pairwise_agreement,
     ratio_interval,
@@ -397,3 +398,43 @@ def test_agreement_equals_counting_pair_by_pair(candidates: list[tuple[int, bool
                 agreeing += 1.0 if score > other_score else 0.5 if score == other_score else 0.0
     scores, outcomes = zip(*candidates, strict=True)
     assert pairwise_agreement(scores, outcomes) == (agreeing, comparable)
+
+
+def test_the_paired_lower_bound_inverts_tangos_test():
+    """The statistic at the bound, with the restricted maximum found on a grid, is the normal quantile."""
+    a, b = np.zeros(200), np.zeros(200)
+    a[:9] = 1
+    b[9:25] = 1
+    a[30:120] = b[30:120] = 1
+    found = paired_lower_bound(a, b, level=0.975)
+    assert found.mean == pytest.approx((9 - 16) / 200)
+    share = np.linspace(max(0.0, -found.low) + 1e-9, (1 - found.low) / 2 - 1e-9, 2_000_001)
+    likely = 9 * np.log(share + found.low) + 16 * np.log(share) + 175 * np.log(1 - 2 * share - found.low)
+    best = share[likely.argmax()]
+    z = (9 - 16 - 200 * found.low) / np.sqrt(200 * (2 * best + found.low * (1 - found.low)))
+    assert z == pytest.approx(1.959964, abs=1e-4)
+
+
+@pytest.mark.parametrize("won", [0.0, 0.005, 0.05])
+def test_the_paired_lower_bound_keeps_its_level_where_methods_differ_rarely(won):
+    """300 problems, two points worse: the bound is above that in 2.5% of the draws at most."""
+    rng, draws = np.random.default_rng(3), 4000
+    kinds = rng.choice(3, p=[won, won + 0.02, 1 - 2 * won - 0.02], size=(draws, 300))
+    above = 0
+    for better, worse in zip((kinds == 0).sum(1), (kinds == 1).sum(1), strict=True):
+        a, b = np.zeros(300), np.zeros(300)
+        a[:better] = 1
+        b[better : better + worse] = 1
+        above += paired_lower_bound(a, b, level=0.975).low > -0.02
+    assert above / draws <= 0.025 + 3 * np.sqrt(0.025 * 0.975 / draws)
+
+
+def test_the_paired_lower_bound_of_equal_outcomes_stays_wide():
+    assert -0.02 < paired_lower_bound(np.ones(300), np.ones(300), level=0.9875).low < 0
+    assert paired_lower_bound([1], [1]).low < -0.5
+
+
+@pytest.mark.parametrize("values", [([0.5], [1]), ([1, 0], [1]), ([], [])])
+def test_the_paired_lower_bound_takes_one_run_a_problem(values):
+    with pytest.raises(ValueError, match="paired_lower_bound"):
+        paired_lower_bound(*values)

@@ -197,6 +197,38 @@ def test_a_state_that_is_not_worth_asking_about_makes_no_event():
     assert len(steps) > 2
 
 
+def test_a_worth_that_is_no_number_asks_nobody_in_either_loop():
+    slm, llm = tiny(), tiny(seed=1)
+    huge = AskHead(torch.full((32,), 3e38) * torch.tensor([1.0, -1.0]).repeat(16), 0.0, 0.0)
+    policy = RequestPolicy(-10.0, ask=huge)
+    asked = [torch.tensor([5, 6, token]) for token in range(3, 9)]
+    plain, fast = (
+        CollaborativeDecoder(slm, llm, LLMPreference(), policy, max_length=length, **OPTIONS).generate_many(asked, 20)
+        for length in (None, 64)
+    )
+    assert [facts(one) for one in fast] == [facts(one) for one in plain]
+    hidden = slm(input_ids=asked[0][None], output_hidden_states=True).hidden_states[-1][0]
+    assert bool(huge.worth(hidden, torch.zeros(3)).isnan().any())
+
+
+def test_a_gate_does_not_hide_broken_scores():
+    pool, state = pool_of([0.5, 0.3, 0.2], [0.1, 0.7, 0.2]), State(torch.tensor([1]), 0, 1.0)
+
+    class Broken(LLMPreference):
+        def scores_many(self, states, pools):
+            return [torch.tensor([0.1, math.nan, 0.2]) for _ in pools]
+
+    for head in (ValueHead("gate", NEVER), ValueHead("listwise", (0.3,) * 14)):
+        with pytest.raises(ValueError, match="expected scores that are numbers"):
+            ValueSelector(Broken(), head).choose(state, pool)
+
+
+def test_a_candidate_that_the_llm_rules_out_spoils_no_terms():
+    pool = pool_of([0.5, 0.3, 0.2], [0.4, 0.6, 0.0])
+    for terms in (gate_terms(pool, pool.llm_logprob, 1.0), listwise_terms(pool, pool.llm_logprob, 1.0)):
+        assert bool(terms.isfinite().all())
+
+
 def test_a_selector_of_a_sequences_own_is_not_gated():
     slm, llm = tiny(), tiny(seed=1)
     never = RequestPolicy(1.0, ask=heads(slm)[1])
