@@ -19,6 +19,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from fb_core import statistics
@@ -27,6 +29,7 @@ from fb_core.experiment.run import processes
 from fb_core.files import write_file
 from fb_core.methods import Generate
 from fb_core.recipe import DIRECT, GREEDY, Recipe
+from fb_core.report.theme import Theme, pictured
 from fb_core.stages.choice import ChoiceStage, TrialStage
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
@@ -383,6 +386,36 @@ def chosen(cells: Cells) -> list[str]:
     return table(["deployed", *cells.worlds], [[label, *(str(n) for n in counts[label].values())] for label in order])
 
 
+@pictured
+def figure(cells: Cells, theme: Theme) -> Figure:
+    """Every cell's difference to greedy decoding and to the direct score, as published and as deployed."""
+    drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.4), layout="constrained")
+    panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
+    kinds = [(name, other) for name in (PUBLISHED.label, "deployed") for other in (GREEDY.label, DIRECT.label)]
+    delta = 100 * RunSettings.load(WORLDS[0]).choice.delta
+    for axis, world in zip(panels, cells.worlds, strict=True):
+        for place, (name, other) in enumerate(kinds):
+            gaps = [100 * (cells.correct(one, name) - cells.correct(one, other)).mean() for one in cells.of(world)]
+            beside = place + np.linspace(-0.3, 0.3, len(gaps))
+            ours = name == "deployed"
+            look = {"color": theme.ours if ours else theme.others, "marker": "o" if ours else "s"}
+            axis.plot(beside, gaps, linestyle="none", markersize=3.5, alpha=0.8, **look)
+        axis.axhline(0, color=theme.faint, linewidth=0.8)
+        axis.axhline(-delta, color=theme.ink, linewidth=0.8, linestyle="--")
+        words = {GREEDY.label: "minus\ngreedy", DIRECT.label: "minus\ndirect"}
+        axis.set_xticks(range(len(kinds)), [words[other] for _, other in kinds], fontsize=8)
+        axis.set_title(f"{world}, {len(cells.of(world))} cells", fontsize=9)
+        axis.grid(visible=False, axis="x")
+    panels[0].set_ylabel("accuracy, percentage points")
+    key = [
+        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="published"),
+        Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="as deployed"),
+        Line2D([], [], color=theme.ink, linestyle="--", label=f"{delta:g} points below"),
+    ]
+    drawn.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
+    return drawn
+
+
 def page(cells: Cells) -> str:
     """docs/evidence.md."""
     choice = RunSettings.load(WORLDS[0]).choice
@@ -413,6 +446,8 @@ def page(cells: Cells) -> str:
         "",
         "## Never worse?",
         "",
+        "![A point a cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
+        "",
         *safety(cells, choice.delta),
         "## Accuracy against the large model's work",
         "",
@@ -436,12 +471,15 @@ def page(cells: Cells) -> str:
 
 
 def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write the cells and the page."""
+    """Write the cells, the page and its figure."""
     cells = Cells(found)
     lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.found)
     (docs / "evidence").mkdir(exist_ok=True)
     write_file(docs / "evidence" / "cells.json", f"[\n{lines}\n]\n".encode())
     write_file(docs / "evidence.md", page(cells).encode())
+    picture = figure(cells)
+    assert picture is not None
+    write_file(docs / "evidence" / "cells.svg", picture.light.encode())
 
 
 def main(

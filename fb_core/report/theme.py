@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib import style
 from matplotlib.figure import Figure
 
-from fb_core.report.findings import Findings
 from fb_core.report.page import Picture
 
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -59,27 +58,27 @@ DARK = Theme(
 
 
 def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
-    """The drawing in both themes; the same findings give the same bytes."""
+    """The drawing in both themes; the same findings, or whatever it draws, give the same bytes."""
 
-    def svg(findings: Findings, theme: Theme, *more: str) -> str | None:
+    def svg(findings: Any, theme: Theme, *more: str) -> str | None:
         data = _saved(draw, findings, theme, more, format="svg", transparent=True, metadata=NO_METADATA)
         return None if data is None else data[data.index(b"<svg") :].decode()  # without a document type's address
 
     @wraps(draw)
-    def both(findings: Findings, *more: str) -> Picture | None:
+    def both(findings: Any, *more: str) -> Picture | None:
         light, dark = (svg(findings, theme, *more) for theme in (LIGHT, DARK))
         return None if light is None or dark is None else Picture(light, dark)
 
     return both
 
 
-def png(picture: Callable[..., Picture | None], findings: Findings, *more: str) -> bytes | None:
+def png(picture: Callable[..., Picture | None], findings: Any, *more: str) -> bytes | None:
     """A `pictured` drawing as PNG, for a light page."""
     return _saved(unwrap(picture), findings, LIGHT, more, format="png", dpi=150)
 
 
 def _saved(
-    draw: Callable[..., Figure | None], findings: Findings, theme: Theme, more: Sequence[str], **options: Any
+    draw: Callable[..., Figure | None], findings: Any, theme: Theme, more: Sequence[str], **options: Any
 ) -> bytes | None:
     with style.context(["default", _style(theme)]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box

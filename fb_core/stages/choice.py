@@ -105,8 +105,9 @@ class _RecipeTrials(DecodeStage):
 
 def shard_of(recipe: Recipe, seed: int) -> str:
     """Of a recipe's trial."""
-    parts = [recipe.scores, recipe.value, recipe.certainty and f"{recipe.certainty:g}", "ask" if recipe.ask else None]
-    return f"seed-{seed}.{'+'.join(str(part) for part in parts if part)}"
+    certainty = "" if recipe.certainty is None else f"{recipe.certainty!r}"
+    parts = [recipe.scores, recipe.value or "", certainty, "ask" * recipe.ask]
+    return f"seed-{seed}.{'+'.join(filter(None, parts))}"
 
 
 class Tried(NamedTuple):

@@ -74,6 +74,17 @@ def test_the_page_shows_what_was_deployed_and_missed(cells):
     assert f"| tiny | {FORMS[0].label} | 2 | 67.5 | +5.0 | -5.0 | 3.00 |" in page
 
 
+def test_the_report_is_written_from_the_cells(cells, tmp_path):
+    evidence.report(cells.found, tmp_path)
+    again = json.loads((tmp_path / "evidence" / "cells.json").read_text())
+    assert again == cells.found
+    assert (tmp_path / "evidence.md").read_text() == evidence.page(Cells(again))
+    picture = (tmp_path / "evidence" / "cells.svg").read_text()
+    assert picture.startswith("<svg")
+    evidence.report(again, tmp_path)
+    assert (tmp_path / "evidence" / "cells.svg").read_text() == picture
+
+
 def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch):
     """Two quantiles of a small run; a second call makes neither again."""
 
