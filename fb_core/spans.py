@@ -98,7 +98,7 @@ def write_tails(
     spans = [[first] for first in firsts]
     going = [row for row, limit in enumerate(limits) if limit > 1 and firsts[row] not in span.ends]
     while going:
-        count = max(limits[row] - len(spans[row]) for row in going)
+        count = min(limits[row] - len(spans[row]) for row in going)  # those with more room go on
         count = min(count, PIECE) if span.ends else count
         prefixes = [[*prompts[row].tolist(), *spans[row][:-1]] for row in going]
         written = llm.complete_branches(prefixes, [spans[row][-1:] for row in going], count)

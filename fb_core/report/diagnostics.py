@@ -249,7 +249,7 @@ def _worth(rows: Sequence[values.Result]) -> list[Block]:
     stand = [
         f"{row.label} is right on {percent(row.accuracy)}% at {spread(row.llm_tokens)} LLM tokens and "
         f"{number(row.calls, 2)} LLM calls a problem"
-        for row in (known.get("takeover"), known.get(values.OURS))
+        for row in (known.get("takeover"), known.get(values.DEPLOYED, known.get(values.OURS)))
         if row
     ]
     if len(stand) == 2:

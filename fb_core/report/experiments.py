@@ -99,7 +99,7 @@ def _rows_table(findings: Findings, rows: Sequence[Result], shown: Experiment, b
     columns.append(number_column("tokens", "tokens a problem", 1))
     if shown.spans:
         columns.append(Column("of them the LLM's", lambda row: number(row.llm_tokens and row.llm_tokens.mean, 1)))
-        columns.append(number_column("llm_written", "tokens that the LLM wrote", 1))
+        columns.append(number_column("llm_written", "LLM tokens taken or offered", 1))
     unequal = len({row.problems for row in rows if row.problems}) > 1
     columns += [number_column("problems", "problems")] if unequal else []
     return column_table(f"{shown.title} on {benchmark}", rows, columns, made_with(findings, rows))

@@ -90,9 +90,9 @@ class Result(_Values):
         minus: paired difference of accuracy to others on the same problems, at the same quantile, by their names.
         events: a problem, on average, as are `calls` of the LLM and `tokens`.
         llm_tokens: of the answer those that the LLM wrote or that were chosen where it was asked, a problem.
+        llm_written: the same with the tails of spans that were not chosen.
         above_line: accuracy less that of taking over so large a share of the problems, the SLM decoding the others,
             that it costs as many `llm_tokens`; None of greedy decoding and takeover, the ends of that line.
-        llm_written: the same with the tails of spans that were not chosen.
     """
 
     table: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -9,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from fb_core import hf
 from fb_core.pool import LARGE, SLM, Pool
 from fb_core.scorer import CompatibilityScorer
 from fb_core.spans import Span, agreed
@@ -44,14 +46,16 @@ def with_spans(futures: Sequence[Future], span: Span, scorer: CompatibilityScore
         futures: the LLM's own, whatever their verdict.
         span: how much it offers.
         scorer: over the SLM, which says where it agrees.
-        room: tokens of an output at most.
+        room: tokens of an output at most; the SLM's positions bound it too.
     """
     found, tailed = list(futures), dict[int, tuple[int, tuple[int, ...]]]()
+    positions = hf.max_positions(scorer.model) or sys.maxsize
     for row, future in enumerate(futures):
         state = future.state
         theirs = (state.pool.ids == future.first) & (state.pool.sources & LARGE).bool()
         shared = list(takewhile(lambda token: token < scorer.valid_vocab, future.tokens.tolist()))
-        tail = span.tail(future.first, shared[: max(0, room - len(state.output) - 1)])
+        left = min(room - len(state.output), positions - state.position)  # tokens, the candidate included
+        tail = span.tail(future.first, shared[: max(0, left - 1)])
         if bool(theirs.any()) and tail:
             tailed[row] = int(theirs.int().argmax()), tail
     if span.agree and tailed:

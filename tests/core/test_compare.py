@@ -33,7 +33,7 @@ from fb_core.stages.router import RouterLabelStage, RouterStage, read_router
 from fb_core.stages.stage import run_stage
 from fb_core.stages.training import TrainStage
 
-METHODS = methods.names()
+METHODS = [name for name in methods.names() if name != "deployed"]  # of which there is no choice here
 SEEDED = [name for name in METHODS if methods.method(name).seeded]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")
 
@@ -60,7 +60,7 @@ def checkpoints(pair, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def chosen(checkpoints):
-    return settings(compare={"external": {"tuned": checkpoints["tuned"]}})
+    return settings(compare={"methods": METHODS, "external": {"tuned": checkpoints["tuned"]}})
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +341,8 @@ def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
     ],
 )
 def test_a_changed_setting_is_named(run, checkpoints, changes, words):
-    external = {"external": {"tuned": checkpoints["tuned"]}}
-    changes = changes | {"compare": external | changes.get("compare", {})}
+    shared = {"methods": METHODS, "external": {"tuned": checkpoints["tuned"]}}
+    changes = changes | {"compare": shared | changes.get("compare", {})}
     with pytest.raises(ValueError, match=words):
         run_stage(CompareStage(settings(**changes), run))
 

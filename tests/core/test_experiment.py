@@ -295,7 +295,7 @@ def test_rows_of_spans_say_what_the_llm_wrote(made, found):
     place = {head: column for column, head in enumerate(shown.head)}
     cells = {row[0]: row for row in shown.rows}["FutureBridge, 3 tokens"]
     assert cells[place["of them the LLM's"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
-    assert cells[place["tokens that the LLM wrote"]] == f"{rows['span-3'].llm_written:.1f}"
+    assert cells[place["LLM tokens taken or offered"]] == f"{rows['span-3'].llm_written:.1f}"
     assert "of them the LLM's" not in tables["Methods"][0].head
 
 
