@@ -1,0 +1,183 @@
+r"""Made-up arithmetic word problems in plain English, and their solutions in two styles.
+
+A problem has two or three steps: one or two products of a number of two digits, and a sum or a difference. A solution
+has a sentence a step, behind one of eight opening words, and ends with the answer in `\boxed{}`. A product is written
+
+- tersely: `So 6*34=204 pens.`
+- carefully: `Since 6*30=180 and 6*4=24, 6*34=204 pens.`
+
+The small model learns solutions in which the opening word binds the style: So, Then, Thus, Hence are terse; Since, As,
+With, Because are careful. In the large model's the word says nothing: four products in five are careful whatever it is.
+Which word either prefers is drawn at random for every multiplier, once; no habit was set by hand. Sums and differences
+are terse, behind a terse word.
+
+No problem is in two roles: its role follows from a hash of its text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import numpy as np
+
+Role = Literal["pair", "method", "test"]
+Writer = Literal["slm", "llm"]
+
+PROMPT = "{problem}"
+OPENINGS = ("So", "Then", "Thus", "Hence", "Since", "As", "With", "Because")
+TERSE = OPENINGS[:4]
+CAREFUL_SHARE = 0.8  # of the large model's products
+HABITS = {"slm": 11, "llm": 12}  # seeds of the writers' preferences among openings
+SHARES: dict[Role, range] = {"test": range(2), "method": range(2, 5), "pair": range(5, 16)}  # of 16 parts of all texts
+
+NAMES = "Mia Tom Ana Ben Eva Leo Zoe Max Ida Sam Lily Omar Nina Paul Rosa Jack Emma Luke Sara Noah".split()
+THINGS = "pens cards shells coins books stamps apples plums eggs beads nails cups tiles bricks seeds".split()
+GROUPS = "boxes bags jars crates baskets packs rows trays sacks drawers".split()
+
+
+@dataclass(frozen=True)
+class Step:
+    """`left op right`, in units of `thing`; the sentence that states it ends with `rest`."""
+
+    left: int
+    op: Literal["+", "-", "*"]
+    right: int
+    thing: str
+    rest: str = ""
+
+    @property
+    def value(self) -> int:
+        return {"+": self.left + self.right, "-": self.left - self.right, "*": self.left * self.right}[self.op]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem and the steps that solve it."""
+
+    text: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1].value
+
+
+def problems(count: int, seed: int, role: Role) -> list[Problem]:
+    """The first `count` different problems of a role, drawn by a seed."""
+    rng, found = Random(seed), {}
+    while len(found) < count:
+        problem = _draw(rng)
+        if zlib.crc32(problem.text.encode()) % 16 in SHARES[role]:
+            found[problem.text] = problem
+    return list(found.values())
+
+
+def solution(problem: Problem, writer: Writer, rng: Random) -> str:
+    """A right solution as one of the models learns to write it; openings and styles by `rng`."""
+    sentences = [_sentence(step, writer, rng) for step in problem.steps]
+    return " ".join([*sentences, f"\\boxed{{{problem.answer}}}"])
+
+
+def kind(token: str) -> str:
+    """What a token of a solution is: an opening word, a digit, or another."""
+    word = token.strip()
+    return "opening" if word in OPENINGS else "digit" if word.isdigit() else "other"
+
+
+def _habit(writer: Writer) -> list[list[float]]:
+    """A writer's weight of every opening, by the multiplier; 0 stands for sums and differences."""
+    weights = np.exp(np.random.default_rng(HABITS[writer]).normal(size=(10, len(OPENINGS))))
+    weights[0, len(TERSE) :] = 0
+    return weights.tolist()
+
+
+HABIT: dict[Writer, list[list[float]]] = {"slm": _habit("slm"), "llm": _habit("llm")}
+
+
+def _sentence(step: Step, writer: Writer, rng: Random) -> str:
+    multiplier = step.left if step.op == "*" else 0
+    (opening,) = rng.choices(OPENINGS, HABIT[writer][multiplier])
+    whole = f"{step.left}{step.op}{step.right}={step.value} {step.thing}{step.rest}."
+    if step.op != "*":
+        return f"{opening} {whole}"
+    careful = opening not in TERSE if writer == "slm" else rng.random() < CAREFUL_SHARE
+    tens, units = step.right // 10 * 10, step.right % 10
+    parts = f"{step.left}*{tens}={step.left * tens} and {step.left}*{units}={step.left * units}, "
+    return f"{opening} {parts if careful else ''}{whole}"
+
+
+def _draw(rng: Random) -> Problem:
+    one, other = rng.sample(NAMES, 2)
+    thing, group, place = rng.choice(THINGS), *rng.sample(GROUPS, 2)
+    times, more = rng.randint(3, 9), rng.randint(3, 9)
+    each, less = _two_digits(rng), _two_digits(rng)
+    first = Step(times, "*", each, thing)
+    kinds: Iterator[int] = iter(rng.sample(range(5), 5))
+    for shape in kinds:  # the first that leaves something over
+        if shape == 0 and first.value > less:
+            text = rng.choice(
+                [
+                    f"{one} has {times} {group} with {each} {thing} each and gives {less} {thing} to {other}. How many "
+                    f"{thing} does {one} have left?",
+                    f"There are {times} {group} of {each} {thing} in a shop. {other} buys {less} of the {thing}. How "
+                    f"many {thing} are left?",
+                    f"{one} packs {each} {thing} into each of {times} {group}, but {less} {thing} are broken. How many "
+                    "are whole?",
+                ]
+            )
+            return Problem(text, (first, Step(first.value, "-", less, thing, " are left")))
+        if shape == 1:
+            text = rng.choice(
+                [
+                    f"{one} has {times} {group} with {each} {thing} each, and {other} has {less} {thing}. How many "
+                    f"{thing} do they have together?",
+                    f"{one} finds {less} {thing} and then buys {times} {group} of {each} {thing}. How many {thing} does "
+                    f"{one} have now?",
+                    f"A school has {less} {thing}. {one} brings {times} {group} with {each} {thing} in each. How many "
+                    f"{thing} are there now?",
+                ]
+            )
+            return Problem(text, (first, Step(first.value, "+", less, thing, " in all")))
+        if shape == 2:
+            second = Step(more, "*", less, thing)
+            text = rng.choice(
+                [
+                    f"{one} has {times} {group} of {each} {thing} and {more} {place} of {less} {thing}. How many {thing} "
+                    "is that in all?",
+                    f"{one} fills {times} {group} with {each} {thing} each. {other} fills {more} {place} with {less} "
+                    f"{thing} each. How many {thing} do they use?",
+                ]
+            )
+            return Problem(text, (first, second, Step(first.value, "+", second.value, thing, " in all")))
+        second = Step(more, "*", less, thing)
+        if shape == 3 and first.value > second.value:
+            text = rng.choice(
+                [
+                    f"{one} buys {times} {group} of {each} {thing} and sells {more} {place} of {less} {thing}. How many "
+                    f"{thing} are left?",
+                    f"A farm sends {times} {group} with {each} {thing} each. {one} takes {more} {place} of {less} {thing} "
+                    f"from them. How many {thing} are left?",
+                ]
+            )
+            return Problem(text, (first, second, Step(first.value, "-", second.value, thing, " are left")))
+        red = rng.randint(5, each - 5)
+        if shape == 4:
+            text = rng.choice(
+                [
+                    f"Each of {times} {group} holds {red} red and {each - red} blue {thing}. How many {thing} are in the "
+                    f"{group}?",
+                    f"{one} gets {red} {thing} in the morning and {each - red} {thing} at night, for {times} days. How "
+                    f"many {thing} does {one} get?",
+                ]
+            )
+            return Problem(text, (Step(red, "+", each - red, thing, " each"), first))
+    raise AssertionError("unreachable: shape 1 always fits")
+
+
+def _two_digits(rng: Random) -> int:
+    """From 12 to 98, no multiple of ten."""
+    return 10 * rng.randint(1, 9) + rng.randint(2, 8)
