@@ -7,7 +7,7 @@ has a sentence a step, behind one of eight opening words, and ends with the answ
 - carefully: `Since 6*30=180 and 6*4=24, 6*34=204 pens.`
 
 The small model learns solutions in which the opening word binds the style: So, Then, Thus, Hence are terse; Since, As,
-With, Because are careful. In the large model's the word says nothing: four products in five are careful whatever it is.
+With, Because are careful. In the large model's the word says nothing: every product is careful whatever it is.
 Which word either prefers is drawn at random for every multiplier, once; no habit was set by hand. Sums and differences
 are terse, behind a terse word.
 
@@ -29,7 +29,6 @@ Writer = Literal["slm", "llm"]
 PROMPT = "{problem}"
 OPENINGS = ("So", "Then", "Thus", "Hence", "Since", "As", "With", "Because")
 TERSE = OPENINGS[:4]
-CAREFUL_SHARE = 0.8  # of the large model's products
 HABITS = {"slm": 11, "llm": 12}  # seeds of the writers' preferences among openings
 SHARES: dict[Role, range] = {"test": range(2), "method": range(2, 5), "pair": range(5, 16)}  # of 16 parts of all texts
 
@@ -65,12 +64,6 @@ TEXTS = {
         "all?",
         "{one} fills {times} {group} with {each} {thing} each. {other} fills {more} {place} with {less} {thing} each. "
         "How many {thing} do they use?",
-    ),
-    "two-rest": (
-        "{one} buys {times} {group} of {each} {thing} and sells {more} {place} of {less} {thing}. How many {thing} are "
-        "left?",
-        "A farm sends {times} {group} with {each} {thing} each. {one} takes {more} {place} of {less} {thing} from "
-        "them. How many {thing} are left?",
     ),
     "split": (
         "Each of {times} {group} holds {red} red and {blue} blue {thing}. How many {thing} are in the {group}?",
@@ -145,7 +138,7 @@ def _sentence(step: Step, writer: Writer, rng: Random) -> str:
     whole = f"{step.left}{step.op}{step.right}={step.value} {step.thing}{step.rest}."
     if step.op != "*":
         return f"{opening} {whole}"
-    careful = opening not in TERSE if writer == "slm" else rng.random() < CAREFUL_SHARE
+    careful = writer == "llm" or opening not in TERSE
     tens, units = step.right // 10 * 10, step.right % 10
     parts = f"{step.left}*{tens}={step.left * tens} and {step.left}*{units}={step.left * units}, "
     return f"{opening} {parts if careful else ''}{whole}"
@@ -156,25 +149,20 @@ def _draw(rng: Random) -> Problem:
     thing, group, place = rng.choice(THINGS), *rng.sample(GROUPS, 2)
     times, more = rng.randint(3, 9), rng.randint(3, 9)
     each, less = _two_digits(rng), _two_digits(rng)
+    red = rng.randint(3, each - 3)
     first, second = Step(times, "*", each, thing), Step(more, "*", less, thing)
     steps = {
         "rest": (first, Step(first.value, "-", less, thing, " are left")),
         "sum": (first, Step(first.value, "+", less, thing, " in all")),
         "two-sum": (first, second, Step(first.value, "+", second.value, thing, " in all")),
-        "two-rest": (first, second, Step(first.value, "-", second.value, thing, " are left")),
+        "split": (Step(red, "+", each - red, thing, " each"), first),
     }
-    for shape in rng.sample(list(TEXTS), len(TEXTS)):
-        red = 0
-        if shape == "split" or steps[shape][-1].value <= 0:
-            red = rng.randint(5, each - 5)
-            steps["split"] = (Step(red, "+", each - red, thing, " each"), first)
-        if steps[shape][-1].value > 0:  # else the next shape is tried
-            break
+    shape = rng.choice([name for name in steps if steps[name][-1].value > 0])  # something is left over
     numbers = {"times": times, "each": each, "more": more, "less": less, "red": red, "blue": each - red}
     words = {"one": one, "other": other, "thing": thing, "group": group, "place": place}
     return Problem(rng.choice(TEXTS[shape]).format(**numbers, **words), steps[shape])
 
 
 def _two_digits(rng: Random) -> int:
-    """From 12 to 98, no multiple of ten."""
-    return 10 * rng.randint(1, 9) + rng.randint(2, 8)
+    """From 12 to 48, no multiple of ten."""
+    return 10 * rng.randint(1, 4) + rng.randint(2, 8)
