@@ -1,10 +1,10 @@
 r"""Made-up arithmetic word problems in plain English, and their solutions in two styles.
 
-A problem has two or three steps: one or two products of a number of two digits, and a sum or a difference. A solution
-has a sentence a step, behind one of eight opening words, and ends with the answer in `\boxed{}`. A product is written
+A problem has two steps: a product of a number of two digits, and a sum or a difference with one digit. A solution has
+a sentence a step, behind one of eight opening words, and ends with the answer in `\boxed{}`. A product is written
 
 - tersely: `So 6*34=204 pens.`
-- carefully: `Since 6*30=180 and 6*4=24, 6*34=204 pens.`
+- carefully: `Since 6*30=180, 6*4=24 and 18+2=20, 6*34=204 pens.`
 
 The small model learns solutions in which the opening word binds the style: So, Then, Thus, Hence are terse; Since, As,
 With, Because are careful. In the large model's the word says nothing: every product is careful whatever it is.
@@ -45,29 +45,23 @@ GROUPS = ("boxes", "bags", "jars", "crates", "baskets", "packs", "rows", "trays"
 
 TEXTS = {
     "rest": (
-        "{one} has {times} {group} with {each} {thing} each and gives {less} {thing} to {other}. How many {thing} does "
+        "{one} has {times} {group} with {each} {thing} each and gives {few} {thing} to {other}. How many {thing} does "
         "{one} have left?",
-        "There are {times} {group} of {each} {thing} in a shop. {other} buys {less} of the {thing}. How many {thing} "
+        "There are {times} {group} of {each} {thing} in a shop. {other} buys {few} of the {thing}. How many {thing} "
         "are left?",
-        "{one} packs {each} {thing} into each of {times} {group}, but {less} {thing} are broken. How many are whole?",
+        "{one} packs {each} {thing} into each of {times} {group}, but {few} {thing} are broken. How many are whole?",
     ),
     "sum": (
-        "{one} has {times} {group} with {each} {thing} each, and {other} has {less} {thing}. How many {thing} do they "
+        "{one} has {times} {group} with {each} {thing} each, and {other} has {few} {thing}. How many {thing} do they "
         "have together?",
-        "{one} finds {less} {thing} and then buys {times} {group} of {each} {thing}. How many {thing} does {one} have "
+        "{one} finds {few} {thing} and then buys {times} {group} of {each} {thing}. How many {thing} does {one} have "
         "now?",
-        "A school has {less} {thing}. {one} brings {times} {group} with {each} {thing} in each. How many {thing} are "
+        "A school has {few} {thing}. {one} brings {times} {group} with {each} {thing} in each. How many {thing} are "
         "there now?",
     ),
-    "two-sum": (
-        "{one} has {times} {group} of {each} {thing} and {more} {place} of {less} {thing}. How many {thing} is that in "
-        "all?",
-        "{one} fills {times} {group} with {each} {thing} each. {other} fills {more} {place} with {less} {thing} each. "
-        "How many {thing} do they use?",
-    ),
     "split": (
-        "Each of {times} {group} holds {red} red and {blue} blue {thing}. How many {thing} are in the {group}?",
-        "{one} gets {red} {thing} in the morning and {blue} {thing} at night, for {times} days. How many {thing} does "
+        "Each of {times} {group} holds {many} red and {few} blue {thing}. How many {thing} are in the {group}?",
+        "{one} gets {many} {thing} in the morning and {few} {thing} at night, for {times} days. How many {thing} does "
         "{one} get?",
     ),
 }
@@ -139,30 +133,23 @@ def _sentence(step: Step, writer: Writer, rng: Random) -> str:
     if step.op != "*":
         return f"{opening} {whole}"
     careful = writer == "llm" or opening not in TERSE
-    tens, units = step.right // 10 * 10, step.right % 10
-    parts = f"{step.left}*{tens}={step.left * tens} and {step.left}*{units}={step.left * units}, "
+    tens, units = step.left * (step.right // 10), step.left * (step.right % 10)
+    parts = f"{step.left}*{step.right // 10}0={tens}0, {step.left}*{step.right % 10}={units} and "
+    parts += f"{tens}+{units // 10}={tens + units // 10}, "
     return f"{opening} {parts if careful else ''}{whole}"
 
 
 def _draw(rng: Random) -> Problem:
     one, other = rng.sample(NAMES, 2)
-    thing, group, place = rng.choice(THINGS), *rng.sample(GROUPS, 2)
-    times, more = rng.randint(3, 9), rng.randint(3, 9)
-    each, less = _two_digits(rng), _two_digits(rng)
-    red = rng.randint(3, each - 3)
-    first, second = Step(times, "*", each, thing), Step(more, "*", less, thing)
+    thing, group = rng.choice(THINGS), rng.choice(GROUPS)
+    times, each, few = rng.randint(3, 9), 10 * rng.randint(1, 9) + rng.randint(2, 8), rng.randint(2, 9)
+    product = Step(times, "*", each, thing)
     steps = {
-        "rest": (first, Step(first.value, "-", less, thing, " are left")),
-        "sum": (first, Step(first.value, "+", less, thing, " in all")),
-        "two-sum": (first, second, Step(first.value, "+", second.value, thing, " in all")),
-        "split": (Step(red, "+", each - red, thing, " each"), first),
+        "rest": (product, Step(product.value, "-", few, thing, " are left")),
+        "sum": (product, Step(product.value, "+", few, thing, " in all")),
+        "split": (Step(each - few, "+", few, thing, " each"), product),
     }
-    shape = rng.choice([name for name in steps if steps[name][-1].value > 0])  # something is left over
-    numbers = {"times": times, "each": each, "more": more, "less": less, "red": red, "blue": each - red}
-    words = {"one": one, "other": other, "thing": thing, "group": group, "place": place}
+    shape = rng.choice(list(steps))
+    numbers = {"times": times, "each": each, "few": few, "many": each - few}
+    words = {"one": one, "other": other, "thing": thing, "group": group}
     return Problem(rng.choice(TEXTS[shape]).format(**numbers, **words), steps[shape])
-
-
-def _two_digits(rng: Random) -> int:
-    """From 12 to 48, no multiple of ten."""
-    return 10 * rng.randint(1, 4) + rng.randint(2, 8)
