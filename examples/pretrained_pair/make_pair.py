@@ -1,4 +1,4 @@
-"""The pair: SmolLM2-135M-Instruct, fine-tuned on one writer's solutions; and 22 of its 30 layers, healed on the other's.
+"""The pair: SmolLM2-135M-Instruct, fine-tuned on one writer's solutions; 22 of its 30 layers, healed on the other's.
 
 `python make_pair.py large BASE FOLDER` and `small` make one model each, from the folder that `pretrained_model.py`
 wrote. A run that was ended goes on from its last checkpoint; a finished model stays as it is. One thread is used: the
@@ -7,9 +7,9 @@ two commands beside each other take two cores.
 A token costs each weight 2 operations forward and 4 backward. The large model has 106 million weights in its layers and
 28 million in its head, which is frozen and acts on the solution's tokens alone, some 60%: 0.70 GFLOP a token. On one
 core of an AMD EPYC of 2024, products in float32 run at 80 GFLOP/s, in bfloat16 at some 200, a step of the large model
-at 280 tokens a second and of the small at 380. So products are in bfloat16, weights in float32; sequences have 80 to 110
-tokens, and batches are of like lengths. 260 steps of 8 problems are 200 thousand tokens: 12 minutes; 360 steps of the
-small model 240 thousand: 11 minutes.
+at 280 tokens a second and of the small at 380. So products are in bfloat16, weights in float32; sequences have 80 to
+110 tokens, and batches are of like lengths. 260 steps of 8 problems are 200 thousand tokens: 12 minutes; 360 steps of
+the small model 240 thousand: 11 minutes.
 """
 
 from __future__ import annotations
