@@ -28,13 +28,12 @@ TABLES = ("methods", "repairs", "costs")
 COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (620, 5), "test": (300, 6)}  # how many, drawn by which seed
 
 
-def spend(part: str, *commands: list[str], threads: int) -> None:
-    """Run commands beside each other, and add what they took to `times.json`."""
+def spend(part: str, command: list[str], threads: int = 1) -> None:
+    """Run a command of Python's, and add what it took to `times.json`."""
     wall, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    running = [subprocess.Popen([sys.executable, *command], env=environment) for command in commands]
-    codes = [process.wait() for process in running]
+    done = subprocess.run([sys.executable, *command], env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = {
         "seconds": time.monotonic() - wall,
@@ -45,8 +44,8 @@ def spend(part: str, *commands: list[str], threads: int) -> None:
     past = times.get(part, {})
     times[part] = {name: round(past.get(name, 0) + value) for name, value in took.items()}
     file.write_text(json.dumps(times, indent=1))
-    if any(codes):
-        raise SystemExit(f"{part}: ended with {codes}; the same command goes on from there")
+    if done.returncode:
+        raise SystemExit(f"{part}: ended with {done.returncode}; the same command goes on from there")
 
 
 def write_problems() -> None:
@@ -69,13 +68,14 @@ def main() -> None:
     base = WORK / "base"
     if not (base / "tokenizer.json").is_file():  # which is written last
         source = [options.source] if options.source else []
-        spend("base", [str(ROOT / "examples" / "pretrained_model.py"), str(base), *source], threads=1)
-    pair = [[str(HERE / "make_pair.py"), name, str(base), str(WORK / name)] for name in ("large", "small")]
-    spend("pair", *pair, threads=1)
+        spend("base", [str(ROOT / "examples" / "pretrained_model.py"), str(base), *source])
+    maker = str(HERE / "make_pair.py")
+    spend("large", [maker, "large", str(base), str(WORK / "large")])
+    spend("small", [maker, "small", str(WORK / "large"), str(WORK / "small")])
     write_problems()
     run = ["--config", str(HERE / "pretrained_pair.yaml"), "--run-dir", str(WORK / "run")]
     spend("method", ["-m", "fb_core", "experiment", *TABLES, *run], threads=2)
-    spend("report", ["-m", "fb_core", "report", str(WORK / "run"), "--out", str(WORK / "report")], threads=1)
+    spend("report", ["-m", "fb_core", "report", str(WORK / "run"), "--out", str(WORK / "report")])
 
 
 if __name__ == "__main__":
