@@ -219,6 +219,8 @@ def test_a_model_of_the_pair_is_made_again_to_the_bit_after_an_end(
     assert 0 <= found["accuracy"] <= 1
     pair.make.make("ended", tmp_path / "base", tmp_path / "ended", recipe)  # a finished one stays
     assert len(steps) == 4 + 4
+    with pytest.raises(SystemExit, match="remove the folder"):
+        pair.make.make("ended", tmp_path / "base", tmp_path / "ended", pair.make.Recipe("slm", (0,), 7, 1e-2, batch=2))
 
 
 @pytest.mark.parametrize("name", [*RUNS, "pretrained_model.py", "pretrained_pair/run.py"])
