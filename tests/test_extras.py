@@ -309,4 +309,4 @@ def test_an_import_that_is_not_declared_is_seen() -> None:
 
 def test_dev_takes_every_extra_that_installs_everywhere() -> None:
     (own,) = (Requirement(line) for line in EXTRAS["dev"] if line.startswith("futurebridge["))
-    assert own.extras == EXTRAS.keys() - {"dev", "flash"}
+    assert own.extras == EXTRAS.keys() - {"dev", "flash", "real"}
