@@ -54,13 +54,14 @@ TABLES_SHOWN = {
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer quantiles."""
+    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer recipes and quantiles."""
     found = {}
     for name, others in QUANTILES.items():
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
+            "choice": {"trained": ("features",), "tried": 5},
             "experiment": {"quantiles": others},
         }
         found[name] = changed(shipped, once)
