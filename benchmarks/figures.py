@@ -20,11 +20,11 @@ from fb_core.report.recipes import recipes as recipes_of
 ROOT = Path(__file__).parent.parent
 ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
-DEPLOYED = "features-override"  # the recipe for new pairs
+RECOMMENDED = "features-override"  # the recipe for new pairs
 ACCURACY = (  # label, row of the findings
     ("SLM alone", "greedy"),
     ("direct LLM score", "direct"),
-    ("**FutureBridge**, candidate features and override", DEPLOYED),
+    ("**FutureBridge**, candidate features and override", RECOMMENDED),
     ("Takeover: the LLM writes on from the first event", "takeover"),
 )
 SHOWN = {"tiny": "plans"}  # a run's world, where its name is another
@@ -84,7 +84,7 @@ def _mean(world: Findings, key: str) -> float:
 
 def _share(world: Findings) -> float:
     """Of the problems, on which takeover would cost the tokens of FutureBridge."""
-    return min(1.0, _tokens(world, DEPLOYED) / _tokens(world, "takeover"))
+    return min(1.0, _tokens(world, RECOMMENDED) / _tokens(world, "takeover"))
 
 
 def _on_the_line(world: Findings) -> str:
@@ -94,11 +94,11 @@ def _on_the_line(world: Findings) -> str:
 
 def _why_not_take_over(worlds: Sequence[Findings]) -> str:
     """What takeover brings and costs, and how far FutureBridge is above it at as many tokens, where that is known."""
-    ahead = sum(_mean(world, "takeover") > _mean(world, DEPLOYED) for world in worlds)
+    ahead = sum(_mean(world, "takeover") > _mean(world, RECOMMENDED) for world in worlds)
     shares = ", ".join(f"{_share(world):.0%}" for world in worlds)
-    distances = [percent(_row(world, DEPLOYED).above_line, signed=True) for world in worlds]
+    distances = [percent(_row(world, RECOMMENDED).above_line, signed=True) for world in worlds]
     far = f"; FutureBridge is {', '.join(distances)} points above that" if all(distances) else ""
-    calls = ", ".join(f"{_row(world, DEPLOYED).calls or 0.0:.1f}" for world in worlds)
+    calls = ", ".join(f"{_row(world, RECOMMENDED).calls or 0.0:.1f}" for world in worlds)
     return (
         f"**Why not simply take over?** Takeover is the more accurate in {ahead} of {len(worlds)} worlds, with the "
         "large model writing the answer. For the tokens that FutureBridge asks of it, it could write the answers of "

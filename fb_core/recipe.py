@@ -180,20 +180,13 @@ class _Ask(BaseModel):
     least: float
 
 
-class _Value(BaseModel):
-    model_config = _FROZEN
-
-    form: Form
-    weights: tuple[float, ...]
-
-
 class _Stored(BaseModel):
     """As the description of an adapter has it, under "recipe"."""
 
     model_config = _FROZEN
 
     recipe: Recipe
-    value: _Value | None
+    value: ValueHead | None
     ask: _Ask | None
     threshold: float
     top_k: int = Field(ge=1, le=LARGEST)
@@ -224,7 +217,7 @@ class Deployed:
         ask = self.policy.ask
         stored = _Stored(
             recipe=self.recipe,
-            value=None if self.value is None else _Value(form=self.value.form, weights=self.value.weights),
+            value=self.value,
             ask=None if ask is None else _Ask(entropy_weight=ask.entropy_weight, bias=ask.bias, least=ask.least),
             threshold=self.policy.threshold,
             top_k=self.policy.top_k,
@@ -242,7 +235,7 @@ class Deployed:
             ValueError: other values, or heads that do not belong to the recipe.
         """
         stored = _Stored.model_validate_json(json.dumps(described), strict=True)
-        value = None if stored.value is None else ValueHead(stored.value.form, stored.value.weights)
+        value = stored.value
         ask = None if stored.ask is None else AskHead(weight(), **stored.ask.model_dump())
         if (value and value.form) != stored.recipe.value or (ask is not None) != stored.recipe.ask:
             raise ValueError(f"heads that do not belong to {stored.recipe.label}")

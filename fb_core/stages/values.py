@@ -31,6 +31,7 @@ from fb_core.stages.selection import RerankerStage, SelectionStage
 from fb_core.stages.stage import Cost, Output, Stage
 from fb_core.stages.states import PolicyStage
 from fb_core.stages.trajectories import TrajectoryStage, teacher_forced
+from fb_core.statistics import outcomes_differ
 from fb_core.value import Form, ValueHead, fit_ask, fit_gate, fit_listwise, gate_terms, listwise_terms
 
 Flags = NDArray[np.bool_]
@@ -190,7 +191,7 @@ def competing(settings: RunSettings, run: Path) -> list[Trained]:
     """
     horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
     _, outcomes = rolled_out_terms(run, horizon)
-    mixed = sum(bool(one.any() and not one.all()) for one in outcomes)
+    mixed = sum(outcomes_differ(one) for one in outcomes)
     enough = mixed >= settings.rollouts.minimum_mixed
     return [name for name in settings.choice.trained if enough or "target" not in TRAINED[name]]
 
@@ -239,7 +240,7 @@ class _States:
     @property
     def mixed(self) -> int:
         """States whose candidates differ in outcome."""
-        return sum(bool(one.any() and not one.all()) for one in self.correct)
+        return sum(map(outcomes_differ, self.correct))
 
     def head(self, name: str, form: Form) -> ValueHead | None:
         """Fitted to the scores of that name; None where the states do not suffice."""
