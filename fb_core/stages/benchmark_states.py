@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from fb_core.stages.agreement import AgreementStage, agreement_table
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.commands import Command, stages_of
+from fb_core.stages.inputs import file_stem
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Engine, Stage, plan, run_stage
 
@@ -21,13 +21,13 @@ def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSetti
     """Settings and folder of the states of every benchmark, by its name; none before `train` has chosen.
 
     Raises:
-        ValueError: a damaged run.
+        ValueError: a damaged run, or two benchmarks whose names differ by punctuation alone.
     """
     last = ChoiceStage if settings.problems.certification else RerankerStage
     manifest = Artefact(run, last.name).manifest()
     if not settings.rollouts.benchmark_problems or manifest is None or not manifest["complete"]:
         return {}
-    found = {}
+    found: dict[str, tuple[RunSettings, Path]] = {}
     for name in settings.evaluate.benchmarks:
         values = settings.model_dump()
         values["collect"] |= {
@@ -36,8 +36,10 @@ def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSetti
             "max_new_tokens": settings.evaluate.max_new_tokens,
         }
         values["evaluate"] |= {"benchmarks": (name,)}
-        stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
-        found[name] = RunSettings.model_validate(values), run / f"benchmark-{stem}"
+        folder = run / f"benchmark-{file_stem(name)}"
+        if folder in (other for _, other in found.values()):
+            raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
+        found[name] = RunSettings.model_validate(values), folder
     return found
 
 

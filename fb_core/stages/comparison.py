@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ from fb_core import hf
 from fb_core.methods import EXTERNAL, method
 from fb_core.stages.decode import ASKED, DecodeStage, Trial
 from fb_core.stages.deploy import chosen_digest, label_of
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.router import RouterStage
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
@@ -53,7 +52,7 @@ class CompareStage(DecodeStage):
             for name in methods:
                 for seed in self.settings.train.seeds if method(name).seeded else (None,):
                     for start in range(0, len(problems), AT_ONCE):
-                        stem = "-".join(re.findall(r"[\w.]+", f"{benchmark}.{name}"))[-100:]
+                        stem = file_stem(f"{benchmark}.{name}")
                         shard = f"{stem}.{'only' if seed is None else seed}.{start // AT_ONCE:05d}"
                         if shard in trials:
                             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from fb_core.config import AVERAGE
 from fb_core.methods import method
 from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import BENCHMARKS
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
@@ -53,7 +52,7 @@ class EvaluateStage(DecodeStage):
             known = BENCHMARKS.get(name.partition("=")[0])
             if known is not None and known.repeats > len(seeds):
                 log.warning("%s: %d runs instead of %d, one a seed", name, len(seeds), known.repeats)
-            stem = "-".join(re.findall(r"[\w.]+", name))[-80:]
+            stem = file_stem(name)
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
             repeated = known is not None and known.repeats > 1

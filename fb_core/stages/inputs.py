@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -278,6 +279,11 @@ def span_of(settings: SpanSettings, tokenizer: hf.Tokenizer) -> Span:
     """How much the LLM offers at an event; raises ValueError for a delimiter that no token holds."""
     ends = frozenset() if settings.delimiter is None else ending_ids(tokenizer, settings.delimiter)
     return Span(settings.tokens, ends, settings.agree)
+
+
+def file_stem(name: str) -> str:
+    """What a benchmark is called in names of files: the words of its name, of a long one the end."""
+    return "-".join(re.findall(r"[\w.]+", name))[-100:]
 
 
 def problems_hash(problems: Sequence[Problem]) -> str:

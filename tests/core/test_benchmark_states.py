@@ -129,3 +129,9 @@ def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path
     ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()
     assert judged_states(chosen, folder) == []
     assert {row.benchmark for row in gather(CHOSEN, place).agreement or ()} == {None}
+
+
+def test_two_benchmarks_have_two_folders(run):
+    both = settings(evaluate={"benchmarks": ["data/a.jsonl", "data-a.jsonl"]}, rollouts={"benchmark_problems": 5})
+    with pytest.raises(ValueError, match=r"evaluate\.benchmarks: expected names that differ, got 'data-a\.jsonl' again"):
+        benchmark_runs(both, run)
