@@ -133,5 +133,5 @@ def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path
 
 def test_two_benchmarks_have_two_folders(run):
     both = settings(evaluate={"benchmarks": ["data/a.jsonl", "data-a.jsonl"]}, rollouts={"benchmark_problems": 5})
-    with pytest.raises(ValueError, match=r"evaluate\.benchmarks: expected names that differ, got 'data-a\.jsonl' again"):
+    with pytest.raises(ValueError, match=r"benchmarks: expected names that differ, got 'data-a\.jsonl' again"):
         benchmark_runs(both, run)
