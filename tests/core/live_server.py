@@ -79,12 +79,6 @@ class LiveServer:
         with self.process:
             self.process.kill()
 
-    def connections(self) -> int:
-        """Of clients, open now."""
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        ours = f":{self.port:04X}"
-        return len({here for _, here, there, state, *_ in rows if there.endswith(ours) and state == "01"})
-
     def _health(self) -> int:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=5.0)
         connection.request("GET", "/health")
