@@ -249,7 +249,10 @@ ThresholdOption = Annotated[
 ]
 SpanOption = Annotated[
     int | None,
-    typer.Option(help="Tokens that the LLM offers at an event at most; 0 for any number. The recipe's, else 1."),
+    typer.Option(
+        help="Tokens that the LLM offers at an event at most; 0 for any number. The recipe's, else 1. While an LLM in "
+        "this process writes a long one, no other sequence goes on."
+    ),
 ]
 TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
 EventsOption = Annotated[int | None, typer.Option(help="The most events of an answer; the recipe's, else 8.")]

@@ -36,6 +36,15 @@ class Usage(NamedTuple):
     appended: int  # tokens chosen at events
     suffix: int  # tokens that the LLM wrote behind those and that stand there: tails of chosen spans, a takeover's rest
 
+    @classmethod
+    def of(cls, events: Sequence[Event], new_tokens: int) -> Usage:
+        """By the events of a generation of so many tokens."""
+        sizes = [len(event.pool) for event in events]
+        calls = sum(event.asked for event in events)
+        chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # not the SLM's token alone
+        tails = sum(min(len(event.tokens), new_tokens - event.step) - 1 for event in events)
+        return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, tails)
+
 
 @dataclass
 class Generation:
@@ -48,24 +57,20 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """What it asked of the LLM; a method whose LLM does more than propose at events has a class of its own."""
-        sizes = [len(event.pool) for event in self.events]
-        calls = sum(event.asked for event in self.events)
-        chosen = sum(len(event.pool) > 1 or event.asked for event in self.events)  # not the SLM's token alone
-        tails = sum(min(len(event.tokens), len(self.token_ids) - event.step) - 1 for event in self.events)
-        return Usage(calls, sum(sizes) / len(sizes) if sizes else None, chosen, tails)
+        return Usage.of(self.events, len(self.token_ids))
 
 
 class CollaborativeDecoder:
     """Greedy decoding by the SLM; where its entropy exceeds the policy's threshold, a selector takes the next token.
 
     At an event the LLM is asked for its candidates and for the log-probabilities of the SLM's; log p_S and log p_T are
-    known for every candidate of the pool. Tokens of an event count like any other: EOS there ends the generation.
+    known for every candidate of the pool. An end-of-sequence token of either model ends a generation, whoever wrote it.
     Where spans are longer than a token, the LLM's likeliest candidate carries what the LLM writes behind it, and is
     chosen with it or not at all; a span is one event and ends where its sequence does.
 
     Safe to share between threads where `llm` and `selector` are, as this library's own are: it keeps nothing between
-    calls. A transformers model runs in many threads, but must not be scored by its own modules meanwhile (a
-    `CompatibilityScorer` of a family without a native decoder switches its attention).
+    calls. A transformers model runs in many threads, but must not be scored by its own modules meanwhile: a
+    `CompatibilityScorer` or a span that ends by agreement switches the attention of a family without a native decoder.
 
     Args:
         slm: the small model, in eval mode; it is never changed.
@@ -354,7 +359,7 @@ class CollaborativeDecoder:
         hf.check_decodable("slm", self.slm)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
-        ends = hf.eos_ids(self.slm) if ends is None else ends
+        ends = self.pair.ends if ends is None else ends
         stop = hf.Stop(ends, max_new_tokens, hf.max_positions(self.slm), events, told)
         if self.loop is None:
             choose, reads = partial(self._choose, stop), self.policy.ask is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -310,14 +310,14 @@ def deployment_of(
         certainty: of an override, where no recipe says it.
         threshold: in nats instead of the recipe's.
         max_events: instead of the recipe's, whose number is the most.
-        span: tokens that the LLM offers at an event at most, 0 for any number, instead of the recipe's.
+        span: tokens that the LLM offers at an event at most, 0 for any number, instead of the recipe's; what else ends
+            the recipe's spans stays.
 
     Raises:
         ValueError: an adapter that is not there, damaged or made for another model, or a certainty beside a recipe.
     """
     if recipe not in get_args(Wanted):
         raise ValueError(f"recipe: expected chosen or published, got {recipe!r}; leave it out for the chosen one")
-    spans = {} if span is None else {"span": Span(span or None)}
     deployed = None if adapter is None else Deployed.load(adapter)
     if deployed is None:
         selector: Selector | None = LLMPreference()
@@ -325,10 +325,12 @@ def deployment_of(
             selector = overridden(FutureBridgeSelector(_reranker(Path(adapter), slm)), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
         events = {"max_events": 8 if max_events is None else max_events}
-        return Deployment(selector, policy, {"span": Span()} | events | spans)
+        return Deployment(selector, policy, {"span": Span() if span is None else Span(span or None)} | events)
     assert adapter is not None
     folder, policy = Path(adapter), deployed.policy
-    options = deployed.options | spans
+    options = dict(deployed.options)
+    if span is not None:
+        options["span"] = replace(options["span"], tokens=span or None)
     if recipe == "published":
         inside = folder / PUBLISHED
         published = _reranker(inside if inside.is_dir() else folder, slm)

@@ -128,8 +128,9 @@ class Engine:
     """Continuous batching over a pair: sequences enter and leave while others run.
 
     What a sequence becomes does not depend on the others (to near ties of low precision). Prompts enter in pieces
-    between steps; full pages that they have in common are computed once. A sequence whose event waits for the
-    LLM does not hold up the others. Where pages are scarce, sequences wait for their turn, and none is dropped.
+    between steps; full pages that they have in common are computed once. A sequence whose event waits for the LLM does
+    not hold up the others, unless the LLM runs in this process: then all wait while it writes a span. Where pages are
+    scarce, sequences wait for their turn, and none is dropped.
 
     Safe to share between threads: all computing is done by one thread of its own.
 
@@ -213,7 +214,7 @@ class Engine:
             raise ValueError(
                 f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"
             )
-        stop = hf.Stop(hf.eos_ids(decoder.slm), max_new_tokens, hf.max_positions(decoder.slm))
+        stop = hf.Stop(decoder.pair.ends, max_new_tokens, hf.max_positions(decoder.slm))
         policy = decoder.policy if threshold is None else replace(decoder.policy, threshold=threshold)
         if selector is not None:
             if not isinstance(selector, Selector):

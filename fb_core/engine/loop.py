@@ -112,7 +112,7 @@ class Loop:
         count = _pages(pair, rows, length, memory)
         self.model, llm, selector, self.merged = over_pages(pair, intervention.selector, length, count)
         self.intervention = replace(intervention, llm=llm, selector=selector)
-        self.step = DecodeStep(self.model, pair.vocabulary, policy, hf.eos_ids(pair.slm), rows)
+        self.step = DecodeStep(self.model, pair.vocabulary, policy, pair.ends, rows)
         self.prefill = prefill
         self.waiting: deque[Task] = deque()
         self.entering: deque[Task] = deque()  # they have pages

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from fb_core.decoding import Usage
 from fb_core.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -303,7 +304,9 @@ class _Application:
         """Of all answers; those that are the same are counted as often as they are sent."""
         self.metrics.whole.observe(time.perf_counter() - request.state.began)
         prompt, completion = sum(answer.prompt for answer in answers), sum(answer.completion for answer in answers)
-        return usage_fields(prompt, completion * body.n, *_asked(answers))
+        asked = [Usage.of(answer.events, answer.completion) for answer in answers]
+        calls, helped = sum(one.calls for one in asked), sum(one.appended + one.suffix for one in asked)
+        return usage_fields(prompt, completion * body.n, calls, helped)
 
 
 def _refused(message: str, asked: str) -> _Problem:
@@ -319,13 +322,6 @@ def _cancel(answers: Sequence[Answer]) -> None:
     """End those that have not ended."""
     for answer in answers:
         answer.handle.cancel()
-
-
-def _asked(answers: Sequence[Answer]) -> tuple[int, int]:
-    """(requests to the large model, tokens chosen with its help or written by it)."""
-    events = [(event, answer.completion - event.step) for answer in answers for event in answer.events]
-    calls = sum(event.asked for event, _ in events)
-    return calls, sum(min(len(event.tokens), room) for event, room in events if len(event.pool) > 1 or event.asked)
 
 
 async def _gone(request: HTTPRequest) -> None:

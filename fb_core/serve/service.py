@@ -192,7 +192,7 @@ class Service:
             ranking=request.ranking is not None,
             listener=lambda token: inbox.put(partial(tell, token)),
         )
-        text, ends = Text(self.tokenizer, request.stop), hf.eos_ids(self.engine.decoder.slm)
+        text, ends = Text(self.tokenizer, request.stop), self.engine.decoder.pair.ends
         answer = Answer(handle, tokens, text, len(ids), ends, request.ranking)
         self._open.add(answer)  # ahead of whatever the engine says of it: that comes by this thread
         return answer

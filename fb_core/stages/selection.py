@@ -142,6 +142,7 @@ class RerankerStage(Stage):
         asked = self.input(TrajectoryStage)
         span = self.settings.futures.span
         ends = "frozenset()" if span.delimiter is None else f"ending_ids(tokenizer, {span.delimiter!r})"
+        imported = "Span" if span.delimiter is None else "Span, ending_ids"
         lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
         lines += [] if span.tokens == 1 else [f"    span=Span({span.tokens}, {ends}, {span.agree}),"]
         names = {"slm": models.slm, "llm": models.llm}
@@ -166,7 +167,7 @@ class RerankerStage(Stage):
             top_k=policy.top_k,
             quantile=self.input(PolicyStage).settings.collect.quantile,
             options="\n".join(lines),
-            spans="" if span.tokens == 1 else "\nfrom fb_core.spans import Span, ending_ids",
+            spans="" if span.tokens == 1 else f"\nfrom fb_core.spans import {imported}",
             load=", scope='sequence'" if settings.scope == "sequence" else "",
             wrapped=WRAPPED.format(certainty) if (certainty := self.settings.evaluate.certainty) is not None else PLAIN,
             scope="the whole sequence" if settings.scope == "sequence" else "the candidate token alone",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +289,10 @@ def test_greedy_asks_nobody_and_options_come_from_the_recipe(run, chosen_setting
     selector, policy, options = deployment_of(direct, slm, threshold=0.3, max_events=3)
     assert isinstance(selector, LLMPreference)
     assert (policy.threshold, options["max_events"], options["slm_k"]) == (0.3, 3, 3)
+    loaded = Deployed.load(direct)
+    loaded = replace(loaded, options=loaded.options | {"span": Span(4, frozenset({9}), agree=True)})
+    loaded.save(direct)
+    assert deployment_of(direct, slm, span=0).options["span"] == Span(None, frozenset({9}), agree=True)
     with pytest.raises(ValueError, match=r"certainty: expected none beside the recipe in .* \(direct LLM score\)"):
         deployment_of(direct, slm, certainty=0.5)
 

@@ -95,7 +95,8 @@ def test_a_sequence_longer_than_a_bucket(family):
     asked = prompts(290, 31, 33, seed=4)
     fast = LowLatencyDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
     slow = CollaborativeDecoder(slm, llm, Mixed(), RequestPolicy(1.5), slm_k=3, llm_k=3)
-    slm.generation_config.eos_token_id = slm.config.eos_token_id = None
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
     for ids in asked:
         got, want = fast.generate(ids, 12), slow.generate(ids, 12)
         assert got.token_ids.tolist() == want.token_ids.tolist()

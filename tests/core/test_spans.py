@@ -216,6 +216,25 @@ def test_the_small_models_end_inside_a_span_ends_the_generation(fast):
     assert found.usage.appended + found.usage.suffix == first < 8
 
 
+@pytest.mark.parametrize("span", [Span(), Span(8)])
+@pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
+def test_an_end_that_the_large_model_alone_has_ends_the_generation(fast, span):
+    slm, llm = pair("qwen3", 5)
+    (ids,) = prompts(6, seed=5)
+
+    def decoder():
+        return CollaborativeDecoder(slm, llm, LLMPreference(), RequestPolicy(ALWAYS), span=span, max_events=6, **fast)
+
+    whole = decoder().generate(ids, 30).token_ids.tolist()
+    assert len(whole) > 5
+    llm.generation_config.eos_token_id = [EOS, whole[4]]
+    wanted = whole[: whole.index(whole[4]) + 1]
+    assert decoder().generate(ids, 30).token_ids.tolist() == wanted
+    if fast:
+        with engine(slm, llm, LLMPreference(), ALWAYS, span=span, max_events=6) as served:
+            assert served.submit(ids, 30).result().token_ids.tolist() == wanted
+
+
 @pytest.mark.parametrize("fast", [{}, {"max_length": 60}])
 def test_whoever_listens_hears_every_token_and_may_stop_inside_a_span(fast):
     slm, llm = pair("qwen3", 5)
