@@ -416,6 +416,40 @@ def figure(cells: Cells, theme: Theme) -> Figure:
     return drawn
 
 
+ASKING = (  # against calls: with and without what says where asking helps
+    ("as deployed", "deployed"),
+    ("direct LLM score", DIRECT.label),
+    ("published", PUBLISHED.label),
+    ("gate and override behind the LLM", Recipe(value="gate", certainty=0.6).label),
+    ("and a gate ahead of it", Recipe(value="gate", certainty=0.6, ask=True).label),
+)
+
+
+@pictured
+def asking(cells: Cells, theme: Theme) -> Figure:
+    """Accuracy against calls, a point a quantile, on average over its cells; greedy decoding and takeover are lines."""
+    drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.6), layout="constrained")
+    panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
+    for axis, world in zip(panels, cells.worlds, strict=True):
+        for (label, name), color, marker in zip(ASKING, theme.series, "sDo^v", strict=False):
+            places = []
+            for quantile in sorted({cell["quantile"] for cell in cells.of(world)}):
+                having = [cell for cell in cells.of(world) if cell["quantile"] == quantile and cells.has(cell, name)]
+                if having:
+                    right = np.mean([cells.correct(cell, name).mean() for cell in having])
+                    places.append((np.mean([cells.row(cell, name)["calls"] for cell in having]), 100 * right))
+            asked, reached = [place[0] for place in places], [place[1] for place in places]
+            axis.plot(asked, reached, color=color, marker=marker, markersize=5, linewidth=1.0, label=label)
+        for label, name, dashes in (("SLM greedy", GREEDY.label, ":"), ("takeover, one call", TAKEOVER, "--")):
+            accuracy = 100 * np.mean([cells.correct(cell, name).mean() for cell in cells.of(world)])
+            axis.axhline(accuracy, color=theme.ink, linewidth=0.9, linestyle=dashes, label=label)
+        axis.set_title(world, fontsize=9)
+        axis.set_xlabel("LLM calls a problem")
+    panels[0].set_ylabel("accuracy, %")
+    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=8)
+    return drawn
+
+
 def page(cells: Cells) -> str:
     """docs/evidence.md."""
     choice = RunSettings.load(WORLDS[0]).choice
@@ -465,21 +499,26 @@ def page(cells: Cells) -> str:
         "",
         "A gate on the SLM's hidden state decides before the large model is called.",
         "",
+        "![Accuracy against LLM calls, with and without a gate ahead of the LLM](evidence/calls.svg)",
+        "",
+        "Points of a line are the request quantiles: a lower one asks more often. The deployed recipe may differ from "
+        "cell to cell.",
+        "",
         *gates(cells),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write the cells, the page and its figure."""
+    """Write the cells, the page and its figures."""
     cells = Cells(found)
     lines = ",\n".join(json.dumps(cell, sort_keys=True) for cell in cells.found)
     (docs / "evidence").mkdir(exist_ok=True)
     write_file(docs / "evidence" / "cells.json", f"[\n{lines}\n]\n".encode())
     write_file(docs / "evidence.md", page(cells).encode())
-    picture = figure(cells)
-    assert picture is not None
-    write_file(docs / "evidence" / "cells.svg", picture.light.encode())
+    for name, picture in (("cells", figure(cells)), ("calls", asking(cells))):
+        assert picture is not None
+        write_file(docs / "evidence" / f"{name}.svg", picture.light.encode())
 
 
 def main(

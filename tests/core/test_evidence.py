@@ -79,10 +79,11 @@ def test_the_report_is_written_from_the_cells(cells, tmp_path):
     again = json.loads((tmp_path / "evidence" / "cells.json").read_text())
     assert again == cells.found
     assert (tmp_path / "evidence.md").read_text() == evidence.page(Cells(again))
-    picture = (tmp_path / "evidence" / "cells.svg").read_text()
-    assert picture.startswith("<svg")
+    pictures = {name: (tmp_path / "evidence" / f"{name}.svg").read_text() for name in ("cells", "calls")}
+    assert all(picture.startswith("<svg") for picture in pictures.values())
     evidence.report(again, tmp_path)
-    assert (tmp_path / "evidence" / "cells.svg").read_text() == picture
+    for name, picture in pictures.items():
+        assert (tmp_path / "evidence" / f"{name}.svg").read_text() == picture
 
 
 def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch):
