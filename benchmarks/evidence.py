@@ -208,6 +208,10 @@ class Cells:
         """Of a column over the cells that have the row."""
         return float(np.mean([self.row(one, name)[column] for one in self.of(world) if self.has(one, name)]))
 
+    def mean_accuracy(self, world: str, name: str) -> float:
+        """Over all cells of a world."""
+        return float(np.mean([self.correct(one, name).mean() for one in self.of(world)]))
+
     def has(self, cell: Mapping[str, Any], name: str) -> bool:
         """Whether a cell has a row."""
         return name == "deployed" or name in cell["rows"]

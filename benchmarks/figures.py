@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline, serving, soak, speedups, stages, targets
+from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, points
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
+from fb_core.recipe import DIRECT, GREEDY
 from fb_core.report.columns import percent
-from fb_core.report.findings import DeploymentCost, Findings, Result, read_findings
+from fb_core.report.findings import Findings, read_findings
 from fb_core.report.page import markdown_table
 from fb_core.report.recipes import COUNTED, caveats, counted
 from fb_core.report.recipes import recipes as recipes_of
@@ -20,14 +22,19 @@ from fb_core.report.recipes import recipes as recipes_of
 ROOT = Path(__file__).parent.parent
 ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
-RECOMMENDED = "features-override"  # the recipe for new pairs
-ACCURACY = (  # label, row of the findings
-    ("SLM alone", "greedy"),
-    ("direct LLM score", "direct"),
-    ("**FutureBridge**, candidate features and override", RECOMMENDED),
-    ("Takeover: the LLM writes on from the first event", "takeover"),
+CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
+DEPLOYED = "deployed"
+ACCURACY = (  # label, row of the cells
+    ("SLM alone", GREEDY.label),
+    ("direct LLM score", DIRECT.label),
+    ("**FutureBridge**, the recipe that `train` chose", DEPLOYED),
+    ("Takeover: the LLM writes on from the first event", TAKEOVER),
 )
-SHOWN = {"tiny": "plans"}  # a run's world, where its name is another
+SHOWN = {
+    "tiny": "plans",
+    "tiny-helpful": "helpful",
+    "tiny-control": "control",
+}  # a run's world, where its name is another
 SPEED = (  # label, result file, op, what the shape says
     ("score a group of candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
@@ -39,80 +46,47 @@ SPEED = (  # label, result file, op, what the shape says
 
 def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables made anew."""
-    if (root / ROWS).is_file():
-        readme = _replace(readme, "accuracy", accuracy(read_findings(root / ROWS)), ROWS)
+    if (root / CELLS).is_file():
+        readme = _replace(readme, "accuracy", accuracy(Cells(json.loads((root / CELLS).read_text()))), CELLS)
     results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
     return _replace(readme, "speed", speed(results))
 
 
-def accuracy(worlds: Sequence[Findings]) -> list[str]:
-    """Ways to decode in every world at its own quantile, with the large model's tokens a problem beside them."""
-    head = ["accuracy, % (LLM tokens a problem)", *(SHOWN.get(world.name, world.name) for world in worlds)]
-    rows = [[label, *(_accuracy(world, key) for world in worlds)] for label, key in ACCURACY]
-    rows.append(["Takeover on a share of the problems, for FutureBridge's tokens", *map(_on_the_line, worlds)])
-    published = [_row(world, "futurebridge").accuracy for world in worlds]
-    plain = ", ".join(f"{interval.mean:.1%}" for interval in published if interval)
-    problems = sorted({_row(world, "greedy").problems or 0 for world in worlds})
-    seeds = sorted({len(world.seeds) for world in worlds})
-    counted = all(_row(world, "takeover").llm_tokens for world in worlds)
-    timed = sorted({one.problems for world in worlds for one in _deployment(world) if one.suffix})
-    few = "" if counted else f" ({', '.join(map(str, timed))} for the tokens that Takeover writes)"
+def accuracy(cells: Cells) -> list[str]:
+    """Ways to decode on average over the runs of the evidence, with the large model's tokens a problem beside them."""
+    head = ["accuracy, % (LLM tokens a problem)", *(SHOWN[world] for world in cells.worlds)]
+    rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
+    runs, problems = len(cells.found), len(cells.correct(cells.found[0], DEPLOYED))
+    seeds, quantiles = (len({cell[key] for cell in cells.found}) for key in ("seed", "quantile"))
+    plain = ", ".join(f"{100 * cells.mean_accuracy(world, PUBLISHED.label):.1f}" for world in cells.worlds)
     note = (
-        f"*{', '.join(map(str, problems))} test problems a world{few}, {', '.join(map(str, seeds))} reranker seeds. As "
-        f"published, without features and override, FutureBridge reaches {plain}.*"
+        f"*{runs} whole runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles, "
+        f"{problems} test problems a run; 95% intervals draw seeds again. As published, FutureBridge reaches {plain}. "
+        f"[What was found](docs/evidence.md), misses included.*"
     )
-    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(worlds)}"]
+    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}"]
 
 
-def _accuracy(world: Findings, key: str) -> str:
-    return f"{percent(_row(world, key).accuracy)} ({_tokens(world, key):.1f})"
+def _accuracy(cells: Cells, world: str, name: str) -> str:
+    found = cells.interval(world, lambda cell: cells.correct(cell, name))
+    return f"{percent(found)} ({cells.mean(world, name, 'llm_tokens'):.1f})"
 
 
-def _tokens(world: Findings, key: str) -> float:
-    """The LLM's in an answer: of all problems where the file has them, else as timed on some of them."""
-    row = _row(world, key)
-    if row.llm_tokens:
-        return row.llm_tokens.mean
-    return (row.calls or 0.0) + sum(one.suffix for one in _deployment(world) if one.key == key)  # takeover writes on
-
-
-def _mean(world: Findings, key: str) -> float:
-    accuracy = _row(world, key).accuracy
-    assert accuracy is not None
-    return accuracy.mean
-
-
-def _share(world: Findings) -> float:
-    """Of the problems, on which takeover would cost the tokens of FutureBridge."""
-    return min(1.0, _tokens(world, RECOMMENDED) / _tokens(world, "takeover"))
-
-
-def _on_the_line(world: Findings) -> str:
-    reached = _mean(world, "greedy") + _share(world) * (_mean(world, "takeover") - _mean(world, "greedy"))
-    return f"{100 * reached:.1f} ({_share(world) * _tokens(world, 'takeover'):.1f})"
-
-
-def _why_not_take_over(worlds: Sequence[Findings]) -> str:
-    """What takeover brings and costs, and how far FutureBridge is above it at as many tokens, where that is known."""
-    ahead = sum(_mean(world, "takeover") > _mean(world, RECOMMENDED) for world in worlds)
-    shares = ", ".join(f"{_share(world):.0%}" for world in worlds)
-    distances = [percent(_row(world, RECOMMENDED).above_line, signed=True) for world in worlds]
-    far = f"; FutureBridge is {', '.join(distances)} points above that" if all(distances) else ""
-    calls = ", ".join(f"{_row(world, RECOMMENDED).calls or 0.0:.1f}" for world in worlds)
+def _why_not_take_over(cells: Cells) -> str:
+    """What takeover brings and costs, and how far the deployed recipe is above it at as many tokens."""
+    ahead, shares, above, calls = 0, [], [], []
+    for world in cells.worlds:
+        ahead += cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED)
+        ours, theirs = (cells.mean(world, name, "llm_tokens") for name in (DEPLOYED, TAKEOVER))
+        shares.append(f"{ours / theirs:.0%}")
+        above.append(points(cells.interval(world, lambda cell: above_the_line(cells, cell))))
+        calls.append(f"{cells.mean(world, DEPLOYED, 'calls'):.1f}")
     return (
-        f"**Why not simply take over?** Takeover is the more accurate in {ahead} of {len(worlds)} worlds, with the "
-        "large model writing the answer. For the tokens that FutureBridge asks of it, it could write the answers of "
-        f"{shares} of the problems: the last row{far}. By calls takeover is cheap: it asks once, FutureBridge {calls} "
-        "times a problem."
+        f"**Why not simply take over?** Takeover is the more accurate in {ahead} of {len(cells.worlds)} worlds, with "
+        "the large model writing the answer. For the tokens that FutureBridge asks of it, it could write "
+        f"{', '.join(shares)} of the answers; FutureBridge is {', '.join(above)} points above that mix. By calls "
+        f"takeover is cheap: it asks once, FutureBridge {', '.join(calls)} times a problem."
     )
-
-
-def _deployment(world: Findings) -> Sequence[DeploymentCost]:
-    return (world.costs and world.costs.deployment) or ()
-
-
-def _row(world: Findings, key: str) -> Result:
-    return next(row for row in world.rows if row.key == key and row.table in ("methods", "repairs"))
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import figures, roofline, summary, targets
-from fb_core.report.findings import Costs, DeploymentCost, Findings, Policy, Result
+from benchmarks.evidence import Cells
+from fb_core.report.findings import Findings, Policy, Result
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,8 +40,9 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
-    if (ROOT / "docs" / "experiments").exists():
-        shutil.copytree(ROOT / "docs" / "experiments", tmp_path / "docs" / "experiments")
+    for name in ("experiments", "evidence"):
+        if (ROOT / "docs" / name).exists():
+            shutil.copytree(ROOT / "docs" / name, tmp_path / "docs" / name)
     for name in ("scale.md", "experiments.md", "benchmarks.md", "serving.md", "shared_prefix.md"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     shutil.copy(ROOT / "benchmarks" / "NOTES.md", tmp_path / "benchmarks")
@@ -268,38 +271,19 @@ def test_the_cost_table_is_relative_to_greedy() -> None:
     ]
 
 
-def world(name: str, *, known: bool) -> Findings:
-    """Greedy decoding 50%, takeover 90% for 40 tokens, ours 80% for 4; `known` where the file has the tokens."""
-    rows = []
-    for key, accuracy, tokens in (
-        ("greedy", 0.5, 0.0),
-        ("direct", 0.6, 4.0),
-        ("takeover", 0.9, 40.0),
-        ("features-override", 0.8, 4.0),
-        ("futurebridge", 0.7, 4.0),
-    ):
-        about = {"benchmark": "b", "key": key, "label": key, "problems": 400, "calls": min(tokens, 4.0)}
-        about |= {"accuracy": (accuracy, accuracy - 0.1, accuracy + 0.1)}
-        if known:
-            about |= {"llm_tokens": (tokens, tokens, tokens)}
-            about |= {"above_line": (0.26, 0.2, 0.32)} if key == "features-override" else {}
-        rows.append(Result(table="methods", **about))
-    timed = {"method": "Takeover", "key": "takeover", "problems": 50, "calls": 1, "appended": 1, "suffix": 36.0}
-    costs = Costs(deployment=(DeploymentCost(seconds=0.1, **timed),))
-    return Findings(name=name, rows=tuple(rows), seeds=(0, 1), costs=costs)
+def test_the_readme_shows_the_means_of_all_cells() -> None:
+    def row(right: int, tokens: float, calls: float) -> dict[str, Any]:
+        return {"correct": "1" * right + "0" * (10 - right), "calls": calls, "llm_tokens": tokens}
 
+    def cell(seed: int, ours: int) -> dict[str, Any]:
+        rows = {"SLM greedy": row(5, 0.0, 0.0), "direct LLM score": row(6, 4.0, 4.0), "plain": row(ours, 4.0, 4.0)}
+        rows["takeover"] = row(9, 40.0, 1.0)
+        return {"world": "tiny", "seed": seed, "quantile": 0.9, "deployed": "plain", "rows": rows}
 
-def test_the_large_models_tokens_are_of_all_problems_where_they_are_known() -> None:
-    lines = figures.accuracy([world("a", known=True), world("c", known=True)])
-    cell = "80.0 [70.0, 90.0] (4.0)"
-    assert f"| **FutureBridge**, candidate features and override | {cell} | {cell} |" in lines
-    last = "| Takeover on a share of the problems, for FutureBridge's tokens | 54.0 (4.0) | 54.0 (4.0) |"  # 10% of 40
-    assert last in lines
-    text = "\n".join(lines)
-    assert "*400 test problems a world, 2 reranker seeds." in text
-    assert "more accurate in 2 of 2 worlds" in text
-    assert "the answers of 10%, 10% of the problems: the last row; FutureBridge is +26.0 [+20.0, +32.0], +26.0" in text
-    older = figures.accuracy([world("a", known=False)])
-    assert "(50 for the tokens that Takeover writes)" in "\n".join(older)
-    assert "| Takeover: the LLM writes on from the first event | 90.0 [80.0, 100.0] (40.0) |" in older  # calls, suffix
-    assert "answers of 10% of the problems: the last row. By calls" in older[-1]
+    lines = figures.accuracy(Cells([cell(1, 7), cell(2, 9)]))
+    (ours,) = (line for line in lines if line.startswith("| **FutureBridge**"))
+    assert re.fullmatch(r"\| \*\*FutureBridge\*\*, .* \| 80\.0 \[\d+\.\d, \d+\.\d\] \(4\.0\) \|", ours)
+    assert "*2 whole runs: 2 seeds of problems, training sets and rerankers, 1 request quantiles, 10 test" in lines[-1]
+    assert "more accurate in 1 of 1 worlds" in lines[-1]
+    assert "it could write 10% of the answers; FutureBridge is +26.0 [" in lines[-1]  # 80 - (50 + 10% of 40)
+    assert lines[-1].endswith("FutureBridge 4.0 times a problem.")
