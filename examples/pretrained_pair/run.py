@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WORK = Path("runs/pretrained_pair")  # as the settings have it
 TABLES = ("methods", "repairs", "costs")
-COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (520, 5), "test": (250, 6)}  # how many, drawn by which seed
+COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (770, 5), "test": (250, 6)}  # how many, drawn by which seed
 
 
 def spend(part: str, command: list[str], threads: int = 1) -> None:
