@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, serving, soak, speedups, stages, targets
+from benchmarks import event, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, points
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
@@ -270,6 +270,8 @@ def main(root: Path = ROOT) -> None:
         speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     if load_test := load(root, "cpu").get("serving"):
         serving.plot(load_test, root / "docs" / "serving.svg")
+    if (root / event.EVENT).is_file():
+        event.draw(root)
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, roofline, summary, targets
+from benchmarks import event, figures, roofline, summary, targets
 from benchmarks.evidence import Cells
 from fb_core.report.findings import Findings, Policy, Result
 from fb_core.statistics import Interval
@@ -287,3 +287,16 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     assert "more accurate in 1 of 1 worlds" in lines[-1]
     assert "it could write 10% of the answers; FutureBridge is +26.0 [" in lines[-1]  # 80 - (50 + 10% of 40)
     assert lines[-1].endswith("FutureBridge 4.0 times a problem.")
+
+
+def test_the_readmes_event_is_drawn_from_its_file(root: Path) -> None:
+    shutil.copy(ROOT / event.EVENT, root / event.EVENT)
+    known = json.loads((root / event.EVENT).read_text())
+    assert [one["right"] for one in known["candidates"]].index(True) == known["choice"]
+    figures.main(root)
+    first = {name: (root / "docs" / name).read_bytes() for name in ("event.svg", "event-dark.svg")}
+    assert first["event.svg"] != first["event-dark.svg"]
+    known["choice"] = 0
+    (root / event.EVENT).write_text(json.dumps(known))
+    event.draw(root)
+    assert (root / "docs" / "event.svg").read_bytes() != first["event.svg"]

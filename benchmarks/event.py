@@ -1,0 +1,120 @@
+"""README's figure, one event of a real run: `python -m benchmarks.event` draws it from docs/event.json.
+
+`python -m benchmarks.event RUN PROBLEM` first makes that file anew from a run that compared FutureBridge.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from fb_core.files import write_file
+from fb_core.report.theme import Theme, pictured
+
+ROOT = Path(__file__).parent.parent
+EVENT = Path("docs", "event.json")
+COLUMNS = (("SLM", "slm", 0.135), ("LLM", "llm", 0.225), ("reranker", "reranker", 0.315))  # head, key, place
+BAR, WRITTEN, TOP, LINE = 0.075, 0.425, 0.555, 0.105  # a full bar's width, where the continuation begins, rows
+
+
+def made(run: Path, problem: str) -> dict[str, Any]:
+    """The first event of a problem's FutureBridge generation, and what the SLM writes behind each candidate."""
+    import torch
+
+    from fb_core import CollaborativeDecoder, RequestPolicy
+    from fb_core.config import RunSettings
+    from fb_core.stages.inputs import benchmark_problems, models_of
+    from fb_core.verify import Verifier
+
+    settings = RunSettings.model_validate_json((run / "settings.json").read_text())
+    models = models_of(settings.models)
+    (one,) = (each for problems in benchmark_problems(settings).values() for each in problems if each.id == problem)
+    rows = sorted((run / "variants" / "futurebridge" / "comparison").glob("*.futurebridge.*.jsonl"))
+    row = next(found for line in rows[0].read_text().splitlines() if (found := json.loads(line))["problem"] == problem)
+    event = row["events"][0]
+    (prompt,) = models.prompts([one], settings.problems.prompt)
+    prefix = [*prompt.tolist(), *row["tokens"][: event["step"]]]
+    greedy = CollaborativeDecoder(models.slm, None, None, RequestPolicy(0.0), max_events=0, tokenizer=models.tokenizer)
+    share = torch.tensor(event["scores"]).softmax(0).tolist()
+    with Verifier(workers=1) as verifier:
+        candidates = []
+        for place, token in enumerate(event["pool"]):
+            new = greedy.generate([*prefix, token], settings.evaluate.max_new_tokens).token_ids.tolist()
+            text = models.tokenizer.decode([*row["tokens"][: event["step"]], token, *new], skip_special_tokens=True)
+            candidates.append(
+                {
+                    "token": models.tokenizer.decode([token]),
+                    "slm": torch.tensor(event["slm_logprob"][place]).exp().item(),
+                    "llm": torch.tensor(event["llm_logprob"][place]).exp().item(),
+                    "reranker": share[place],
+                    "written": models.tokenizer.decode(new, skip_special_tokens=True),
+                    "right": verifier.verify(text, one.answer) == "correct",
+                }
+            )
+    return {
+        "problem": one.text,
+        "before": models.tokenizer.decode(row["tokens"][: event["step"]]),
+        "entropy": event["entropy"],
+        "choice": event["choice"],
+        "candidates": candidates,
+    }
+
+
+@pictured
+def figure(event: dict[str, Any], theme: Theme) -> Figure:
+    """The SLM's text up to the event, the candidates with three opinions of each, and what the SLM makes of them."""
+    drawn = Figure(figsize=(9.6, 3.5))
+    axis = drawn.add_axes((0, 0, 1, 1))
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    axis.set_axis_off()
+    axis.text(0.015, 0.93, event["problem"], color=theme.faint, style="italic", fontsize=9.5)
+    axis.text(0.015, 0.82, "SLM:", color=theme.faint)
+    axis.text(0.06, 0.82, event["before"].strip(), fontsize=11, family="monospace")
+    asks = f"?  {event['entropy']:.1f} nats: the LLM is asked for candidates"
+    end = 0.06 + len(event["before"].strip()) * 0.602 * 11 / (72 * 9.6)  # a character of DejaVu Sans Mono
+    axis.text(end + 0.018, 0.82, asks, fontsize=10, color=theme.ground, backgroundcolor=theme.ours)
+    for head, _, place in (*COLUMNS, ("what the SLM writes behind it", "", WRITTEN)):
+        axis.text(place, 0.675, head, color=theme.faint, fontsize=9)
+    for row, one in enumerate(event["candidates"]):
+        height, picked = TOP - LINE * row, row == event["choice"]
+        if picked:
+            box = FancyBboxPatch((0.012, height - 0.03), 0.976, 0.088, boxstyle="round,pad=0,rounding_size=0.01")
+            box.set(facecolor="none", edgecolor=theme.ours, linewidth=1.6)
+            axis.add_patch(box)
+        weight = "bold" if picked else "normal"
+        axis.text(0.022, height, one["token"].strip(), fontsize=11, family="monospace", weight=weight)
+        for _, key, place in COLUMNS:
+            axis.barh(height + 0.012, BAR, 0.045, place, color=theme.line)
+            color = theme.ours if key == "reranker" else theme.others
+            axis.barh(height + 0.012, BAR * one[key], 0.045, place, color=color)
+        mark, color = ("\N{CHECK MARK}", theme.good) if one["right"] else ("\N{BALLOT X}", theme.bad)
+        axis.text(WRITTEN, height, mark, color=color, fontsize=11, family="DejaVu Sans")
+        axis.text(WRITTEN + 0.025, height, one["written"].strip(), fontsize=9.5, family="monospace", weight=weight)
+    return drawn
+
+
+def draw(root: Path = ROOT) -> None:
+    """docs/event.svg and docs/event-dark.svg."""
+    picture = figure(json.loads((root / EVENT).read_text()))
+    assert picture is not None
+    for name, data in (("event", picture.light), ("event-dark", picture.dark)):
+        write_file(root / "docs" / f"{name}.svg", data.encode())
+
+
+def main(
+    run: Annotated[Path | None, typer.Argument(help="A run's folder, to make the event anew.")] = None,
+    problem: Annotated[str | None, typer.Argument(help="A problem of it.")] = None,
+) -> None:
+    """Draw the figure."""
+    if run is not None and problem is not None:
+        write_file(ROOT / EVENT, (json.dumps(made(run, problem), indent=1) + "\n").encode())
+    draw()
+
+
+if __name__ == "__main__":
+    typer.run(main)
