@@ -284,6 +284,8 @@ class TrainSettings(BaseModel):
         features: candidate features in the scalar head, by name.
         microbatches: pieces of a step; as many processes can share it.
         checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
+        tracker: what is sent loss, learning rate, gradient norm and validation figures, with every checkpoint; None for
+            nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -308,6 +310,7 @@ class TrainSettings(BaseModel):
     order_seed: int = Field(default=0, ge=0)
     microbatches: int = Field(default=1, ge=1)
     checkpoint_steps: Annotated[int, FREE] = Field(default=50, ge=1)
+    tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, FREE] = None
 
     @model_validator(mode="after")
     def _some_runs(self) -> TrainSettings:

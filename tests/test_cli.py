@@ -221,7 +221,7 @@ BAD_CHANGES = {
     "train.rank": "--set: expected KEY=VALUE such as train.rank=32, got 'train.rank'; name key and value",
     "=3": "--set: expected KEY=VALUE such as train.rank=32, got '=3'; name key and value",
     "train..rank=3": "--set: expected KEY=VALUE such as train.rank=32, got 'train..rank=3'; name key and value",
-    "me:s3cret@host": "--set: expected KEY=VALUE such as train.rank=32, got what looks like a URL, which may hold a secret",
+    "me:s3cret@host": "--set: expected KEY=VALUE such as train.rank=32, got what looks like a URL, which may hold",
     "train.rank=[1": "--set train.rank: expected YAML, got '[1'; put a text into quotes",
     "problems.prompt={problem} ?": "--set problems.prompt: expected YAML, got '{problem} ?'; put a text into quotes",
     "train.horizons=" + "[" * 100_000: "--set train.horizons: expected YAML, got '[[[",
