@@ -230,6 +230,18 @@ def config(
 
 
 @app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Only for those who may read it.")] = False,
+) -> None:
+    """Write a deployed adapter with its model card to the Hugging Face hub."""
+    from fb_core.hub import push_to_hub
+
+    typer.echo(push_to_hub(directory, repo_id, private=private))
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="Folder for report.html, report.md and figures.")] = Path("report"),
