@@ -72,6 +72,7 @@ from fb_core.hf.tokens import (
     check_position,
     check_positions,
     many_token_ids,
+    text_group,
     text_ids,
     token_ids,
 )
@@ -135,6 +136,7 @@ __all__ = [
     "share_weights",
     "streamer_of_caller",
     "text_config",
+    "text_group",
     "text_ids",
     "token_ids",
     "tokenizer_hash",
