@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +191,13 @@ def test_the_demos_words_are_scored():
     assert found.shape == (3,)
     with pytest.raises(ValueError, match=r"candidates\[1\]: expected words of the tokenizer's vocabulary, got"):
         scorer.score_texts("29*9+7*7+9;", ["so ", "perhaps "], "29*9+7~18,88,8>68. ")
+
+
+def test_the_documents_example_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "shared_prefix.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "score_texts(" in one)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("tensor([")
 
 
 BAD = {
