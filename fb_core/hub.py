@@ -73,7 +73,7 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
         raise OSError(f"{repo_id}: expected the hub within reach, got HF_HUB_OFFLINE=1; unset it to push")
     api = HfApi()
     try:
-        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id  # with its owner
         if private and not api.model_info(repo_id).private:
             raise ValueError(f"{repo_id}: expected a private repository, got a public one; choose another name")
         message = "FutureBridge reranker"

@@ -12,12 +12,15 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from runs import settings
 from warm import futurebridge
 
 from fb_core import RequestPolicy, Span, hf
 from fb_core.hub import deployed_files, push_to_hub
 from fb_core.policy import AskHead
 from fb_core.recipe import DIRECT, Deployed, Recipe
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.selection import RerankerStage
 
 PUBLISHED = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
 POOLS = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
@@ -62,10 +65,15 @@ def test_a_gate_that_no_recipe_has_stays(folder):
     assert "ask.safetensors" not in deployed_files(folder)
 
 
-def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder):
+def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undisturbed):
     card = ModelCard.load(folder / "README.md")
     assert (card.data.library_name, card.data.tags) == ("peft", ["futurebridge", "reranker", "lora"])
     assert card.data.base_model is None  # of the demo
+    run = undisturbed[0]["train"]
+    chosen = Artefact(run, "selection").finished()["summary"]
+    for slm, base in (("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), (str(folder), None), ("./a/b", None)):
+        stage = RerankerStage(settings(models={"slm": slm}), run)
+        assert ModelCard(stage._card(0, chosen)).data.base_model == base
     assert hf.is_hub_id("Qwen/Qwen3-1.7B")
     assert not any(map(hf.is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
 
