@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 if TYPE_CHECKING:
-    from fb_core.config import PairSettings
+    from fb_core.config import PairSettings, RunSettings
     from fb_core.stages.commands import Command
     from fb_core.stages.stage import Engine
 
@@ -48,45 +48,68 @@ def demo(
 SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())
 ConfigOption = Annotated[str, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")]
 RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; runs/<config> if left out.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting instead of the file's, such as train.rank=32; may be repeated."
+    ),
+]
 EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster that shares the folder.")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and what it costs.")]
 
 
 @app.command()
 def collect(
-    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
 ) -> None:
     """Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates."""
-    _run_command("collect", config, run, engine, dry_run)
+    _run_command("collect", config, changes, run, engine, dry_run)
 
 
 @app.command()
 def futures(
-    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
 ) -> None:
     """Stage 2: the LLM's continuation of every state, verified."""
-    _run_command("futures", config, run, engine, dry_run)
+    _run_command("futures", config, changes, run, engine, dry_run)
 
 
 @app.command()
 def score(
-    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
 ) -> None:
     """Stage 3: how well the SLM continues from every candidate."""
-    _run_command("score", config, run, engine, dry_run)
+    _run_command("score", config, changes, run, engine, dry_run)
 
 
 @app.command()
 def train(
-    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
 ) -> None:
     """Stage 4: the sweep of rerankers, and the choice among them; also under `accelerate launch`."""
-    _run_command("train", config, run, engine, dry_run)
+    _run_command("train", config, changes, run, engine, dry_run)
 
 
 @app.command()
 def rollouts(
     config: ConfigOption,
+    changes: SetOption = None,
     run: RunOption = None,
     engine: EngineOption = "local",
     dry_run: DryOption = False,
@@ -96,13 +119,11 @@ def rollouts(
 
     Behind stage 4 also of some problems of every benchmark.
     """
-    _run_command("rollouts", config, run, engine, dry_run)
-    from fb_core.config import RunSettings
+    settings, folder = _run_command("rollouts", config, changes, run, engine, dry_run)
     from fb_core.experiment.recommendation import recommend
     from fb_core.stages.agreement import judge
     from fb_core.stages.benchmark_states import judge_benchmarks
 
-    settings, folder = RunSettings.load(config), _folder(config, run)
     if not dry_run:
         _show(judge(settings, folder))
         if advise:
@@ -113,23 +134,31 @@ def rollouts(
 
 @app.command()
 def evaluate(
-    config: ConfigOption, run: RunOption = None, engine: EngineOption = "local", dry_run: DryOption = False
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    engine: EngineOption = "local",
+    dry_run: DryOption = False,
 ) -> None:
     """Stage 5: the chosen rerankers on the benchmarks."""
-    _run_command("evaluate", config, run, engine, dry_run)
+    _run_command("evaluate", config, changes, run, engine, dry_run)
 
 
-def _run_command(command: Command, config: str, run: Path | None, engine: str, dry_run: bool) -> None:
+def _run_command(
+    command: Command, config: str, changes: list[str] | None, run: Path | None, engine: str, dry_run: bool
+) -> tuple[RunSettings, Path]:
+    """Do a command's stages; the settings and the folder of the run."""
     from fb_core.config import RunSettings
 
     if engine not in ("local", "ray"):
         raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
-    settings = RunSettings.load(config)  # before torch is imported, which takes seconds
-    from fb_core.stages.commands import run_command
+    settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
+    from fb_core.stages.commands import run_command  # imports torch, which takes seconds
 
     logging.basicConfig(format="%(message)s")
     show = print if dry_run else _show
-    run_command(command, settings, _folder(config, run), cast("Engine", engine), dry_run=dry_run, show=show)
+    run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+    return settings, folder
 
 
 def _folder(config: str, run: Path | None) -> Path:
@@ -160,13 +189,14 @@ def experiment(
         ),
     ],
     config: ConfigOption,
+    changes: SetOption = None,
     run: RunOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one a core, or one where a GPU is.")] = None,
 ) -> None:
     """Peers and ablations: everything a table needs, from states to benchmarks, and the report."""
     from fb_core.config import RunSettings
 
-    settings, folder = RunSettings.load(config), _folder(config, run)
+    settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
     from fb_core.experiment.gather import gather
     from fb_core.experiment.run import COSTS, run_experiment
     from fb_core.experiment.tables import TABLES
@@ -179,6 +209,36 @@ def experiment(
     run_experiment(known if "all" in tables else tables, settings, folder, workers, _show)
     written = write_report([gather(settings, folder)], folder / "report")
     typer.echo("Written: " + ", ".join(str(path) for path in written))
+
+
+@app.command()
+def config(
+    config: Annotated[str | None, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")] = None,
+    changes: SetOption = None,
+    show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML, which --config takes.")] = False,
+) -> None:
+    """List the shipped settings, or show some whole: with what the file leaves out, and with what --set changes."""
+    from fb_core.config import RunSettings, as_yaml, first_words
+
+    if show and config is not None:
+        typer.echo(as_yaml(RunSettings.load(config, changes or ())), nl=False)
+    elif show or config is not None or changes:
+        raise ValueError("config: expected --show with --config NAME, got one without the other; leave out all to list")
+    else:
+        width = max(map(len, SHIPPED))
+        typer.echo("\n".join(f"{name:{width}}  {first_words(name)}" for name in SHIPPED))
+
+
+@app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Only for those who may read it.")] = False,
+) -> None:
+    """Write a deployed adapter with its model card to the Hugging Face hub."""
+    from fb_core.hub import push_to_hub
+
+    typer.echo(push_to_hub(directory, repo_id, private=private))
 
 
 @app.command()

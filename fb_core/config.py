@@ -7,6 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -283,6 +284,8 @@ class TrainSettings(BaseModel):
         features: candidate features in the scalar head, by name.
         microbatches: pieces of a step; as many processes can share it.
         checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
+        tracker: what is sent loss, learning rate, gradient norm and validation figures, with every checkpoint; None for
+            nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -307,6 +310,7 @@ class TrainSettings(BaseModel):
     order_seed: int = Field(default=0, ge=0)
     microbatches: int = Field(default=1, ge=1)
     checkpoint_steps: Annotated[int, FREE] = Field(default=50, ge=1)
+    tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, FREE] = None
 
     @model_validator(mode="after")
     def _some_runs(self) -> TrainSettings:
@@ -523,10 +527,15 @@ class RunSettings(BaseModel):
         return self
 
     @classmethod
-    def load(cls, source: str) -> RunSettings:
+    def load(cls, source: str, changes: Sequence[str] = ()) -> RunSettings:
         """From a YAML file, or from one shipped under that name, such as tiny or qwen3-1.7b.
 
         A file may name another as its `base`: what it leaves out is as there.
+
+        Args:
+            source: the file or the name.
+            changes: "key=value" each, such as "train.rank=32": a dotted key, and in YAML what it holds instead. A later
+                one goes over an earlier one; of a section, the keys that it leaves out stay.
 
         Raises:
             OSError: no such file, and none shipped under that name.
@@ -535,6 +544,9 @@ class RunSettings(BaseModel):
         values = _read_yaml(source)
         if isinstance(values, dict) and "base" in values:
             values = _over(_read_yaml(str(values["base"])), {key: one for key, one in values.items() if key != "base"})
+        if changes and isinstance(values, dict):
+            values = reduce(_over, map(_change, changes), values)
+            source = f"{source} with --set"
         return checked(cls, values, source)
 
 
@@ -570,6 +582,17 @@ def counted(part: BaseModel | Slice) -> dict[str, Any]:
     }
 
 
+def as_yaml(settings: RunSettings) -> str:
+    """All settings, those that were left out included, as a file that `RunSettings.load` takes."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def first_words(name: str) -> str:
+    """What the first line of shipped settings says of them."""
+    text = (resources.files("fb_core") / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
+
+
 def _read_yaml(source: str) -> Any:
     """What a YAML file holds, or one shipped under that name."""
     path = Path(source)
@@ -583,6 +606,18 @@ def _read_yaml(source: str) -> Any:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
+
+
+def _change(change: str) -> Any:
+    """What a file would hold that says "key=value" alone."""
+    key, equals, text = change.partition("=")
+    if not equals or not all(parts := key.strip().split(".")):
+        raise ValueError(f"--set: expected KEY=VALUE such as train.rank=32, got {_shown(change)}; name key and value")
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ValueError(f"--set {key}: expected YAML, got {_shown(text)}; put a text into quotes") from None
+    return reduce(lambda inside, part: {part: inside}, reversed(parts), value)
 
 
 def _over(base: Any, values: Any) -> Any:
@@ -645,22 +680,28 @@ def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list
             text = "expected a value"
         elif error["type"] == "model_type":
             text = "expected keys with values"
+        elif error["type"] == "tuple_type":
+            text = "expected a list such as [1, 2]"
         elif error["type"].endswith(("_parsing", "_from_float")):
             text = text.partition(", ")[0]  # why it is none, which its value shows
         elif error["type"] == "value_error":  # names the key itself, and what it got
             inner, _, text = text.partition(": ")
             key = key if key.split(".")[-1] == inner else ".".join(filter(None, (key, inner)))
         if error["type"] != "value_error":
-            shown = reprlib.repr(error["input"])[:80]
-            if any(mark in str(error["input"]) for mark in ("://", "@")):
-                shown = "what looks like a URL, which may hold a secret"
-            got[key] = "none" if error["type"] == "missing" else shown
+            got[key] = "none" if error["type"] == "missing" else _shown(error["input"])
         said.setdefault(key, []).append(text[:1].lower() + text[1:])
     lines = []
     for key, texts in said.items():
         words = " or ".join([texts[0], *(text.removeprefix("expected ") for text in texts[1:])])
         lines.append(f"{key}: {words}" + (f", got {got[key]}" if key in got else ""))
     return lines
+
+
+def _shown(value: Any) -> str:
+    """A value in an error; not what may hold a secret."""
+    if any(mark in str(value) for mark in ("://", "@")):
+        return "what looks like a URL, which may hold a secret"
+    return reprlib.repr(value)[:80]
 
 
 def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
@@ -690,14 +731,14 @@ def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:
 
 
 def _nearest(kind: type[BaseModel], place: Sequence[str | int]) -> str:
-    """The known key that an unknown one may stand for, as the end of a sentence."""
+    """The known keys that an unknown one may stand for, as the end of a sentence."""
     known = list(_keys(kind))
     here, name = ".".join(map(str, place[:-1])), str(place[-1])
     beside = [key for key in known if key.rpartition(".")[0] == here]
     close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in beside], 1)
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    found = close or elsewhere
-    return f" such as {found[0]}" if found else ""
+    found = [*close, *elsewhere][:3]
+    return f" such as {' or '.join(found)}" if found else ""
 
 
 def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class BranchGroup:
         return len(self.future) if self.horizon is None else self.horizon
 
 
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Trajectories: TypeAlias = Sequence[tuple[Tensor | Sequence[int], Sequence[BranchGroup]]]
 
 
@@ -62,16 +63,24 @@ class CompatibilityScorer:
             through `AttentionInterface`).
         valid_vocab: ids from here on are padding of the embedding: they are no candidate and no target, and take no
             probability; None for none.
+        tokenizer: the model's own, for `score_texts`; None where token ids are scored alone.
 
     Raises:
-        TypeError: not a transformers model, or valid_vocab no int.
+        TypeError: not a transformers model, valid_vocab no int, or no tokenizer of transformers.
         ValueError: a model that packing would get wrong (refused by name), one whose logits are NaN, or valid_vocab out
             of range.
     """
 
-    def __init__(self, model: hf.CausalLM, *, valid_vocab: int | None = None) -> None:
+    def __init__(
+        self, model: hf.CausalLM, *, valid_vocab: int | None = None, tokenizer: hf.Tokenizer | None = None
+    ) -> None:
         hf.check_supported(model)
+        if not isinstance(tokenizer, hf.Tokenizer | None):
+            raise TypeError(
+                f"tokenizer: expected one of transformers, got {type(tokenizer).__name__}; use AutoTokenizer"
+            )
         self.model = model
+        self.tokenizer = tokenizer
         self.valid_vocab = hf.valid_ids(valid_vocab, model)
         hf.check_packed_forward(model)
 
@@ -165,6 +174,77 @@ class CompatibilityScorer:
         if not return_local:
             return matrices
         return [[(whole[:, 1:].contiguous(), whole[:, 0].contiguous()) for whole in found] for found in matrices]
+
+    def score_texts(
+        self, prefix: str, candidates: Sequence[str], future: str, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """Score one group of texts: how likely the future is behind prefix and candidate.
+
+        prefix + candidate + future is tokenized as one text, with the special tokens that the tokenizer puts ahead of a
+        text (unless the prefix begins with them, as a chat template's does) and none behind. Candidate and future must
+        begin where a token begins: a space that belongs to the next word goes there. What begins inside a token is
+        refused, and so is a future whose tokens are not the same behind every candidate. A candidate may be of any
+        number of tokens.
+
+        Args:
+            prefix: what all candidates follow.
+            candidates: K texts.
+            future: what follows each of them, H tokens.
+            reduction: "mean" or "sum" over the future's tokens, or "none".
+
+        Returns:
+            float32 [K], in nats ("mean": a token); [K, H] without reduction.
+
+        Raises:
+            TypeError: no texts.
+            ValueError: no tokenizer, another reduction, texts that are refused, more positions than the model has, or
+                active dropout.
+        """
+        return self._score_texts([(prefix, candidates, future)], TOKEN_BUDGET, reduction, [""])[0]
+
+    def score_texts_many(
+        self,
+        groups: Sequence[tuple[str, Sequence[str], str]],
+        token_budget: int = TOKEN_BUDGET,
+        *,
+        reduction: Reduction = "mean",
+    ) -> list[Tensor]:
+        """`score_texts` of many groups, several of them packed into each forward.
+
+        Args:
+            groups: (prefix, candidates, future) as for `score_texts`.
+            token_budget: as for `logprobs_many`.
+            reduction: as for `score_texts`.
+
+        Returns:
+            of every group what `score_texts` returns.
+
+        Raises:
+            TypeError: as `score_texts`.
+            ValueError: as `score_texts`; everything is checked before the first forward.
+        """
+        return self._score_texts(groups, token_budget, reduction, [f"groups[{n}]." for n in range(len(groups))])
+
+    def _score_texts(
+        self,
+        groups: Sequence[tuple[str, Sequence[str], str]],
+        token_budget: int,
+        reduction: Reduction,
+        names: Sequence[str],
+    ) -> list[Tensor]:
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"reduction: expected mean, sum or none, got {reduction!r}; leave it out for mean")
+        if self.tokenizer is None:
+            raise ValueError("tokenizer: expected one to score texts, got None; pass it to CompatibilityScorer")
+        parts = [hf.text_group(self.tokenizer, *group, name) for group, name in zip(groups, names, strict=True)]
+        requests = [(ids.prefix, [[*each, *ids.future] for each in ids.candidates]) for ids in parts]
+        matrices = [
+            torch.stack([row[len(each) :] for row, each in zip(rows, ids.candidates, strict=True)])
+            for rows, ids in zip(self.logprobs_many(requests, token_budget), parts, strict=True)
+        ]
+        if reduction == "none":
+            return matrices
+        return [matrix.mean(1) if reduction == "mean" else matrix.sum(1) for matrix in matrices]
 
     @overload
     def logprobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 from weakref import WeakSet
 
 import torch
@@ -105,9 +105,27 @@ def forward(
         return_entropy=return_entropy,
         return_max=return_greedy,
     )
-    found = [logprob, *others[:return_entropy], *([logprob == others[-1]] if return_greedy else [])]
+    entropies = others[:return_entropy]
+    if logprob.requires_grad:
+        entropies = [_WithoutGradient.apply(entropy, logprob) for entropy in entropies]
+    found = [logprob, *entropies, *([logprob == others[-1]] if return_greedy else [])]
     apart = zip(*(each.split([len(target) for target in targets]) for each in found), strict=True)
     return [[[next(apart) for _ in state.continuations] for state in states] for _, states in pack]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """An entropy that refuses a backward pass through it: it has no gradient, and no loss may miss that in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, logprob: Tensor) -> Tensor:  # depends on what leads to the parameters
+        return entropy.view_as(entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError(
+            "entropy: expected in no loss, since it carries no gradient, got a backward pass through it; detach() it, "
+            "or take it from the model's logits"
+        )
 
 
 def _numbers(spans: Sequence[range], device: torch.device) -> Tensor:
@@ -183,7 +201,8 @@ def shared_prefix_logprobs(
         continuations: K sequences [R_k] of token ids, each of its own length.
         temperature: divides the logits.
         valid_vocab: ids from here on are padding of the embedding; None for none.
-        return_entropy: also give the entropies, in nats, without gradient.
+        return_entropy: also give the entropies, in nats; a backward pass through them is refused, since they carry no
+            gradient.
 
     Returns:
         one [R_k] a continuation: log p(c_i | prefix, c_<i), in nats, float32 (float64 for a float64 model); with

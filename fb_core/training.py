@@ -133,6 +133,8 @@ class Sweep:
         total: the number of steps.
         epoch_ends: the numbers of steps after which an epoch is complete.
         losses: of the steps done, one number a run, nats.
+        norms: of the runs' gradients in the last step of this process, before they were clipped.
+        rate: the learning rate of that step.
 
     Raises:
         TypeError: ids or positions that are not integers.
@@ -160,6 +162,8 @@ class Sweep:
         self._check_processes()
         self.epoch_ends = list(accumulate(len(steps) for steps in epochs))
         self.losses: list[list[float]] = []
+        self.norms: list[float] = []
+        self.rate = 0.0
         self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
         self._parameters = [_trained(run.reranker) for run in self.runs]
         self._tensors: dict[str, Tensor] = {}  # all that a step changes, flat
@@ -211,9 +215,10 @@ class Sweep:
             for run, value in enumerate(values):
                 if not math.isfinite(value):
                     raise ValueError(f"{name}, got {value} in step {self.step + 1} of run {run}; lower the rate")
-        rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
+        self.norms = found[1]
+        self.rate = self.recipe.learning_rate * _linear(self.step, self.total, self.recipe.warmup)
         for options, scale in zip(self._optimizer.param_groups, (1.0, self.recipe.feature_scale), strict=True):
-            options["lr"] = rate * scale
+            options["lr"] = self.rate * scale
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.losses.append(found[0])

@@ -112,7 +112,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         where = kept[:, -logits_to_keep:]
         flat = (torch.cat([found[index][part] for index in back]) for part in range(1 + compute_entropy))
         logps, *entropies = (each.new_zeros(where.shape).masked_scatter(where, each) for each in flat)
-        return logps, entropies[0] if entropies else None, None
+        return logps, entropies[0].detach() if entropies else None, None
 
     def _scores(self, model: nn.Module, requests: Requests, entropy: bool) -> list[list[Any]]:
         """What `shared_prefix_logprobs_many` gives; in a wrapper as the forward of the module in it."""

@@ -13,7 +13,7 @@ import pytest
 from warm import futurebridge
 
 from fb_core.cli import SHIPPED, _folder
-from fb_core.config import RunSettings, settings_of
+from fb_core.config import RunSettings, as_yaml, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,6 +182,98 @@ def test_the_command_prints_them_so(tmp_path):
         f"futurebridge: {config}: collect.quantle: expected a known key such as quantile, got 0.9",
         f"futurebridge: {config}: train.rank: expected greater than or equal to 1, got 0",
     ]
+
+
+CHANGES = {
+    ("train.rank=32",): {"train": {"rank": 32}},
+    ("train.rank = 32",): {"train": {"rank": 32}},
+    ("train.rank=8", "collect.quantile=0.5", "train.rank=32"): {"train": {"rank": 32}, "collect": {"quantile": 0.5}},
+    ("train.learning_rate=5e-5",): {"train": {"learning_rate": 5e-5}},
+    ("train.horizons=[4, 8]", "train.seeds=[7]"): {"train": {"horizons": (4, 8), "seeds": (7,)}},
+    ("evaluate.benchmarks=[]",): {"evaluate": {"benchmarks": ()}},
+    ("evaluate.limit=null",): {"evaluate": {"limit": None}},
+    ("evaluate.limit=",): {"evaluate": {"limit": None}},
+    ("train={rank: 4, dropout: 0}",): {"train": {"rank": 4, "dropout": 0.0}},
+    ("models.slm=Qwen/Qwen3-1.7B",): {"models": {"slm": "Qwen/Qwen3-1.7B"}},
+    ("compare.external={Qwen2.5: a/b}",): {"compare": {"external": {"Qwen2.5": "a/b"}}},
+    ('problems.prompt="{problem} = ?"',): {"problems": {"prompt": "{problem} = ?"}},
+    ("futures.span.agree=true",): {"futures": {"span": {"tokens": 1, "delimiter": None, "agree": True}}},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=" ".join)
+def test_what_is_set_goes_over_the_file(changes):
+    found = RunSettings.load("tiny", changes)
+    wanted = RunSettings.load("tiny").model_dump()
+    for section, parts in CHANGES[changes].items():
+        wanted[section] |= parts
+    assert found.model_dump() == wanted
+
+
+def test_what_is_set_mends_a_file_and_goes_over_its_base(tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text("base: tiny\ntrain: {rank: 0, dropout: 0.5}\n")
+    found = RunSettings.load(str(config), ["train.rank=3"])
+    assert (found.train.rank, found.train.dropout, found.score.horizon) == (3, 0.5, 16)
+
+
+BAD_CHANGES = {
+    "train.rank": "--set: expected KEY=VALUE such as train.rank=32, got 'train.rank'; name key and value",
+    "=3": "--set: expected KEY=VALUE such as train.rank=32, got '=3'; name key and value",
+    "train..rank=3": "--set: expected KEY=VALUE such as train.rank=32, got 'train..rank=3'; name key and value",
+    "me:s3cret@host": "--set: expected KEY=VALUE such as train.rank=32, got what looks like a URL, which may hold",
+    "train.rank=[1": "--set train.rank: expected YAML, got '[1'; put a text into quotes",
+    "problems.prompt={problem} ?": "--set problems.prompt: expected YAML, got '{problem} ?'; put a text into quotes",
+    "train.horizons=" + "[" * 100_000: "--set train.horizons: expected YAML, got '[[[",
+    "train.rank=1.5": "tiny with --set: train.rank: expected a valid integer, got 1.5",
+    "train.rank.deep=1": "tiny with --set: train.rank: expected a valid integer, got {'deep': 1}",
+    "train.horizons=4,8": "tiny with --set: train.horizons: expected a list such as [1, 2], got '4,8'",
+    "train.horizons=[32]": "tiny with --set: train.horizons: expected at most the scored horizon 16, got 32",
+    "train.rnk=3": "tiny with --set: train.rnk: expected a known key such as rank, got 3",
+    "rank=3": "tiny with --set: rank: expected a known key such as train or train.rank, got 3",
+    "seed=3": "tiny with --set: seed: expected a known key such as problems.seed or samples.seed or rollouts.seed",
+    "trian.rank=3": "tiny with --set: trian: expected a known key such as train, got {'rank': 3}",
+    "base=tiny": "tiny with --set: base: expected a known key, got 'tiny'",
+    "models.llm_server={url: 'http://me:s3cret@host'}": "tiny with --set: models.llm_server.url: expected http",
+}
+
+
+@pytest.mark.parametrize("change", BAD_CHANGES, ids=lambda change: change[:40])
+def test_what_cannot_be_set_is_one_sentence(change):
+    with pytest.raises(ValueError) as raised:
+        RunSettings.load("tiny", [change])
+    assert str(raised.value).startswith(BAD_CHANGES[change])
+    assert "\n" not in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_settings_are_listed_and_shown(tmp_path):
+    listed = run("config")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == SHIPPED
+    assert "tiny          " in listed.stdout
+    assert 'The demo\'s own pair and problems in its world "plans"' in listed.stdout
+    changes = ["--set", "train.learning_rate=1e-7", "--set", 'problems.prompt="{problem}\\n\\nÜberlege: "']
+    shown = run("config", "--show", "--config", "tiny", *changes)
+    assert shown.returncode == 0, shown.stderr
+    assert "weight_decay: 0.01\n" in shown.stdout  # which the file leaves out
+    (tmp_path / "mine.yaml").write_text(shown.stdout, encoding="utf-8")
+    found = RunSettings.load(str(tmp_path / "mine.yaml"))
+    assert found == RunSettings.load("tiny", changes[1::2])
+    assert (found.train.learning_rate, found.problems.prompt) == (1e-7, "{problem}\n\nÜberlege: ")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_settings_that_are_shown_are_the_same_settings(name, tmp_path):
+    settings = RunSettings.load(name)
+    (tmp_path / "mine.yaml").write_text(as_yaml(settings), encoding="utf-8")
+    assert RunSettings.load(str(tmp_path / "mine.yaml")) == settings
+
+
+@pytest.mark.parametrize("arguments", [["--show"], ["--config", "tiny"], ["--set", "train.rank=3"]])
+def test_settings_are_shown_by_name(arguments):
+    done = run("config", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("futurebridge: config: expected --show with --config NAME")
 
 
 @pytest.mark.parametrize(

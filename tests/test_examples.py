@@ -33,6 +33,7 @@ RUNS = {
     ),
     "grpo.py": ([], "mean reward"),
     "hf_logprobs.py": ([], "largest tensor without logits"),
+    "score_texts.py": ([], "error of the gradient under autocast"),
     "serving_engine.py": ([], "largest difference from contiguous prefixes"),
 }
 

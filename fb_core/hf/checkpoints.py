@@ -30,15 +30,20 @@ WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks ha
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path can be a hub id: an owner and a name, where no folder of either is here."""
+    owner, _, _ = path.partition("/")
+    return bool(HUB_ID.fullmatch(path)) and not os.path.isdir(path) and not os.path.isdir(owner)
+
+
 def check_place(path: str, wanted: str) -> None:
     """Refuse at once what is no folder and cannot be a hub id, or lies in a folder that is here.
 
     Raises:
         OSError: no such folder.
     """
-    owner, slash, _ = path.partition("/")
-    if not os.path.isdir(path) and (not HUB_ID.fullmatch(path) or os.path.isdir(owner)):
-        hint = "a hub id has an owner in front, as in Qwen/Qwen3-1.7B" if not slash else "check the path"
+    if not os.path.isdir(path) and not is_hub_id(path):
+        hint = "check the path" if "/" in path else "a hub id has an owner in front, as in Qwen/Qwen3-1.7B"
         raise OSError(f"{path}: expected a folder or hub id of {wanted}, got no such folder; {hint}")
 
 

@@ -6,7 +6,7 @@ import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     return text_ids(tokenizer, text, special=plain)
 
 
-def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str = "prompt") -> list[int]:
     """Token ids of a text, with the special tokens that the tokenizer puts around one, or without.
 
     Raises:
@@ -44,9 +44,94 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[i
         if type(problem) is not Exception:  # which is what tokenizers raises
             raise
         raise ValueError(
-            f"prompt: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
+            f"{name}: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
             "a model that takes any text"
         ) from None
+
+
+class TextGroup(NamedTuple):
+    """A prefix, its candidates and their future as token ids, cut out of whole texts."""
+
+    prefix: list[int]
+    candidates: list[list[int]]
+    future: list[int]
+
+
+def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], future: str, where: str = "") -> TextGroup:
+    """Token ids of prefix, candidates and future, as the tokenizer gives them for each whole text.
+
+    prefix + candidate + future is encoded as one text, so that tokens are those that the model would see. Each part
+    must begin where one of these tokens begins: ids of prefix, then of prefix + candidate, begin those of the whole.
+    The special tokens that the tokenizer puts ahead of a text are put ahead of the prefix unless it begins with them;
+    none are put behind.
+
+    Args:
+        tokenizer: whose texts they are.
+        prefix: may be empty where the tokenizer puts a token ahead.
+        candidates: K texts.
+        future: what follows each.
+        where: put ahead of names in errors.
+
+    Raises:
+        TypeError: no texts.
+        ValueError: a part without a token, or one that begins inside a token or holds what the tokenizer has no token
+            for, or a future whose tokens depend on the candidate.
+    """
+    if isinstance(candidates, str | bytes | Mapping | Set) or not isinstance(candidates, Iterable):
+        raise TypeError(f"{where}candidates: expected a list of texts, got {type(candidates).__name__}; make one of it")
+    texts = list(candidates)
+    if not texts:
+        raise ValueError(f"{where}candidates: expected at least one text, got none; ask for a pool first")
+    named = {"prefix": prefix, "future": future} | {f"candidates[{k}]": text for k, text in enumerate(texts)}
+    for name, text in named.items():
+        _check_text(where + name, text)
+
+    def behind(before: str, known: list[int], name: str) -> list[int]:
+        """Ids of the text of this name behind another one with its ids."""
+        text, name = named[name], where + name
+        whole = text_ids(tokenizer, before + text, special=False, name=name)
+        if whole[: len(known)] != known:
+            raise ValueError(
+                f"{name}: expected a text that begins a token behind {before[-20:]!r}, got {text[:20]!r}, which the "
+                "tokenizer joins with it; move a space or letters from one to the other, or pass token ids to score"
+            )
+        ids = whole[len(known) :]
+        if not ids or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in text):
+            got = f"{'the unknown one' if ids else 'none'} for {text[:80]!r}"
+            raise ValueError(f"{name}: expected tokens that the tokenizer knows, got {got}; change the text")
+        return ids
+
+    first = text_ids(tokenizer, prefix, special=False, name=f"{where}prefix")
+    found = []
+    for k, text in enumerate(texts):
+        candidate = behind(prefix, first, f"candidates[{k}]")
+        found.append((candidate, behind(prefix + text, first + candidate, "future")))
+        if found[k][1] != found[0][1]:
+            raise ValueError(
+                f"{where}future: expected the same tokens behind every candidate, got others behind candidates[0] and "
+                f"candidates[{k}]; begin it with a space or another character that stays apart"
+            )
+    special = _put_ahead(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])
+    return TextGroup([*special, *first], [candidate for candidate, _ in found], found[0][1])
+
+
+def _put_ahead(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
+    """The special tokens that a tokenizer puts ahead of a text with these ids, none where it begins with them."""
+    marked = text_ids(tokenizer, text)
+    places = [n for n in range(len(marked)) if marked[n : n + len(ids)] == ids]
+    if not places:
+        raise ValueError("tokenizer: expected special tokens around a text, got others inside; pass token ids to score")
+    ahead = marked[: places[0]]
+    return [] if ids[: len(ahead)] == ahead else ahead
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a text, got {type(text).__name__}; pass token ids to score")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected Unicode text, got a lone surrogate; decode the bytes as UTF-8") from None
 
 
 def token_ids(

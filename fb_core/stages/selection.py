@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fb_core import hf
 from fb_core.methods import Generate
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, frozen_policy, needs_llm, pool_options
@@ -153,7 +154,7 @@ class RerankerStage(Stage):
         return CARD.format(
             loading=loading,
             **names,
-            base=models.slm,
+            base=f"base_model: {models.slm}\n" if hf.is_hub_id(models.slm) else "",  # the hub refuses other names
             horizon=chosen["horizon"],
             epoch=chosen["epoch"],
             seed=seed,
@@ -227,8 +228,7 @@ slm, llm, tokenizer = pair.slm, pair.llm, pair.world.tokenizer"""
 CARD = """\
 ---
 library_name: peft
-base_model: {base}
-tags: [futurebridge, reranker, lora]
+{base}tags: [futurebridge, reranker, lora]
 ---
 
 # FutureBridge reranker for {slm} with {llm}

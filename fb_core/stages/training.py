@@ -7,9 +7,10 @@ import logging
 import math
 import os
 import re
+import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from fb_core.calibrated import calibrated_target
+from fb_core.extras import require
+from fb_core.files import write_file
 from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.calibration import CalibrationStage, read_weights, terms_of
@@ -31,6 +34,7 @@ from fb_core.targets import MARGIN, group_targets, selection_target, without_hin
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
+TRACKED = "tracker"  # folder in a run's that a tracker writes to
 CHECKPOINT = re.compile(r"step-(\d{7})")
 
 log = logging.getLogger(__name__)
@@ -93,11 +97,20 @@ class TrainStage(Stage):
         end = sweep.epoch_ends[epoch - 1]
         begin = sweep.epoch_ends[epoch - 2] if epoch > 1 else 0
         processes = int(os.environ.get("WORLD_SIZE", "1"))
+        names = [run_name(*key) for key in self.runs()]
+        figures: dict[int, dict[str, float]] = {}  # by step, since the last checkpoint
         while sweep.step < end:
-            sweep.advance()
+            losses = sweep.advance()
+            figures[sweep.step] = {
+                "learning_rate": sweep.rate,
+                **_by_run("loss", names, losses),
+                **_by_run("gradient_norm", names, sweep.norms),
+            }
             self.on_progress(round(groups * max(0, sweep.step - begin) / (end - begin)))
             if sweep.step == end or sweep.step % self.settings.train.checkpoint_steps == 0:
                 self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
+                self._track(figures)  # not before: the steps that a killed process loses are done again
+                figures.clear()
         if not self.leads:
             return Output({}, {})
         at_once = -(-self.settings.train.groups_per_step // self.settings.train.microbatches)
@@ -105,6 +118,11 @@ class TrainStage(Stage):
             {name: None if math.isnan(value) else value for name, value in found._asdict().items()}
             for found in validate(sweep.runs, self.groups("validation"), at_once)
         ]
+        for name in ("cross_entropy", "pairwise_accuracy"):
+            self._track({end: _by_run(f"validation_{name}", names, [found[name] for found in metrics])})
+        if epoch == self.settings.train.epochs:
+            for tracker in self._trackers:
+                tracker.finish()
         tensors = {
             f"{run_name(*key)}/{name}": tensor
             for key, run in zip(self.runs(), sweep.runs, strict=True)
@@ -261,13 +279,45 @@ class TrainStage(Stage):
         )
 
     def _accelerator(self) -> Any:
-        """Accelerate's, where this process is one of several."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        """Accelerate's, where this process is one of several or tracks the training."""
+        tracker = self.settings.train.tracker if self.leads else None
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and tracker is None:
             return None
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # others wait while the first one validates
-        return Accelerator(cpu=self.models.device == "cpu", kwargs_handlers=[patient])
+        options: dict[str, Any] = {"cpu": self.models.device == "cpu", "kwargs_handlers": [patient]}
+        if tracker is None:
+            return Accelerator(**options)
+        require(f"train.tracker {tracker}", tracker, extra="track")
+        folder = self.run / TRACKED
+        accelerator = Accelerator(**options, log_with=tracker, project_dir=folder)
+        about = {
+            "name": self._tracked_as(folder),
+            "resume": "allow",
+            "config": self.settings.train.model_dump(mode="json"),
+        }
+        own = {"wandb": about | {"id": about["name"], "dir": folder}, "trackio": about | {"embed": False}}
+        accelerator.init_trackers("futurebridge", init_kwargs=own)
+        self._trackers = accelerator.trackers
+        return accelerator
+
+    _trackers: Sequence[Any] = ()
+
+    def _tracked_as(self, folder: Path) -> str:
+        """The name under which a tracker knows this run, the same when it is resumed and that of no other run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "name"
+        if not path.is_file():
+            plain = re.sub(r"[^\w.-]+", "-", self.run.resolve().name)[:64]
+            write_file(path, f"{plain}-{secrets.token_hex(4)}".encode())
+        return path.read_text(encoding="utf-8")
+
+    def _track(self, figures: Mapping[int, Mapping[str, float]]) -> None:
+        """Send figures by step to the tracker, if there is one."""
+        for tracker in self._trackers:
+            for step, values in figures.items():
+                tracker.log(dict(values), step=step)
 
     def _checkpoints(self) -> list[tuple[int, str]]:
         """(step, shard) of finished checkpoints, the last first."""
@@ -296,6 +346,11 @@ def _trained(reranker: TokenReranker) -> dict[str, Tensor]:
     """What training changes, by name; it shares the parameters' storage."""
     features = {"feature_weight": reranker.feature_weight.detach()} if reranker.feature_names else {}
     return reranker.tensors() | features
+
+
+def _by_run(name: str, runs: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
+    """A figure's values by the names that a tracker groups them by; those that are not known left out."""
+    return {f"{name}/{run}": value for run, value in zip(runs, values, strict=True) if value is not None}
 
 
 def run_name(horizon: int, seed: int) -> str:

@@ -27,6 +27,7 @@ from fb_core import (
 from fb_core.cli import app
 from fb_core.config import PairSettings, RunSettings
 from fb_core.demo.pairs import load_pair
+from fb_core.hub import deployed_files
 from fb_core.loading import load
 from fb_core.recipe import ASK, DIRECT, GREEDY, PUBLISHED, Deployed, Recipe
 from fb_core.reranker import DESCRIPTION
@@ -162,6 +163,12 @@ def test_no_test_problem_is_read_before_the_choice(run, chosen_settings):
     assert Artefact(run, ChoiceStage.name).finished()["complete"]
     with pytest.raises((OSError, ValueError), match="no-such-file"):
         run_command("evaluate", chosen_settings, run)
+
+
+def test_the_deployed_folder_can_go_to_the_hub_whole(run):
+    folder = run / "deployed" / "seed-0"
+    there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    assert deployed_files(folder) == sorted(there)
 
 
 def test_certification_problems_are_used_for_nothing_else(run, chosen_settings):

@@ -258,9 +258,24 @@ def test_several_prefixes_in_one_forward():
     ):
         torch.testing.assert_close(logprob, expected)
         torch.testing.assert_close(entropy, spread)
-        assert not entropy.requires_grad
     for name, grad in want.items():
         assert (mine[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_no_loss_misses_the_gradient_of_an_entropy_in_silence():
+    model = tiny()
+    ((logprob, entropy),) = shared_prefix_logprobs(model, PREFIX, RAGGED[:1], return_entropy=True)
+    refused = pytest.raises(
+        ValueError, match="entropy: expected in no loss, since it carries no gradient, got a backward"
+    )
+    with refused:
+        (logprob.sum() + 0.1 * entropy.sum()).backward(retain_graph=True)
+    with refused:
+        torch.autograd.grad(entropy.mean(), list(model.parameters()), retain_graph=True)
+    weight = (entropy > entropy.mean()).float() * entropy.detach()
+    (logprob * weight).sum().backward()
+    with torch.no_grad():
+        assert not shared_prefix_logprobs(model, PREFIX, RAGGED[:1], return_entropy=True)[0][1].requires_grad
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

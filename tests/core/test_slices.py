@@ -34,6 +34,7 @@ FREELY = {
     "collect.tested",
     "score.token_budget",
     "train.checkpoint_steps",
+    "train.tracker",
     "verify.workers",
 }  # change no result
 

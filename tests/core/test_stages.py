@@ -25,7 +25,7 @@ from tiny import tiny
 from warm import futurebridge
 
 from fb_core import CompatibilityScorer, LocalLLM, RequestPolicy, TokenReranker, hf, statistics
-from fb_core.config import RunSettings, TrainSettings
+from fb_core.config import RunSettings, TrainSettings, settings_of
 from fb_core.demo.pairs import load_pair
 from fb_core.scorer import token_budget
 from fb_core.stages.artefacts import Artefact
@@ -623,6 +623,21 @@ def test_a_file_may_change_another(tmp_path):
     (tmp_path / "other.yaml").write_text("base: nothing\n")
     with pytest.raises(OSError, match="nothing: expected a YAML file or one of"):
         RunSettings.load(str(tmp_path / "other.yaml"))
+
+
+def test_what_is_set_is_a_setting_of_the_run(undisturbed, tmp_path):
+    """Recorded like any; refused where it is another than that of a run begun before, whatever the file says."""
+    folder, config = tmp_path / "run", tmp_path / "small.yaml"
+    shutil.copytree(undisturbed[0]["collect"], folder)
+    config.write_text(yaml.safe_dump(SMALL | {"collect": SMALL["collect"] | {"slm_k": 2}}))
+    arguments = ["--config", config, "--run-dir", folder]
+    done = futurebridge("collect", *arguments, "--set", "collect.slm_k=3", "--set", "evaluate.limit=4")
+    assert done.returncode == 0, done.stderr
+    assert settings_of(folder).evaluate.limit == 4
+    for changes in ([], ["--set", "collect.slm_k=4"]):
+        done = futurebridge("collect", *arguments, *changes)
+        assert done.returncode == 2
+        assert f"begun with settings.collect.slm_k 3, got {4 if changes else 2}; put that back" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3-1.7b", "configs/qwen3-0.6b.yaml"])

@@ -158,7 +158,12 @@ def test_training_equals_a_plain_loop(warmup, rates):
     plain, ours = shaken(model), shaken(model)
     data = trajectories(6)
     recipe = Recipe(learning_rate=1e-3, warmup=warmup, clip=0.5, groups_per_step=5, epochs=3, seed=5)
-    losses = train_reranker(ours, data, recipe)
+    sweep, losses, norms, told = Sweep([Run(ours, recipe.seed)], data, recipe), [], [], []
+    while sweep.step < sweep.total:
+        losses += sweep.advance()
+        norms += sweep.norms
+        told.append(sweep.rate)
+    assert told == pytest.approx([1e-3 * rate for rate in rates])
     optimizer = torch.optim.AdamW(trained(plain), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
     order = torch.Generator().manual_seed(5)
     epochs = [
@@ -170,11 +175,12 @@ def test_training_equals_a_plain_loop(warmup, rates):
         loss = torch.stack(found).mean()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained(plain), 0.5)
+        norm = torch.nn.utils.clip_grad_norm_(trained(plain), 0.5)
         optimizer.param_groups[0]["lr"] = 1e-3 * rate
         optimizer.step()
-        expected.append(loss.item())
-    assert losses == pytest.approx(expected, rel=1e-4)
+        expected.append((loss.item(), norm.item()))
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+    assert norms == pytest.approx([norm for _, norm in expected], rel=1e-3)
     for a, b in zip(trained(ours), trained(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

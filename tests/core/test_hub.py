@@ -1,0 +1,172 @@
+"""What goes to the hub of an adapter's folder, and what is refused ahead of the network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from runs import settings
+from warm import futurebridge
+
+from fb_core import RequestPolicy, Span, hf
+from fb_core.hub import deployed_files, push_to_hub
+from fb_core.policy import AskHead
+from fb_core.recipe import DIRECT, Deployed, Recipe
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.selection import RerankerStage
+
+PUBLISHED = ["README.md", "adapter_config.json", "adapter_model.safetensors", "futurebridge.json"]
+POOLS = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+
+
+@pytest.fixture
+def folder(undisturbed, tmp_path) -> Path:
+    """The published recipe, as `train` wrote it."""
+    return Path(shutil.copytree(undisturbed[0]["train"] / "reranker" / "seed-0", tmp_path / "seed-0"))
+
+
+def with_a_recipe(folder: Path) -> Path:
+    """Another recipe, gated ahead of the LLM, deployed in the folder, the published adapter inside."""
+    shutil.copytree(folder, folder.parent / "own")
+    shutil.move(folder.parent / "own", folder / "published")
+    policy = RequestPolicy(1.5, 64, AskHead(torch.zeros(32), 0.5, 0.1, 0.0))
+    Deployed(DIRECT.model_copy(update={"ask": True}), None, policy, POOLS, None).save(folder)
+    return folder
+
+
+def test_the_published_recipe_is_four_files(folder):
+    assert deployed_files(folder) == PUBLISHED
+    assert sorted(path.name for path in folder.iterdir()) == PUBLISHED
+
+
+def test_of_a_chosen_recipe_gate_and_published_adapter_go_too_and_nothing_else(folder):
+    with_a_recipe(folder)
+    for name in ("notes.txt", ".env", "optimizer.safetensors", "published/ask.safetensors", "a/README.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    files = deployed_files(folder)
+    assert files == sorted([*PUBLISHED, "ask.safetensors", *(f"published/{name}" for name in PUBLISHED)])
+    there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    assert len(there) == len(files) + 5
+    assert sorted(filter_repo_objects(there, allow_patterns=files)) == files  # what upload_folder takes of them
+
+
+def test_a_gate_that_no_recipe_has_stays(folder):
+    with_a_recipe(folder)
+    Deployed(Recipe(), None, RequestPolicy(1.5), POOLS, None).save(folder)
+    assert (folder / "ask.safetensors").exists()
+    assert "ask.safetensors" not in deployed_files(folder)
+
+
+def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undisturbed):
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.tags) == ("peft", ["futurebridge", "reranker", "lora"])
+    assert card.data.base_model is None  # of the demo
+    run = undisturbed[0]["train"]
+    chosen = Artefact(run, "selection").finished()["summary"]
+    for slm, base in (("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), (str(folder), None), ("./a/b", None)):
+        stage = RerankerStage(settings(models={"slm": slm}), run)
+        assert ModelCard(stage._card(0, chosen)).data.base_model == base
+    assert hf.is_hub_id("Qwen/Qwen3-1.7B")
+    assert not any(map(hf.is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
+
+
+CARD = "---\nlibrary_name: peft\nbase_model: {}\n---\n# A card\n"
+
+
+@pytest.mark.parametrize("base", ["Qwen/Qwen3-1.7B", "[Qwen/Qwen3-1.7B, gpt2]", ""])
+def test_a_card_may_be_edited(folder, base):
+    (folder / "README.md").write_text(CARD.format(base))
+    assert deployed_files(folder) == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("inside", ["", "published"])
+def test_a_folder_that_lacks_a_file_is_refused(folder, name, inside):
+    with_a_recipe(folder)
+    (folder / inside / name).unlink()
+    with pytest.raises(ValueError, match=name.replace(".", r"\.") + r"( in it)?, got none; name "):
+        deployed_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("README.md", "# no head", "library_name at its head, got none"),
+        ("README.md", "---\na: [\n---\n", "model card with YAML at its head, got"),
+        ("README.md", "---\n- a\n---\n", "model card with YAML at its head, got"),
+        ("README.md", CARD.format('"demo:plans"'), "hub id of a model as base_model, got 'demo:plans'"),
+        ("README.md", CARD.format("/models/mine"), "hub id of a model as base_model, got '/models/mine'"),
+        ("README.md", CARD.format("3"), "hub id of a model as base_model, got 3"),
+        ("README.md", CARD.format("{a: b}"), "hub id of a model as base_model, got {'a': 'b'}"),
+        ("README.md", "\udcff", "model card"),
+        ("adapter_model.safetensors", "x" * 40, "expected a safetensors file, got"),
+        ("futurebridge.json", "{", "expected a small JSON object of an adapter, got"),
+        ("futurebridge.json", '{"format": 1, "recipe": 3}', "expected a recipe as `train` writes it"),
+        ("published/README.md", "# no head", "library_name at its head, got none"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_sentence(folder, name, text, words):
+    with_a_recipe(folder)
+    (folder / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError) as raised:
+        deployed_files(folder)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_truncated_weights_are_refused(folder):
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="expected a safetensors file, got"):
+        deployed_files(folder)
+
+
+def test_other_folders_are_no_adapters(tmp_path, undisturbed):
+    for place in (tmp_path, tmp_path / "none", undisturbed[0]["train"], undisturbed[0]["train"] / "training"):
+        with pytest.raises(ValueError, match=r"expected the folder of an adapter with futurebridge\.json"):
+            push_to_hub(place, "owner/name")
+
+
+@pytest.mark.parametrize("repo_id", ["", "a/b/c", "o/na me", "../x", "o/name.git", "https://me:s3cret@host/x"])
+def test_an_id_that_the_hub_has_not_is_refused(folder, repo_id):
+    with pytest.raises(ValueError, match=r"repo_id: expected an id such as owner/name, got ") as raised:
+        push_to_hub(folder, repo_id)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, "expected the hub within reach, got HF_HUB_OFFLINE=1; unset it to push"),
+        (
+            {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_none"},
+            "expected to be written to the hub, got: [Errno 111] Connection refused; "
+            "see `hf auth login` and the network",
+        ),
+    ],
+    ids=["offline", "unreachable"],
+)
+def test_without_the_hub_the_command_is_one_line(folder, environment, words):
+    code = "from fb_core.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "push", folder, "owner/name", "--private"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"futurebridge: owner/name: {words}\n"
+
+
+def test_the_command_refuses_what_is_no_adapter(tmp_path):
+    done = futurebridge("push", tmp_path, "owner/name")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"futurebridge: {tmp_path}: expected the folder of an adapter")
