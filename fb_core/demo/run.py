@@ -24,7 +24,6 @@ from fb_core.experiment.turned import problem_pages
 from fb_core.experiment.variants import plan_of
 from fb_core.progress import Board
 from fb_core.report import figures
-from fb_core.report.experiments import ACROSS
 from fb_core.report.findings import Findings, findings_bytes
 from fb_core.report.page import Figure
 from fb_core.report.report import FIGURES, document_files, render, write_files
@@ -103,8 +102,7 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     written = write_files(files | {name: data for name, data in pictures.items() if data}, out)
     console = Console()
     words = [block for block in document.blocks if not isinstance(block, Figure)]
-    shared = [section for section in document.sections if section.title == ACROSS]
-    console.print(Markdown(replace(document, blocks=words, sections=shared).markdown(FIGURES)))
+    console.print(Markdown(replace(document, blocks=words, sections=document.sections[:1]).markdown(FIGURES)))
     console.print("Written: " + ", ".join(str(path) for path in written if path.parent == out))
     return found
 

@@ -25,7 +25,6 @@ from fb_core.report.page import Block, Items, Section, Table, Text
 from fb_core.report.recipes import Panels, benchmarks, marked, panels, primary, recipe_blocks, recipe_key
 
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
-ACROSS = "All runs"  # title of what several have in common
 RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
 
 
@@ -185,4 +184,4 @@ def across(findings: Sequence[Findings]) -> Section:
         made = " ".join(f"{one.name}: {made_with(one, one.of('methods'))}" for one in findings)
         blocks.append(Table("Accuracy, % [95%], by run", ["", *columns], body, f"{LEGEND} {made}"))
     brief = "Every method and recipe in every run, benchmark and request quantile."
-    return Section(ACROSS, [*blocks, *recipe_blocks(findings)], brief=brief)
+    return Section("All runs", [*blocks, *recipe_blocks(findings)], brief=brief)

@@ -416,7 +416,7 @@ def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
         return None
     figure, axes = _panels(len(names), 2, 3.6, sharey=True)
     rows = {key: row for (key, _, _), row in found.items()}
-    order = sorted(rows, key=lambda key: place_of(rows[key].key, rows[key].ours))
+    order = sorted(rows, key=lambda key: place_of(rows[key]))
     colours = len(theme.series)
     for axis, name in zip(axes, names, strict=True):
         for number, key in enumerate(order):

@@ -364,7 +364,7 @@ def listed(changes: Sequence[Change]) -> list[Change]:
     for one in changes:
         kept.setdefault((one.label, one.gained, one.kind), []).append(one)
     found = [one for group in kept.values() for one in group[:LISTED]]
-    return sorted(found, key=lambda one: (one.gained, one.kind is None, one.kind or "", place_of(one.key, True)))
+    return sorted(found, key=lambda one: (one.gained, one.kind is None, one.kind or "", LAST.index(one.key)))
 
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
@@ -372,15 +372,14 @@ def in_order(rows: Iterable[Result]) -> list[Result]:
 
     `FIRST`, then other peers, then `LAST`; what has the same place stays as it was.
     """
-    return sorted(rows, key=lambda row: (row.quantile or 0.0, place_of(row.key, row.ours)))
+    return sorted(rows, key=lambda row: (row.quantile or 0.0, place_of(row)))
 
 
-def place_of(key: str, ours: bool = False) -> int:
-    """The place of a method among others, of `Result.key` and `Result.ours`."""
-    if ours and key not in LAST:
-        key = "recipes"
+def place_of(row: Result) -> int:
+    """The place of a row's method among others."""
     places = (*FIRST, "peers", *LAST)
-    return places.index(key if key in places else "peers")
+    recipe = row.ours or row.table != "methods"  # the other tables have no other peers
+    return places.index(row.key if row.key in places else "recipes" if recipe else "peers")
 
 
 _ALL = TypeAdapter(tuple[Findings, ...])

@@ -109,8 +109,7 @@ def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
             cell = ", ".join([*where, f"q {quantile:g}"])
             cells += [cell] if cell not in cells else []
             found.setdefault(key, Recipe(key, row.label, {})).rows[cell] = row
-    first = {recipe.key: next(iter(recipe.rows.values())) for recipe in found.values()}
-    return cells, sorted(found.values(), key=lambda recipe: place_of(first[recipe.key].key, first[recipe.key].ours))
+    return cells, sorted(found.values(), key=lambda recipe: place_of(next(iter(recipe.rows.values()))))
 
 
 def counted(recipe: Recipe) -> list[str]:

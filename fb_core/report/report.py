@@ -100,12 +100,12 @@ def render(findings: Sequence[Findings], pages: Collection[str] = ()) -> Documen
     how = Section("How to read the numbers", [Paragraph(HOW)])
     title = f"FutureBridge report: {', '.join(names)}"
     if len(named) == 1:
-        return Document(title, first, [how, *_run(named[0], "")])
+        return Document(title, first, [*_run(named[0], ""), how])
     runs = [
         Section(one.name, [], _run(one, f"run-{number}-"), brief=", ".join(benchmarks(one.rows)))
         for number, one in enumerate(named, 1)
     ]
-    return Document(title, first, [how, across(named), *runs])
+    return Document(title, first, [across(named), *runs, how])
 
 
 def _linked(findings: Findings, pages: Collection[str]) -> Findings:

@@ -50,9 +50,22 @@ class Browser:
         """What went wrong since it was last asked, violations of a page's policy among it."""
         return [entry["message"] for entry in self.call("se/log", type="browser")]
 
-    def screenshot(self, whole: bool = False) -> bytes:
-        """A PNG of the screen, or of the whole page."""
-        return base64.b64decode(self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
+    def screenshot(self) -> bytes:
+        """A PNG of the screen."""
+        return base64.b64decode(self.cdp("Page.captureScreenshot")["data"])
+
+    def click(self, selector: str) -> None:
+        """The mouse on the middle of an element."""
+        place = f"const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
+        box = self.run(place + "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]")
+        for kind in ("mousePressed", "mouseReleased"):
+            at = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            self.cdp("Input.dispatchMouseEvent", type=kind, **at)
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        """A key of the keyboard, on what has the focus."""
+        for kind in ("keyDown", "keyUp"):
+            self.cdp("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
 
 @contextmanager
@@ -74,7 +87,9 @@ def browser() -> Iterator[Browser]:
             sessions = f"http://localhost:{port}/session"
             made = httpx.post(sessions, json={"capabilities": {"alwaysMatch": wanted}}, timeout=60).json()["value"]
             with httpx.Client(base_url=f"{sessions}/{made['sessionId']}", timeout=60) as client:
-                yield Browser(client)
-                client.delete("window")  # the last one: the browser ends with it
+                try:
+                    yield Browser(client)
+                finally:
+                    client.delete("window")  # the last one: the browser ends with it
         finally:
             driver.terminate()

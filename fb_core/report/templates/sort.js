@@ -1,5 +1,5 @@
 "use strict";
-// A click on a column's head sorts its table: rows of numbers largest first, others by name, empty cells last.
+/* A click on a column's head sorts its table: numbers largest first, words by name, empty cells last. */
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0];
   if (body.rows.length < 3 || table.closest(".card")) continue;
