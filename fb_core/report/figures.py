@@ -250,7 +250,16 @@ def trajectory(findings: Findings, theme: Theme) -> Figure | None:
         place = (event.step, entropy[event.step])
         axis.annotate(text, place, (x, 1.1 * top), rotation=90, ha="center", va="bottom", fontsize=8, arrowprops=arrow)
     label = f"threshold {found.threshold:.3f} nats"
-    axis.text(1, found.threshold, label, transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+    axis.annotate(
+        label,
+        (1, found.threshold),
+        (0, 3),
+        xycoords=axis.get_yaxis_transform(),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
     axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step, tokens", ylabel="entropy, nats")
     axis.set_yticks([tick for tick in axis.get_yticks() if tick <= 1.08 * top])
     if len(entropy) <= LONGEST_SPELLED_OUT:
@@ -417,9 +426,11 @@ def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
     figure, axes = _panels(len(names), 2, 3.6, sharey=True)
     rows = {key: row for (key, _, _), row in found.items()}
     order = sorted(rows, key=lambda key: place_of(rows[key]))
+    drawn = sorted(order, key=lambda key: (key != OURS, key != "direct"))  # which have their colours everywhere
     colours = len(theme.series)
     for axis, name in zip(axes, names, strict=True):
-        for number, key in enumerate(order):
+        for key in order:
+            number = drawn.index(key)
             points = {
                 at: row.accuracy
                 for (recipe, where, at), row in found.items()

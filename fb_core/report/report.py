@@ -145,7 +145,10 @@ def _experiment(findings: Findings, shown: Experiment, prefix: str) -> Part:
     draw = EXPERIMENT_FIGURES.get(shown.figure or "", lambda *_: None)
     file = prefix + re.sub(r"[^\w-]+", "-", shown.name)  # a name from a file is no path
     blocks = [*experiment_blocks(findings, shown), *_figure(file, shown.caption, draw(findings, shown.name))]
-    return Part(shown.title, shown.varies, f"futurebridge experiment {shown.name}", blocks)
+    brief, _, more = shown.varies.partition(". ")
+    if blocks and more:
+        brief, blocks = f"{brief}.", [Paragraph(more), *blocks]
+    return Part(shown.title, brief, f"futurebridge experiment {shown.name}", blocks)
 
 
 def _diagnostic(findings: Findings, name: str, one: Diagnostic, prefix: str) -> Part:

@@ -594,6 +594,8 @@ def test_one_order_of_methods_in_every_table_and_figure(single):
     swept = drawn("sweep", read(shuffled))
     legend = [text.get_text() for text in swept.legends[0].get_texts()]
     assert legend[:2] == ["Direct LLM score", "FutureBridge"]
+    colours = [handle.get_color() for handle in swept.legends[0].get_lines()[:2]]
+    assert colours == [theme.LIGHT.others, theme.LIGHT.ours]  # as in all other figures
 
 
 def test_turned_problems_are_counted_and_lead_to_their_pages():
@@ -1181,11 +1183,8 @@ def written_in(figure):
     return [(text, Text.get_window_extent(text)) for text in shown]  # an annotation's own has its arrow too
 
 
-@pytest.mark.parametrize("screen", ["wide", "narrow"])
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(("name", "screen"), [*((name, "wide") for name in DRAWN), ("forest", "narrow")])
 def test_labels_can_be_read_and_do_not_overlap(name, screen):
-    if screen == "narrow" and name != "forest":
-        pytest.skip("scrolled, not drawn again")
     more = [screen] if name == "forest" else []
     found = read(tiny(benchmarks=("one", "other")))
     figure = drawn(name, [found, read(tiny("second", 0.3))] if name == "forest" else found, *more)
