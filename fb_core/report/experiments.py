@@ -39,12 +39,13 @@ def in_short(findings: Sequence[Findings]) -> list[Block]:
     pair = findings[0].pair if len(findings) == 1 else None
     models = f", SLM {pair.slm}, LLM {pair.llm}" if pair else ""
     best = "; ".join(_best(head, rows) for head, rows in panels(findings, "methods", primary).items())
+    tokens = any(row.llm_tokens for rows in found.values() for row in rows)
+    priced = ", with LLM tokens a problem" if tokens else ""
     return [
         Items(
             [
                 f"Compared: {len(methods)} methods on {where}{models}.",
-                "Most often right short of takeover, picked on these very problems, with LLM tokens a problem: "
-                f"{best}.",
+                f"Most often right short of takeover, picked on these very problems{priced}: {best}.",
                 f"Loses beyond chance. {_losses(found)}.",
             ]
         )

@@ -25,7 +25,7 @@ from fb_core.terminal import IN_TOKEN, escaped
 
 WIDTH = 8.4  # inches: a page's text on a desk, shown at this size
 NARROW = 3.5  # on a telephone
-LONGEST_LABEL, LONGEST_TOKEN = 50, 14  # characters
+LONGEST_LABEL, LONGEST_METHOD, LONGEST_TOKEN = 50, 36, 14  # characters
 COST_HEIGHT = 3.6  # inches
 LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
 MARKERS = "osD^vPX*"
@@ -43,9 +43,9 @@ def _panels(count: int, columns: int, height: float, width: float = WIDTH, **opt
     return figure, axes[:count]
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, longest: int = LONGEST_LABEL) -> str:
     """A label that cannot hide or grow."""
-    return _cut(escaped(text), LONGEST_LABEL)
+    return _cut(escaped(text), longest)
 
 
 def _token(text: str) -> str:
@@ -109,6 +109,7 @@ def _forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
     if not found:
         return None
     labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
+    shown = [_shown(label, LONGEST_METHOD) for label in labels]
     height = (0.34 if narrow else 0.21) * len(labels) + 0.75
     figure, axes = _panels(len(found), 1 if narrow else 3, height, NARROW if narrow else WIDTH, sharey=True)
     for axis, (head, rows) in zip(axes, found.items(), strict=True):
@@ -121,10 +122,10 @@ def _forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
             if narrow:
                 above = axis.get_yaxis_transform()
                 box = {"facecolor": theme.ground, "linewidth": 0, "pad": 0.5}
-                axis.text(0.01, place - 0.45, _shown(row.label), transform=above, va="center", fontsize=8, bbox=box)
+                axis.text(0.01, place - 0.45, shown[place], transform=above, va="center", fontsize=8, bbox=box)
         axis.set_title(_shown(head), fontsize=9, loc="left")
         axis.set_xlabel("accuracy, %")
-        axis.set_yticks(range(len(labels)), [] if narrow else [_shown(label) for label in labels])
+        axis.set_yticks(range(len(labels)), [] if narrow else shown)
         axis.set_ylim(len(labels) - 0.5, -0.8 if narrow else -0.5)
         axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     return figure
