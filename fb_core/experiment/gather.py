@@ -1,4 +1,4 @@
-"""What a run found, gathered from its finished stages and variants: the one place that knows both stages and report."""
+"""What a run found, gathered from its finished stages and variants, for the report, which knows no stage."""
 
 from __future__ import annotations
 
