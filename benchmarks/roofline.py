@@ -11,6 +11,8 @@ from typing import Any
 from benchmarks.harness import FLOOR, OURS
 
 GREY = "#808891"  # is read on white and on black
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's; ours is the first
+MARKERS = "osD^vP"  # says the same
 STYLE: Mapping[str, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor", "legend.edgecolor"), "none"),
@@ -89,14 +91,17 @@ def _lines(panels: Mapping[str, Curves], label: str) -> Any:
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(impl for curves in panels.values() for impl in curves))
     others = [name for name in names if name not in (OURS, FLOOR)]
-    looks = {name: {"color": f"C{index % 9 + 1}", "linewidth": 1.0} for index, name in enumerate(others)}
-    looks |= {OURS: {"color": "C0", "linewidth": 2.5}, FLOOR: {"color": GREY, "linestyle": "--"}}
+    looks: dict[str, dict[str, Any]] = {OURS: {"color": COLOURS[0], "marker": MARKERS[0], "linewidth": 2.5}}
+    looks[FLOOR] = {"color": GREY, "linestyle": "--"}
+    for index, name in enumerate(others):
+        at = 1 + index % (len(COLOURS) - 1)
+        looks[name] = {"color": COLOURS[at], "marker": MARKERS[at], "linewidth": 1.0}
     figure, axes = plt.subplots(
         rows, columns, figsize=(4.2 * columns, 3.2 * rows + 0.2 * len(names)), squeeze=False, layout="constrained"
     )
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         for impl, points in curves.items():
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=impl, **looks[impl])
+            axis.plot(*zip(*points, strict=True), markersize=4, label=impl, **looks[impl])
         ticks = sorted({x for points in curves.values() for x, _ in points})
         axis.set(title=title, xlabel=label, ylabel="microseconds", xscale="log", yscale="log")
         axis.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
@@ -119,11 +124,11 @@ def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
 
     figure, axis = plt.subplots(figsize=(8.5, 0.28 * len(reached) + 1.2), layout="constrained")
     places = range(len(reached))
-    axis.barh(places, [case["fraction_of_ceiling"] for case in reached], height=0.65, color="C0", label=OURS)
+    axis.barh(places, [case["fraction_of_ceiling"] for case in reached], height=0.65, color=COLOURS[0], label=OURS)
     theirs = [best.get((case["op"], case["shape"])) for case in reached]
     marked = [(case["fraction_of_ceiling"], y) for case, y in zip(theirs, places, strict=True) if case]
     if marked:
-        axis.scatter(*zip(*marked, strict=True), color="C1", marker="|", s=90, label="best peer", zorder=3)
+        axis.scatter(*zip(*marked, strict=True), color=COLOURS[1], marker="|", s=90, label="best peer", zorder=3)
     axis.set_yticks(places, [f"{case['op']}  {case['shape']}" for case in reached])
     axis.invert_yaxis()
     axis.set(xlabel="fraction of the measured ceiling", xlim=(0, 1))
@@ -143,7 +148,7 @@ def _loop(cases: Sequence[Case]) -> Any:
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 2.1 * rows), squeeze=False, layout="constrained")
     for axis, (title, times) in zip(axes.flat, panels.items(), strict=False):
-        colours = ["C0" if impl == OURS else GREY for impl in times]
+        colours = [COLOURS[0] if impl == OURS else GREY for impl in times]
         bars = axis.barh(list(times), list(times.values()), height=0.65, color=colours)
         axis.bar_label(bars, fmt="{:,.2f}", padding=3, color=GREY)
         axis.set(title=title, xlabel="milliseconds", xlim=(0, 1.35 * max(times.values())))

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import OURS, Result
-from benchmarks.roofline import GREY, STYLE, save
+from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import DemoPair, load_pair
@@ -232,7 +232,8 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
         rates = [shapes[count][OURS]["requests/s"] for count in clients]
         for place, share in enumerate(SHARES):
             late = [shapes[count][OURS][f"latency p{share}"] for count in clients]
-            left.plot(rates, late, marker="o", markersize=3, color="C0", alpha=1 - 0.3 * place, label=f"p{share}")
+            look = {"color": COLOURS[0], "alpha": 1 - 0.3 * place, "marker": MARKERS[place]}
+            left.plot(rates, late, markersize=4, label=f"p{share}", **look)
             if share == SHARES[0]:
                 for count, x, y in zip(clients, rates, late, strict=True):
                     left.annotate(f"{count}", (x, y), (0, -11), textcoords="offset points", ha="center")
@@ -242,12 +243,12 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
         left.yaxis.set_minor_locator(NullLocator())
         left.margins(y=0.12)
         for impl, label, look in (
-            (OURS, "server", {"color": "C0", "linewidth": 2.5}),
-            (ENGINE, ENGINE, {"color": GREY}),
-            (SINGLE, SINGLE, {"color": GREY, "linestyle": "--"}),
+            (OURS, "server", {"color": COLOURS[0], "linewidth": 2.5, "marker": MARKERS[0]}),
+            (ENGINE, ENGINE, {"color": GREY, "marker": MARKERS[1]}),
+            (SINGLE, SINGLE, {"color": GREY, "linestyle": "--", "marker": MARKERS[2]}),
         ):
             points = [(count, shapes[count][impl]["requests/s"]) for count in clients if impl in shapes[count]]
-            right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, **look)
+            right.plot(*zip(*points, strict=True), markersize=4, label=label, **look)
         right.set(xlabel="clients", ylabel="requests a second", xscale="log", ylim=(0, None))
         right.set_xticks(clients, [str(count) for count in clients], minor=False)
         right.minorticks_off()

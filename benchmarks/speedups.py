@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import OURS
-from benchmarks.roofline import GREY, STYLE, save
+from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from fb_core.report.page import markdown_table
 
 Result = Mapping[str, Any]
@@ -94,9 +94,10 @@ def plot(result: Result, path: Path) -> Path:
                 ratios = [p / completion for p in prompts]
                 found = [points[group, p, completion] for p in prompts]
                 measured = [trl["median_us"] / ours["median_us"] for ours, trl in found]
-                axis.plot(ratios, measured, marker="o", markersize=3, color=f"C{place}", label=f"G = {group}")
+                look = {"color": COLOURS[place], "marker": MARKERS[place]}
+                axis.plot(ratios, measured, markersize=4, label=f"G = {group}", **look)
                 tokens = [saved(group, p, completion) for p in prompts]
-                axis.plot(ratios, tokens, color=f"C{place}", linestyle="--", linewidth=0.8)
+                axis.plot(ratios, tokens, color=COLOURS[place], linestyle="--", linewidth=0.8)
             axis.axhline(1, color=GREY, linewidth=0.8)
             axis.set(title=f"R = {completion}", xlabel="P / R", xscale="log")
             ticks = sorted({p / r for _, p, r in points if r == completion})

@@ -200,6 +200,7 @@ def experiment(
     from fb_core.experiment.gather import gather
     from fb_core.experiment.run import COSTS, run_experiment
     from fb_core.experiment.tables import TABLES
+    from fb_core.experiment.turned import problem_pages
     from fb_core.report.report import write_report
 
     known = [*TABLES, COSTS]
@@ -207,7 +208,8 @@ def experiment(
         raise ValueError(f"experiment: expected all or some of {', '.join(known)}, got {unknown[0]!r}; name those")
     logging.basicConfig(format="%(message)s")
     run_experiment(known if "all" in tables else tables, settings, folder, workers, _show)
-    written = write_report([gather(settings, folder)], folder / "report")
+    found = gather(settings, folder)
+    written = write_report([found], folder / "report", problem_pages(settings, folder, found))
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 
@@ -244,16 +246,23 @@ def push(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md and figures.")] = Path("report"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.html, report.md, figures and the pages of problems.")
+    ] = Path("report"),
 ) -> None:
     """One HTML file and one Markdown file of all that runs found, side by side."""
     from fb_core.config import settings_of
 
     settings = [settings_of(run) for run in runs]
     from fb_core.experiment.gather import gather
+    from fb_core.experiment.turned import problem_pages
     from fb_core.report.report import write_report
 
-    written = write_report([gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)], out)
+    found = [gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)]
+    pages: dict[str, bytes] = {}
+    for chosen, run, one in zip(settings, runs, found, strict=True):
+        pages |= problem_pages(chosen, run, one)
+    written = write_report(found, out, pages)
     typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 

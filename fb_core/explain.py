@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -15,25 +17,100 @@ from rich.text import Text
 from fb_core import hf
 from fb_core.chat import EVENT_STYLE
 from fb_core.config import RunSettings
+from fb_core.experiment.results import finished
+from fb_core.experiment.variants import plan_of
 from fb_core.files import write_file
-from fb_core.pool import Event
+from fb_core.pool import SLM, Event, Pool
 from fb_core.report.page import Table as HtmlTable
 from fb_core.report.page import page
 from fb_core.stages.artefacts import MANIFEST, Artefact
+from fb_core.stages.benchmark_states import benchmark_runs
 from fb_core.stages.decode import Row, read_rows
+from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import models_of
 from fb_core.stages.inside import FOLDER as VARIANTS
+from fb_core.stages.rollouts import RolloutStage
 from fb_core.terminal import IN_TEXT, IN_TOKEN, escaped
 
-LABELS = {"futurebridge": "FutureBridge"}
+Value = TypeVar("Value")
+
+LABELS = {"futurebridge": "FutureBridge", "deployed": "FutureBridge, as deployed"}
 LISTED = 10  # ids in an error
 COLUMNS = ("", "token", "id", "source", "log p_S", "log p_T", "score")
 SOURCES = {1: "S", 2: "L", 3: "SL"}
-CHOSEN = "→"
+CHOSEN, GREEDY = "→", "g"
+LEGEND = f"{CHOSEN} chosen, {GREEDY} the SLM's own token (greedy); source S the SLM, L the LLM."
+UNKNOWN = "–"
 HALF = "\N{REPLACEMENT CHARACTER}"
 RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 VERDICT_STYLES = {"correct": "green", "wrong": "red"}
 VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
+
+
+class Judged(NamedTuple):
+    """What a run knows of a state: the output so far, and by the ids of a candidate B_H and the rollout's outcome."""
+
+    output: list[int]
+    compatibility: dict[tuple[int, ...], float]
+    right: dict[tuple[int, ...], bool]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run knows of the states along the SLM's own texts, by (benchmark, problem, step).
+
+    Attributes:
+        horizon: H of B_H, the one that the run chose.
+        states: those that were scored or rolled out.
+    """
+
+    horizon: int
+    states: Mapping[tuple[str, str, int], Judged]
+
+    def of(self, row: Row, event: Event) -> Judged | None:
+        """Of an event that stands at one of these states, None of any other."""
+        found = self.states.get((row.benchmark, row.problem, event.step))
+        return found if found is not None and found.output == row.tokens[: event.step] else None
+
+
+NOTHING = Known(0, {})
+
+
+def known_of(settings: RunSettings, run: Path) -> Known:
+    """What `futurebridge rollouts` has found of the states of benchmark problems.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+
+    Raises:
+        ValueError: a damaged run.
+    """
+    states: dict[tuple[str, str, int], Judged] = {}
+    places = benchmark_runs(settings, run)
+    if not places:
+        return NOTHING
+    horizon = plan_of(settings, run).horizon
+    for benchmark, (_, folder) in places.items():
+        if finished(folder, RolloutStage.name) is None:
+            continue
+        for shard in Artefact(folder, RolloutStage.name).shards("validation"):
+            examples = Examples(folder, shard)
+            for state in examples.states.values():
+                group, rolled = examples.groups.get(state.id), examples.rollouts.get(state.id)
+                scores = None if group is None else group.compatibility(horizon)
+                states[benchmark, state.trajectory.problem.id, len(state.output)] = Judged(
+                    state.output.tolist(),
+                    {} if group is None or scores is None else _by_ids(group.state.pool, scores.tolist()),
+                    {} if rolled is None else _by_ids(rolled.state.pool, rolled.correct.tolist()),
+                )
+    return Known(horizon, states)
+
+
+def _by_ids(pool: Pool, found: Sequence[Value]) -> dict[tuple[int, ...], Value]:
+    tails = pool.tails or ((),) * len(pool)
+    ids = [(token, *tail) for token, tail in zip(pool.ids.tolist(), tails, strict=True)]
+    return dict(zip(ids, found, strict=True))
 
 
 def explain(
@@ -56,11 +133,12 @@ def explain(
     rows, tokenizer = find_rows(run, problem, row), models_of(settings.models).tokenizer
     folder = _folder(run, row)
     if manifest := folder.manifest():
-        known = {**manifest["identity"].get("models", {}), "tokenizer": hf.tokenizer_hash(tokenizer)}
-        folder.check(manifest, {"models": known})
+        models = {**manifest["identity"].get("models", {}), "tokenizer": hf.tokenizer_hash(tokenizer)}
+        folder.check(manifest, {"models": models})
+    known = known_of(settings, run)
     if html is not None:
-        write_file(html, html_page(rows, tokenizer).encode())
-    print_rows(rows, tokenizer, console)
+        write_file(html, html_page(rows, tokenizer, known).encode())
+    print_rows(rows, tokenizer, console, known)
 
 
 def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
@@ -156,30 +234,62 @@ def _heading(number: int, event: Event) -> str:
     return f"Event {number}: step {event.step}, entropy {event.entropy:.3f}{failed}"
 
 
-def _cells(event: Event, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, ...]]:
-    """What stands under `COLUMNS` for every candidate of the pool, a span whole."""
+def _columns(rows: Sequence[Row], known: Known) -> tuple[str, ...]:
+    """The heads of the events' tables, with B_H and rollouts where they are known of any."""
+    judged = any(known.of(row, event) for row in rows for event in row.events)
+    return (*COLUMNS, f"B_{known.horizon}", "rollout") if judged else COLUMNS
+
+
+def _note(rows: Sequence[Row], known: Known) -> str:
+    """What the marks mean, and where B_H and rollouts are known."""
+    events = [known.of(row, event) for row in rows for event in row.events]
+    judged = [one for one in events if one is not None]
+    if not judged:
+        return (
+            f"{LEGEND} The run has no B_H (compatibility score) and no rollout of these candidates: `futurebridge "
+            "rollouts` makes them for rollouts.benchmark_problems of every benchmark, along the SLM's own text."
+        )
+    return (
+        f"{LEGEND} B_{known.horizon} is the compatibility score of a candidate in nats, rollout what the SLM alone "
+        f"makes of it. They are known at {len(judged)} of {len(events)} events, where the text is still the SLM's own."
+    )
+
+
+def _cells(row: Row, event: Event, tokenizer: hf.Tokenizer, known: Known, width: int) -> Iterator[tuple[str, ...]]:
+    """What stands under so many columns for every candidate of the pool, a span whole."""
+    greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
+    judged = known.of(row, event) or Judged([], {}, {})
     for index, token in enumerate(event.pool):
-        tail = event.tails[index] if event.tails else []
-        behind = _decode([token, *tail], tokenizer)[len(_decode([token], tokenizer)) :]
+        ids = (token, *(event.tails[index] if event.tails else ()))
+        behind = _decode(list(ids), tokenizer)[len(_decode([token], tokenizer)) :]
         columns = (event.slm_logprob, event.llm_logprob, event.scores)
         scores = [column[index] if column else math.nan for column in columns]
-        yield (
-            CHOSEN if index == event.choice else "",
+        compatibility, right = judged.compatibility.get(ids), judged.right.get(ids)
+        marks = (CHOSEN * (index == event.choice), GREEDY * (index == greedy))
+        cells = (
+            " ".join(filter(None, marks)),
             token_text(token, tokenizer) + escaped(behind, IN_TOKEN),
-            " ".join(map(str, [token, *tail])),
+            " ".join(map(str, ids)),
             SOURCES[event.sources[index]],
-            *("–" if math.isnan(score) else f"{score:.4f}" for score in scores),
+            *(UNKNOWN if math.isnan(score) else f"{score:.4f}" for score in scores),
+            UNKNOWN if compatibility is None else f"{compatibility:.3f}",
+            UNKNOWN if right is None else "right" if right else "wrong",
         )
+        yield cells[:width]
 
 
-def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -> None:
+def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console, known: Known = NOTHING) -> None:
     """Print runs of a problem, as ⟦event⟧¹ in the text and a table an event.
 
     Args:
         rows: as from `find_rows`.
         tokenizer: of the run.
         console: where to.
+        known: as from `known_of`.
     """
+    columns = _columns(rows, known)
+    if any(row.events for row in rows):
+        console.print(Text(_note(rows, known), "italic"), soft_wrap=True)
     for row in rows:
         title = f"{escaped(row.benchmark)}, {escaped(row.problem)}: {_method(row)}, "
         verdict = (escaped(row.verdict), VERDICT_STYLES.get(row.verdict, "yellow"))
@@ -194,21 +304,30 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console) -
         for number, event in enumerate(row.events, 1):
             console.print(Text(_heading(number, event), "bold"), soft_wrap=True)
             table = Table(box=box.SIMPLE_HEAD)
-            for column in COLUMNS:
-                words = column in ("", "token", "source")
+            for column in columns:
+                words = column in ("", "token", "source", "rollout")
                 table.add_column(column, justify="left" if words else "right", overflow="fold")
-            for cells in _cells(event, tokenizer):
-                table.add_row(*map(Text, cells), style="bold" if cells[0] else "")
+            for place, cells in enumerate(_cells(row, event, tokenizer, known, len(columns))):
+                table.add_row(*map(Text, cells), style="bold" if place == event.choice else "")
             console.print(table)
 
 
-def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
+def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer, known: Known = NOTHING) -> str:
     """The same as one HTML file that needs nothing else: hovering over an event shows its table, a click leads to it.
 
     Args:
         rows: as from `find_rows`.
         tokenizer: of the run.
+        known: as from `known_of`.
     """
+    columns = _columns(rows, known)
+
+    def table(row: Row, number: int, event: Event) -> HtmlTable:
+        cells = list(_cells(row, event, tokenizer, known, len(columns)))
+        return HtmlTable(
+            _heading(number, event), columns, cells, align="llrlrrrrl"[: len(columns)], marked=event.choice
+        )
+
     runs = [
         {
             "method": _method(row),
@@ -216,13 +335,9 @@ def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer) -> str:
             "look": VERDICT_LOOKS.get(row.verdict, "faint"),
             "facts": f"{row.benchmark}, {_facts(row)}",
             "pieces": list(_pieces(row, tokenizer)),
-            "events": [_table(number, event, tokenizer) for number, event in enumerate(row.events, 1)],
+            "events": [table(row, number, event) for number, event in enumerate(row.events, 1)],
         }
         for row in rows
     ]
-    return page("explain.html", title=rows[0].problem, runs=runs)
-
-
-def _table(number: int, event: Event, tokenizer: hf.Tokenizer) -> HtmlTable:
-    cells = list(_cells(event, tokenizer))
-    return HtmlTable(_heading(number, event), COLUMNS, cells, align="llrlrrr", marked=event.choice)
+    note = _note(rows, known) if any(row.events for row in rows) else ""
+    return page("explain.html", title=rows[0].problem, note=note, runs=runs)

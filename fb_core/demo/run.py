@@ -20,10 +20,12 @@ from fb_core.demo import pairs
 from fb_core.experiment.gather import gather
 from fb_core.experiment.run import LOG, PREPARED, make, prepare, processes, waves
 from fb_core.experiment.tables import TABLES, Plan, Variant
+from fb_core.experiment.turned import problem_pages
 from fb_core.experiment.variants import plan_of
 from fb_core.progress import Board
 from fb_core.report import figures
 from fb_core.report.findings import Findings, findings_bytes
+from fb_core.report.page import Figure
 from fb_core.report.report import FIGURES, document_files, render, write_files
 from fb_core.report.theme import png
 from fb_core.stages.commands import Command
@@ -86,16 +88,21 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     after = "-retrained" if retrain else ""
     runs = {out / "runs" / f"{name}-seed-{one.problems.seed}{after}": one for name, one in worlds.items()}
     found = _found(runs)
-    document, drawn = render(found), _merged(found)
+    pages: dict[str, bytes] = {}
+    for (run, settings), one in zip(runs.items(), found, strict=True):
+        pages |= problem_pages(settings, run, one)
+    document, drawn = render(found, pages), _merged(found)
     pictures = {
-        "accuracy.png": png(figures.accuracy, drawn, "methods"),
+        "accuracy.png": png(figures.forest, found),
         "agreement.png": png(figures.agreement, drawn),
         "sweep.png": png(figures.sweep, drawn, "quantiles"),
     }
     files = {"results.json": findings_bytes(found)} | document_files(document)
+    write_files(pages, out)
     written = write_files(files | {name: data for name, data in pictures.items() if data}, out)
     console = Console()
-    console.print(Markdown(replace(document, sections=document.sections[:1]).markdown(FIGURES)))
+    words = [block for block in document.blocks if not isinstance(block, Figure)]
+    console.print(Markdown(replace(document, blocks=words, sections=document.sections[:1]).markdown(FIGURES)))
     console.print("Written: " + ", ".join(str(path) for path in written if path.parent == out))
     return found
 

@@ -1,4 +1,4 @@
-"""What a run found, gathered from its finished stages and variants: the one place that knows both stages and report."""
+"""What a run found, gathered from its finished stages and variants, for the report, which knows no stage."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fb_core.config import ModelSettings, RunSettings
 from fb_core.experiment.recommendation import recommend
 from fb_core.experiment.results import Results, finished
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
+from fb_core.experiment.turned import turned
 from fb_core.experiment.variants import plan_of, settings_of_variant
 from fb_core.report import findings as values
 from fb_core.report.findings import OURS, Findings
@@ -103,6 +104,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
         agreement=rolled and rolled.agreement(),
         choices=rolled and rolled.choices(),
         coverage=rolled and rolled.coverage(),
+        turned=turned(plan),
         future_quality=rolled and _future_quality(plan),
         trajectory=rolled and _trajectory(plan),
         worked_event=rolled and _worked_event(plan),

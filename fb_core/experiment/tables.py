@@ -279,8 +279,6 @@ TABLES = {
             "Methods",
             "The reranker beside its rivals, on the same problems.",
             _methods,
-            "accuracy",
-            "Accuracy by method with 95% intervals; the dashed line is greedy decoding of the SLM.",
         ),
         Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
         Table(
@@ -299,6 +297,8 @@ TABLES = {
             "and first correct sample differ in how they were decoded alone, the samples among each other in their "
             "answers alone, cross-state and shuffled from verified in the state and in the order alone.",
             _futures,
+            "accuracy",
+            "Accuracy by what stands as the future, with 95% intervals.",
             beside=(  # greedy ones with the greedy one, samples with the right sample
                 Beside("verified", "future-verified"),
                 Beside("first correct sample", "future-sampled", ("future-unverified", "future-incorrect")),

@@ -29,10 +29,13 @@ from fb_core.report.columns import (
     token,
 )
 from fb_core.report.findings import Findings
-from fb_core.report.page import Block, Items, Paragraph, Picture, Span, Table, Text, Verbatim
+from fb_core.report.page import Block, Items, Link, Paragraph, Picture, Span, Table, Text, Verbatim
 from fb_core.report.recipes import primary
 
 FILTERS = ("admitted", "verified", "long_enough", "valid_group", "train groups", "validation groups")  # one by one
+
+
+NO_EVENT = "no event"
 
 
 def _filters(findings: Findings, counts: Mapping[str, int]) -> list[Block]:
@@ -200,6 +203,38 @@ def _worked_event(findings: Findings, found: values.WorkedEvent) -> list[Block]:
     ]
 
 
+def _turned(findings: Findings, found: values.Turned) -> list[Block]:
+    """How many problems turned at which kind of event, and the first of them with a link to how each was solved."""
+    changes = found.changes
+    kinds = sorted({one.kind for one in changes}, key=lambda kind: (kind is None, kind or ""))
+    body: list[list[Text]] = []
+    for label in found.methods:
+        for gained in (False, True):
+            turned = [one.kind for one in changes if (one.label, one.gained) == (label, gained)]
+            body.append([label, _way(gained), *(number(turned.count(kind)) for kind in kinds), number(len(turned))])
+    heads = ["", "greedy → method", *(kind or NO_EVENT for kind in kinds), "all"]
+    columns = [
+        Column("problem", lambda row: Link(row.problem, row.page) if row.page else row.problem, "l"),
+        *([text_column("benchmark", "benchmark")] if len({one.benchmark for one in changes}) > 1 else []),
+        text_column("label", "method"),
+        *([number_column("seed", "seed")] if len({one.seed for one in changes}) > 1 else []),
+        Column("greedy → method", lambda row: _way(row.gained), "l"),
+        Column("at", lambda row: row.kind or NO_EVENT, "l"),
+        number_column("step", "step"),
+    ]
+    note = (
+        "A text leaves greedy decoding's at the first event at which another token is taken than the SLM's own, "
+        "whose kind is the event's. "
+    )
+    counted = Table("Problems by kind of event", heads, body, note, "ll" + "r" * (len(kinds) + 1))
+    few = f"At most {values.LISTED} of every method, direction and kind. {made_with(findings, intervals='')}"
+    return [counted, column_table("Which they are", values.listed(changes), columns, few)] if changes else [counted]
+
+
+def _way(gained: bool) -> Span:
+    return Span("wrong → right", "good") if gained else Span("right → wrong", "bad")
+
+
 def _calibration(findings: Findings, found: values.Calibration) -> list[Block]:
     mixed, wanted = found.mixed, found.minimum_mixed
     terms = {"b": "compatibility", "llm": "log p of the LLM", "slm": "log p of the SLM"}
@@ -220,7 +255,7 @@ def _advice(findings: Findings, found: Sequence[str]) -> list[Block]:
 
 
 def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]:
-    rows = sorted(primary(found), key=lambda row: row.llm_tokens.mean if row.llm_tokens else 0.0)
+    rows = primary(found)
     seconds: dict[str, str] = {}
     for one in (findings.costs and findings.costs.deployment) or ():  # the fast loop's first, where there are both
         seconds.setdefault(one.key, f"{number(one.seconds, 4)}{f', {one.loop}' if one.loop else ''}")
@@ -239,7 +274,7 @@ def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]
     )
     caption = f"Accuracy and the large model's work on {rows[0].benchmark}"
     table = column_table(caption, rows, columns, note + made_with(findings, rows))
-    return [Paragraph("Why not simply take over?"), *_worth(rows), table]
+    return [*_worth(rows), table]
 
 
 def _worth(rows: Sequence[values.Result]) -> list[Block]:
@@ -334,6 +369,7 @@ class Diagnostic(NamedTuple):
     """How a section of the findings is shown, the command that makes it, and the experiment that it stands behind."""
 
     title: str
+    brief: str
     command: str
     behind: str
     blocks: Callable[[Findings, Any], list[Block]]
@@ -345,6 +381,7 @@ ROLLOUTS = "futurebridge rollouts"
 DIAGNOSTICS = {  # by the section of the findings
     "frontier": Diagnostic(
         "Accuracy against the large model's work",
+        "Is it worth more than handing a share of the problems to the LLM?",
         "futurebridge experiment methods repairs",
         "methods",
         _frontier,
@@ -352,18 +389,35 @@ DIAGNOSTICS = {  # by the section of the findings
         "Accuracy against the large model's tokens, both with 95% intervals. A method above the dashed line is worth "
         "more than taking over on a share of the problems at the same number of tokens.",
     ),
-    "deployed": Diagnostic("The recipe deployed", "futurebridge train", "methods", _deployed),
+    "turned": Diagnostic(
+        "Problems that turned",
+        "Wrong → right and right → wrong against greedy decoding, by kind of event, with their texts.",
+        "futurebridge experiment methods",
+        "methods",
+        _turned,
+    ),
+    "deployed": Diagnostic(
+        "The recipe deployed",
+        "What the run chose to deploy, and on what evidence.",
+        "futurebridge train",
+        "methods",
+        _deployed,
+    ),
     "costs": Diagnostic(
         "Costs",
+        "Time and memory of a problem, and of the offline stages.",
         "futurebridge experiment costs",
         "methods",
         _costs,
         figures.cost,
         "Time a problem, in times of greedy decoding, against accuracy, both with 95% intervals.",
     ),
-    "coverage": Diagnostic("Pool coverage", ROLLOUTS, "pools", _coverage),
+    "coverage": Diagnostic(
+        "Pool coverage", "How often a pool holds a candidate from which the SLM succeeds.", ROLLOUTS, "pools", _coverage
+    ),
     "future_quality": Diagnostic(
         "Future quality",
+        "What the target is worth by what stands as the future.",
         "futurebridge experiment futures",
         "futures",
         _future_quality,
@@ -372,6 +426,7 @@ DIAGNOSTICS = {  # by the section of the findings
     ),
     "agreement": Diagnostic(
         "Agreement with rollouts",
+        "How well each score tells what becomes of a candidate.",
         ROLLOUTS,
         "temperature",
         _agreement,
@@ -379,13 +434,24 @@ DIAGNOSTICS = {  # by the section of the findings
         "Pairs of candidates that each score puts in the order of the SLM's rollouts, with 95% intervals; the dotted "
         "line is chance.",
     ),
-    "advice": Diagnostic("Advice", ROLLOUTS, "temperature", _advice),
-    "calibration": Diagnostic("Calibration", "futurebridge experiment repairs", "temperature", _calibration),
+    "advice": Diagnostic("Advice", "Which recipe to train, from the rollouts.", ROLLOUTS, "temperature", _advice),
+    "calibration": Diagnostic(
+        "Calibration",
+        "Weights of the calibrated target.",
+        "futurebridge experiment repairs",
+        "temperature",
+        _calibration,
+    ),
     "choices": Diagnostic(
-        "Choices by kind of event", "futurebridge experiment repairs quantiles", "quantiles", _choices
+        "Choices by kind of event",
+        "How often the choice leads to success, by kind of event.",
+        "futurebridge experiment repairs quantiles",
+        "quantiles",
+        _choices,
     ),
     "trajectory": Diagnostic(
         "One trajectory",
+        "Where along a text the LLM is asked.",
         ROLLOUTS,
         "quantiles",
         _trajectory,
@@ -395,12 +461,19 @@ DIAGNOSTICS = {  # by the section of the findings
     ),
     "worked_event": Diagnostic(
         "One event in full",
+        "Every candidate of one event, and what became of it.",
         ROLLOUTS,
         "quantiles",
         _worked_event,
         figures.event,
         "Score of every candidate; the colour says whether the SLM's rollout behind it reaches the right answer.",
     ),
-    "selection": Diagnostic("Choice on validation", "futurebridge train", "quantiles", _selection),
-    "filters": Diagnostic("States", "futurebridge score", "quantiles", _filters),
+    "selection": Diagnostic(
+        "Choice on validation",
+        "The sweep of rerankers, and which was chosen.",
+        "futurebridge train",
+        "quantiles",
+        _selection,
+    ),
+    "filters": Diagnostic("States", "How many states each filter leaves.", "futurebridge score", "quantiles", _filters),
 }

@@ -11,39 +11,84 @@ from fb_core.report.columns import (
     above,
     below,
     column_table,
+    flipped,
     made_with,
     number,
     number_column,
     percent,
     said,
+    share,
     text_column,
 )
-from fb_core.report.findings import OURS, Experiment, Findings, Result
-from fb_core.report.page import Block, Items, Paragraph, Section, Span, Table, Text
-from fb_core.report.recipes import benchmarks, marked, recipe_blocks, recipe_key
-from fb_core.statistics import Interval
+from fb_core.report.findings import DEPLOYED, OURS, Experiment, Findings, Result, in_order
+from fb_core.report.page import Block, Items, Section, Table, Text
+from fb_core.report.recipes import Panels, benchmarks, marked, panels, primary, recipe_blocks, recipe_key
 
 REFERENCES = {"greedy": "greedy", "direct": "the direct LLM score", OURS: "FutureBridge"}
+RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeover": "takeover"}
 
 
-def headlines(findings: Findings) -> list[Block]:
-    """Where FutureBridge stands, above or below, in one sentence a reference and benchmark."""
-    rows = sorted(findings.of("methods"), key=lambda row: row.benchmark != AVERAGE)  # the primary one first
-    names = benchmarks(rows)
-    found: list[Text] = []
-    for row in (row for row in rows if row.key == OURS):
-        where = f" on {row.benchmark}" if len(names) > 1 else ""
-        for key in ("greedy", "direct"):
-            if difference := row.minus.get(key):
-                start = f"FutureBridge minus {REFERENCES[key]}{where}: {percent(difference, signed=True)} pp, "
-                found.append((start, _verdict(difference), "."))
-    return [Items(found)] if found else []
+def in_short(findings: Sequence[Findings]) -> list[Block]:
+    """What was compared, what was right most often and at what price, and where FutureBridge loses: a sentence each."""
+    found = panels(findings, "methods")
+    if not found:
+        return []
+    methods = {row.label for rows in found.values() for row in rows}
+    counts = {head: number(max(row.problems or 0 for row in rows)) for head, rows in found.items()}
+    where = ", ".join(f"{head} ({count} problems)" for head, count in counts.items())
+    pair = findings[0].pair if len(findings) == 1 else None
+    models = f", SLM {pair.slm}, LLM {pair.llm}" if pair else ""
+    best = "; ".join(_best(head, rows) for head, rows in panels(findings, "methods", primary).items())
+    tokens = any(row.llm_tokens for rows in found.values() for row in rows)
+    priced = ", with LLM tokens a problem" if tokens else ""
+    return [
+        Items(
+            [
+                f"Compared: {len(methods)} methods on {where}{models}.",
+                f"Most often right short of takeover, picked on these very problems{priced}: {best}.",
+                f"Loses beyond chance. {_losses(found)}.",
+            ]
+        )
+    ]
 
 
-def _verdict(difference: Interval) -> Span:
-    if above(difference):
-        return Span("above 0 beyond chance", "good")
-    return Span("below 0 beyond chance", "bad") if below(difference) else Span("not told apart from 0", "faint")
+def _best(head: str, rows: Sequence[Result]) -> str:
+    """The most accurate row but takeover, the cheapest of equals, with its price and those of either model alone."""
+
+    def priced(row: Result) -> str:
+        tokens = f" with {number(row.llm_tokens.mean, 1)}" if row.llm_tokens else ""
+        return f"{share(row.accuracy and row.accuracy.mean)}%{tokens}"
+
+    def rank(row: Result) -> tuple[float, float]:
+        return -row.accuracy.mean if row.accuracy else 0.0, row.llm_tokens.mean if row.llm_tokens else 0.0
+
+    best = min((row for row in rows if row.key != "takeover"), key=rank, default=rows[0])
+    ends = [f"{row.key} {priced(row)}" for row in rows if row.key in ("greedy", "takeover")]
+    beside = f" ({', '.join(ends)})" if ends else ""
+    return f"on {head} {best.label}, {priced(best)}{beside}"
+
+
+def _losses(found: Panels) -> str:
+    """What FutureBridge, as published and as deployed, is below beyond chance, and where."""
+    told = []
+    for key in (OURS, DEPLOYED):
+        lost: dict[str, list[str]] = {}
+        label = ""
+        for head, rows in found.items():
+            by_key = {row.key: row for row in rows}
+            if key not in by_key:
+                continue
+            label = by_key[key].label
+            for rival, words in RIVALS.items():
+                minus = by_key[key].minus.get(rival)
+                if minus is None and rival in by_key:
+                    minus = flipped(by_key[rival].minus.get(key))
+                if minus is not None:
+                    lost.setdefault(words, []).extend([f"{head} ({percent(minus, signed=True)} pp)"] * below(minus))
+        where = [f"to {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
+        if lost:
+            told.append(f"{label}: {', '.join(where) or 'neither to ' + ' nor to '.join(lost)}")
+    return "; ".join(told) or "Nothing was compared with FutureBridge"
 
 
 def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
@@ -52,7 +97,7 @@ def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
     if not rows:
         return []
     names = benchmarks(rows)
-    blocks: list[Block] = [Paragraph(shown.varies)]
+    blocks: list[Block] = []
     if len(names) > 1:
         blocks.append(_by_benchmark(findings, rows, shown.title))
     for name in names:
@@ -127,20 +172,17 @@ def _by_benchmark(findings: Findings, rows: Sequence[Result], title: str) -> Tab
 def across(findings: Sequence[Findings]) -> Section:
     """What several runs have in common: every method and recipe in every run, benchmark and quantile."""
     columns: dict[str, dict[str, Result]] = {}
+    rows = [(one.name, row) for table in ("methods", "repairs") for one in findings for row in one.of(table)]
+    for name, row in rows:
+        if row.accuracy:
+            columns.setdefault(f"{name}: {row.benchmark}", {}).setdefault(recipe_key(row), row)
     labels: dict[str, str] = {}
-    for table in ("methods", "repairs"):
-        for one in findings:
-            for row in (row for row in one.of(table) if row.accuracy):
-                columns.setdefault(f"{one.name}: {row.benchmark}", {}).setdefault(recipe_key(row), row)
-                labels.setdefault(recipe_key(row), row.label)
-    stand: dict[str, list[str]] = {}
-    for head, rows in columns.items():
-        for key, reference in REFERENCES.items():
-            if OURS in rows and (difference := rows[OURS].minus.get(key)):
-                stand.setdefault(f"FutureBridge minus {reference}, {_verdict(difference).text}", []).append(head)
-    blocks: list[Block] = [Items([said({words: heads}) for words, heads in stand.items()])] if stand else []
+    for row in in_order(row for of_column in columns.values() for row in of_column.values()):
+        labels.setdefault(recipe_key(row), row.label)
+    blocks: list[Block] = []
     if columns:
-        body = [[label, *(marked(rows.get(key)) for rows in columns.values())] for key, label in labels.items()]
+        body = [[label, *(marked(found.get(key)) for found in columns.values())] for key, label in labels.items()]
         made = " ".join(f"{one.name}: {made_with(one, one.of('methods'))}" for one in findings)
         blocks.append(Table("Accuracy, % [95%], by run", ["", *columns], body, f"{LEGEND} {made}"))
-    return Section("All runs", [*blocks, *recipe_blocks(findings)])
+    brief = "Every method and recipe in every run, benchmark and request quantile."
+    return Section("All runs", [*blocks, *recipe_blocks(findings)], brief=brief)

@@ -14,37 +14,38 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from fb_core.report.findings import OURS, Agreement, Findings, Result
-from fb_core.report.recipes import benchmarks, by_cell, primary
+from fb_core.report.findings import OURS, Agreement, Findings, Result, in_order, place_of
+from fb_core.report.recipes import Panels, benchmarks, by_cell, panels, primary
 from fb_core.report.theme import Theme, pictured
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
 
-WIDTH = 8.4  # inches, as wide as the page's text
-LONGEST_LABEL, LONGEST_TOKEN = 50, 14  # characters
+WIDTH = 8.4  # inches: a page's text on a desk, shown at this size
+NARROW = 3.5  # on a telephone
+LONGEST_LABEL, LONGEST_METHOD, LONGEST_TOKEN = 50, 36, 14  # characters
 COST_HEIGHT = 3.6  # inches
 LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 
 
-def _panels(count: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+def _panels(count: int, columns: int, height: float, width: float = WIDTH, **options: Any) -> tuple[Figure, list[Axes]]:
     """So many panels in rows of at most `columns`, each row `height` inches high."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    figure = Figure(figsize=(WIDTH, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    figure = Figure(figsize=(width, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
     axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
     for axis in axes[count:]:
         axis.remove()
     return figure, axes[:count]
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, longest: int = LONGEST_LABEL) -> str:
     """A label that cannot hide or grow."""
-    return _cut(escaped(text), LONGEST_LABEL)
+    return _cut(escaped(text), longest)
 
 
 def _token(text: str) -> str:
@@ -78,30 +79,61 @@ def _rows(findings: Findings, table: str) -> list[tuple[Result, Interval]]:
     return [(row, row.accuracy) for row in findings.of(table) if row.accuracy]
 
 
+def _look(theme: Theme, key: str, ours: bool) -> tuple[str, str]:
+    """(marker, colour) of a method in every figure: a circle if it is ours, a diamond for either model by itself."""
+    if key in ("greedy", "takeover"):
+        return "D", theme.ink
+    return ("o", theme.ours) if ours or key == OURS else ("s", theme.others)
+
+
 @pictured
 def accuracy(findings: Findings, theme: Theme, table: str) -> Figure | None:
     """Accuracy of every row of a table with its interval, a panel a benchmark, greedy decoding as a line."""
-    rows = _rows(findings, table)
-    if not rows:
+    return _forest(panels([findings], table), theme)
+
+
+@pictured
+def forest(findings: Sequence[Findings], theme: Theme, screen: str = "wide") -> Figure | None:
+    """The same of the methods of several runs, a panel for every benchmark of each.
+
+    Args:
+        findings: of the runs.
+        theme: of the page.
+        screen: "narrow" for panels one below the other, and labels above their rows.
+    """
+    return _forest(panels(findings, "methods"), theme, narrow=screen == "narrow")
+
+
+def _forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
+    """A panel under each head, methods from top to bottom, with greedy decoding as a dashed line."""
+    if not found:
         return None
-    labels = list(dict.fromkeys(row.label for row, _ in rows))
-    names = benchmarks([row for row, _ in rows])
-    figure, axes = _panels(len(names), 3, 0.27 * len(labels) + 0.8, sharey=True)
-    for axis, name in zip(axes, names, strict=True):
-        for row, interval in rows:
-            if row.benchmark == name:
-                _dot(axis, interval, labels.index(row.label), theme.ours if row.key == OURS else theme.others)
-                if row.key == "greedy":
-                    axis.axvline(100 * interval.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
-        axis.set_xlabel(f"accuracy on {_shown(name)}, %")
-        axis.set_yticks(range(len(labels)), [_shown(label) for label in labels])
-        axis.set_ylim(len(labels) - 0.5, -0.5)
+    labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
+    shown = [_shown(label, LONGEST_METHOD) for label in labels]
+    height = (0.34 if narrow else 0.21) * len(labels) + 0.75
+    figure, axes = _panels(len(found), 1 if narrow else 3, height, NARROW if narrow else WIDTH, sharey=True)
+    for axis, (head, rows) in zip(axes, found.items(), strict=True):
+        for row in rows:
+            assert row.accuracy
+            place = labels.index(row.label)
+            _dot(axis, row.accuracy, place, *_look(theme, row.key, row.ours))
+            if row.key == "greedy":
+                axis.axvline(100 * row.accuracy.mean, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+            if narrow:
+                above = axis.get_yaxis_transform()
+                box = {"facecolor": theme.ground, "linewidth": 0, "pad": 0.5}
+                axis.text(0.01, place - 0.45, shown[place], transform=above, va="center", fontsize=8, bbox=box)
+        axis.set_title(_shown(head), fontsize=9, loc="left")
+        axis.set_xlabel("accuracy, %")
+        axis.set_yticks(range(len(labels)), [] if narrow else shown)
+        axis.set_ylim(len(labels) - 0.5, -0.8 if narrow else -0.5)
+        axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     return figure
 
 
-def _dot(axis: Axes, interval: Interval, place: int, colour: str) -> None:
+def _dot(axis: Axes, interval: Interval, place: int, marker: str, colour: str) -> None:
     mean, reach = _percent(interval)
-    axis.errorbar(mean, place, xerr=reach, fmt="o", color=colour, markersize=5, capsize=2)
+    axis.errorbar(mean, place, xerr=reach, fmt=marker, color=colour, markersize=4.5, capsize=2)
 
 
 def _on_validation(findings: Findings) -> list[Agreement]:
@@ -121,8 +153,8 @@ def agreement(findings: Findings, theme: Theme) -> Figure | None:
     for axis, kind in zip(axes, kinds, strict=True):
         for row, interval in rows:
             if row.kind == kind:
-                colour = theme.ours if row.score == "FutureBridge" else theme.others
-                _dot(axis, interval, scores.index(row.score), colour)
+                look = _look(theme, row.score, row.score.startswith("FutureBridge"))
+                _dot(axis, interval, scores.index(row.score), *look)
         axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
         axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
         axis.set_xlabel(f"pairs in order, %\n({_shown(kind)} events)")
@@ -219,11 +251,20 @@ def trajectory(findings: Findings, theme: Theme) -> Figure | None:
         place = (event.step, entropy[event.step])
         axis.annotate(text, place, (x, 1.1 * top), rotation=90, ha="center", va="bottom", fontsize=8, arrowprops=arrow)
     label = f"threshold {found.threshold:.3f} nats"
-    axis.text(1, found.threshold, label, transform=axis.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+    axis.annotate(
+        label,
+        (1, found.threshold),
+        (0, 3),
+        xycoords=axis.get_yaxis_transform(),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
     axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step, tokens", ylabel="entropy, nats")
     axis.set_yticks([tick for tick in axis.get_yticks() if tick <= 1.08 * top])
     if len(entropy) <= LONGEST_SPELLED_OUT:
-        axis.set_xticks(steps, [_token(token) for token in found.tokens], rotation=90, fontsize=7.5)
+        axis.set_xticks(steps, [_token(token) for token in found.tokens], rotation=90, fontsize=8)
         axis.grid(False, axis="x")
         axis.set_xlabel("the text, token by token")
     return figure
@@ -278,8 +319,8 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
     _limit(axis, [interval for _, _, interval, _ in points])
     labels = []
     for relative, row, interval, loop in points:
-        colour = theme.ours if row.key == OURS else theme.others
-        _cross(axis, relative, interval, fmt="o", color=colour)
+        marker, colour = _look(theme, row.key, row.ours)
+        _cross(axis, relative, interval, fmt=marker, color=colour)
         labels.append((relative.mean, 100 * interval.mean, _shown(row.label) + loop, colour))
     _beside(axis, labels, COST_HEIGHT, theme)
     xs = [relative.mean for relative, *_ in points]
@@ -313,9 +354,8 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
         axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
     labels = []
     for tokens, interval, row in points:
-        look = "D" if row.key in ("greedy", "takeover") else "o" if row.ours else "s"
-        colour = {"D": theme.ink, "o": theme.ours, "s": theme.others}[look]
-        _cross(axis, tokens, interval, fmt=look, color=colour)
+        marker, colour = _look(theme, row.key, row.ours)
+        _cross(axis, tokens, interval, fmt=marker, color=colour)
         labels.append((tokens.mean, 100 * interval.mean, _shown(row.label), colour))
     _beside(axis, labels, height, theme)
     most, ticks = max(tokens.high for tokens, *_ in points), [0]
@@ -385,11 +425,13 @@ def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
     if not names:
         return None
     figure, axes = _panels(len(names), 2, 3.6, sharey=True)
-    labels = {key: row.label for (key, _, _), row in found.items()}
-    order = sorted(labels, key=lambda key: (key != OURS, key != "direct"))
+    rows = {key: row for (key, _, _), row in found.items()}
+    order = sorted(rows, key=lambda key: place_of(rows[key]))
+    drawn = sorted(order, key=lambda key: (key != OURS, key != "direct"))  # which have their colours everywhere
     colours = len(theme.series)
     for axis, name in zip(axes, names, strict=True):
-        for number, key in enumerate(order):
+        for key in order:
+            number = drawn.index(key)
             points = {
                 at: row.accuracy
                 for (recipe, where, at), row in found.items()
@@ -397,7 +439,7 @@ def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
             }
             if points:
                 look = theme.series[number % colours], MARKERS[number % len(MARKERS)]
-                _curve(axis, points, *look, _shown(labels[key]), DASHES[number // colours % len(DASHES)])
+                _curve(axis, points, *look, _shown(rows[key].label), DASHES[number // colours % len(DASHES)])
         for row, interval in _rows(findings, "methods"):
             if row.key == "greedy" and row.benchmark == name:
                 level = 100 * interval.mean

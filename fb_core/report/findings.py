@@ -7,7 +7,7 @@ not run.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,10 @@ from fb_core.statistics import Interval
 
 OURS = "futurebridge"  # key of the run's own reranker
 DEPLOYED = "deployed"  # key of the row by the recipe that the run chose
+FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")
+LAST = (OURS, "recipes", DEPLOYED, "takeover")  # behind all other peers; "recipes" are the others of FutureBridge
+LISTED = 10  # problems of a kind
+BY_METHOD = ("methods", "repairs", "quantiles")  # tables whose rows are methods, in their order
 
 
 class _Values(BaseModel):
@@ -171,6 +175,35 @@ class FutureQuality(_Values):
     pairwise: tuple[tuple[float | None, ...], ...]
 
 
+class Change(_Values):
+    """A problem on which a method's verdict is another than greedy decoding's.
+
+    Attributes:
+        key: of the method, as in `Result`.
+        gained: wrong by greedy decoding and right by the method, or the other way round.
+        kind: of the first event at which the SLM's own token was not taken; None where there is none.
+        step: of that event.
+        page: file that explains the problem, seen from the report; None where none was written.
+    """
+
+    benchmark: str
+    problem: str
+    key: str
+    label: str
+    seed: int | None = None
+    gained: bool
+    kind: str | None = None
+    step: int | None = None
+    page: str | None = None
+
+
+class Turned(_Values):
+    """The problems on which methods, by their labels, turn the verdict of greedy decoding."""
+
+    methods: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
 class Choosing(_Values):
     """A step of a trajectory at which there was a choice."""
 
@@ -299,6 +332,7 @@ class Findings(_Values):
     agreement: tuple[Agreement, ...] | None = None
     choices: tuple[Choice, ...] | None = None
     coverage: tuple[Coverage, ...] | None = None
+    turned: Turned | None = None
     future_quality: FutureQuality | None = None
     trajectory: Trajectory | None = None
     worked_event: WorkedEvent | None = None
@@ -311,7 +345,8 @@ class Findings(_Values):
 
     def of(self, table: str) -> list[Result]:
         """The rows of one table."""
-        return [row for row in self.rows if row.table == table]
+        rows = [row for row in self.rows if row.table == table]
+        return in_order(rows) if table in BY_METHOD else rows
 
     @property
     def frontier(self) -> list[Result]:
@@ -320,7 +355,31 @@ class Findings(_Values):
         for row in (*self.of("methods"), *self.of("repairs")):
             if row.accuracy and row.llm_tokens:
                 found.setdefault((row.benchmark, row.key), row)
-        return list(found.values())
+        return in_order(found.values())
+
+
+def listed(changes: Sequence[Change]) -> list[Change]:
+    """Those that a report lists: the first `LISTED` of every method, direction and kind, losses before gains."""
+    kept: dict[tuple[str, bool, str | None], list[Change]] = {}
+    for one in changes:
+        kept.setdefault((one.label, one.gained, one.kind), []).append(one)
+    found = [one for group in kept.values() for one in group[:LISTED]]
+    return sorted(found, key=lambda one: (one.gained, one.kind is None, one.kind or "", LAST.index(one.key)))
+
+
+def in_order(rows: Iterable[Result]) -> list[Result]:
+    """Rows of methods as every table and figure has them, by request quantile first where that is varied.
+
+    `FIRST`, then other peers, then `LAST`; what has the same place stays as it was.
+    """
+    return sorted(rows, key=lambda row: (row.quantile or 0.0, place_of(row)))
+
+
+def place_of(row: Result) -> int:
+    """The place of a row's method among others."""
+    places = (*FIRST, "peers", *LAST)
+    recipe = row.ours or row.table != "methods"  # the other tables have no other peers
+    return places.index(row.key if row.key in places else "recipes" if recipe else "peers")
 
 
 _ALL = TypeAdapter(tuple[Findings, ...])

@@ -25,7 +25,24 @@ class Span:
     kind: Literal["code", "good", "bad", "faint"]
 
 
-Text = str | Span | tuple[str | Span, ...]
+@dataclass(frozen=True)
+class Link:
+    """A way to another file of the report, or to a place in the same one.
+
+    Raises:
+        ValueError: an address outside the report's folder.
+    """
+
+    text: str
+    to: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"(?!/)[\w/-]*(?:\w\.html)?(?:#[\w-]+)?", self.to):
+            raise ValueError(f"to: expected a page beside the report, got {self.to!r}; write it there")
+
+
+Piece = str | Span | Link
+Text = Piece | tuple[Piece, ...]
 
 
 class Picture(NamedTuple):
@@ -84,11 +101,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture under its file name (without suffix), with the caption that says in words what it shows."""
+    """A picture under its file name (without suffix), with the caption that says in words what it shows.
+
+    Attributes:
+        narrow: the same for a screen too narrow for `picture`, which is scrolled there if there is none.
+    """
 
     name: str
     caption: str
     picture: Picture
+    narrow: Picture | None = None
 
 
 Block = Paragraph | Items | Verbatim | Table | Figure
@@ -96,16 +118,17 @@ Block = Paragraph | Items | Verbatim | Table | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title, then smaller sections."""
+    """Blocks under a title, then smaller sections; on a page folded under its title and what is in it, in brief."""
 
     title: str
     blocks: Sequence[Block] = ()
     sections: Sequence[Section] = ()
+    brief: str = ""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a reader gets."""
+    """What a reader gets: blocks that are open, then sections that are folded."""
 
     title: str
     blocks: Sequence[Block]
@@ -122,7 +145,7 @@ class Document:
         return (block for block in chain(self.blocks, inside(self.sections)) if isinstance(block, Figure))
 
     def html(self) -> str:
-        """One file with its figures inside; it loads nothing and runs nothing."""
+        """One file with its figures inside; it loads nothing, and runs what sorts its tables alone."""
         return page("report.html", title=self.title, blocks=self.blocks, sections=self.sections)
 
     def markdown(self, figures: str) -> str:
@@ -138,9 +161,11 @@ def page(template: str, **values: Any) -> str:
         template: in `templates`.
         values: that it shows, the page's `title` among them.
     """
-    style = _templates().get_template("style.css").render()
-    hashed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return _templates().get_template(template).render(values, style=Markup(style), style_hash=hashed)
+    for name, file in (("style", "style.css"), ("script", "sort.js")):
+        text = _templates().get_template(file).render()
+        hashed = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        values |= {name: Markup(text), f"{name}_hash": hashed}
+    return _templates().get_template(template).render(values)
 
 
 @cache
@@ -163,12 +188,13 @@ def _templates() -> Environment:
     return made
 
 
-def _pieces(text: Text) -> tuple[str | Span, ...]:
+def _pieces(text: Text) -> tuple[Piece, ...]:
     return text if isinstance(text, tuple) else (text,)
 
 
 # What would be markup: a link or image, its target, code, emphasis (not inside a word), a cell's end, mathematics.
 _MARKUP = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(:\[]|&|<")
+_IN_LINK = re.compile(rf"[\[\]]|{_MARKUP.pattern}")
 _ENTITIES = {"&": "&amp;", "<": "&lt;"}
 _BLOCK_START = re.compile(r"\A(\d*)(?=[#>+=-]|[.)](?:\s|\Z))")
 
@@ -177,9 +203,12 @@ def _markdown(text: Text) -> str:
     return "".join(map(_markdown_piece, _pieces(text)))
 
 
-def _markdown_piece(piece: str | Span) -> str:
+def _markdown_piece(piece: Piece) -> str:
     text = piece if isinstance(piece, str) else piece.text
-    marked = _MARKUP.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), escaped(text))
+    markup = _IN_LINK if isinstance(piece, Link) else _MARKUP
+    marked = markup.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), escaped(text))
+    if isinstance(piece, Link):
+        return f"[{marked}]({piece.to})"
     return f"<code>{marked}</code>" if isinstance(piece, Span) and piece.kind == "code" else marked
 
 
@@ -191,6 +220,8 @@ def _line(text: Text) -> str:
 def _markdown_sections(sections: Sequence[Section], figures: str, level: int = 2) -> Iterator[str]:
     for section in sections:
         yield f"{'#' * level} {_markdown(section.title)}"
+        if section.brief:
+            yield _line(section.brief)
         yield from (_markdown_block(block, figures) for block in section.blocks)
         yield from _markdown_sections(section.sections, figures, level + 1)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from fb_core.config import AVERAGE
 from fb_core.report.columns import (
@@ -18,7 +18,7 @@ from fb_core.report.columns import (
     share,
     within_margin,
 )
-from fb_core.report.findings import OURS, Findings, Result
+from fb_core.report.findings import OURS, Findings, Result, place_of
 from fb_core.report.page import Block, Items, Table
 from fb_core.statistics import Interval
 
@@ -29,6 +29,9 @@ COUNTED = (
     WITHIN,
     "significantly better than FutureBridge",
 )
+
+
+Panels: TypeAlias = dict[str, list[Result]]
 
 
 class Recipe(NamedTuple):
@@ -52,6 +55,27 @@ def primary(rows: Sequence[Result]) -> list[Result]:
     """The rows of the primary benchmark: of the average where there is one."""
     names = benchmarks(rows)
     return [row for row in rows if row.benchmark == (AVERAGE if AVERAGE in names else names[0])]
+
+
+def panels(findings: Sequence[Findings], table: str, of: Callable[[list[Result]], list[Result]] = list) -> Panels:
+    """The rows of a table that have an accuracy, of every run and benchmark.
+
+    Args:
+        findings: of the runs.
+        table: its name.
+        of: takes a run's rows, gives those that count.
+
+    Returns:
+        by the benchmark's name, the run's before it where several runs have it.
+    """
+    by_run = [(one.name, of([row for row in one.of(table) if row.accuracy])) for one in findings]
+    names = [name for _, rows in by_run for name in benchmarks(rows)]
+    found: Panels = {}
+    for run, rows in by_run:
+        for row in rows:
+            head = row.benchmark if names.count(row.benchmark) == 1 else f"{run}, {row.benchmark}"
+            found.setdefault(head, []).append(row)
+    return found
 
 
 def recipe_key(row: Result) -> str:
@@ -85,7 +109,7 @@ def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
             cell = ", ".join([*where, f"q {quantile:g}"])
             cells += [cell] if cell not in cells else []
             found.setdefault(key, Recipe(key, row.label, {})).rows[cell] = row
-    return cells, list(found.values())
+    return cells, sorted(found.values(), key=lambda recipe: place_of(next(iter(recipe.rows.values()))))
 
 
 def counted(recipe: Recipe) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,24 @@ from fb_core.files import write_file
 from fb_core.report import figures
 from fb_core.report.columns import number
 from fb_core.report.diagnostics import DIAGNOSTICS, Diagnostic
-from fb_core.report.experiments import across, experiment_blocks, headlines
+from fb_core.report.experiments import across, experiment_blocks, in_short
 from fb_core.report.findings import Experiment, Findings, findings_bytes, rows_bytes
 from fb_core.report.orderings import ordering_blocks
 from fb_core.report.page import Block, Document, Figure, Items, Paragraph, Picture, Section, Span, Table
+from fb_core.report.recipes import benchmarks
 
 FIGURES = "figures"  # folder beside report.md
+FOREST = (
+    "Accuracy with 95% intervals; the dashed line is greedy decoding of the SLM. Circles are FutureBridge and its "
+    "recipes, squares other methods, diamonds either model by itself."
+)
+HOW = (
+    "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
+    "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
+    "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
+    "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
+    "within each. A column headed “published” is there only beside the paper's models, data and settings."
+)
 EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,
     "horizon": figures.horizon,
@@ -28,26 +40,30 @@ class Part(NamedTuple):
     """A section of a run's report: what is in it if anything, and the command that makes what it shows."""
 
     title: str
+    brief: str
     command: str
     blocks: list[Block]
 
 
-def write_report(findings: Sequence[Findings], folder: Path) -> list[Path]:
+def write_report(findings: Sequence[Findings], folder: Path, pages: Mapping[str, bytes] | None = None) -> list[Path]:
     """Write report.html, report.md with its figures/*.svg, findings.json, and rows.json with the tables' rows alone.
 
     Args:
         findings: of one run or several.
         folder: where to; made if need be.
+        pages: other files of the folder, to which the report's problems are linked, by name.
 
     Returns:
-        the files.
+        the files, without `pages`.
 
     Raises:
         ValueError: no findings, or settings with numbers that are not finite.
         OSError: the folder cannot be written.
     """
     files = {"findings.json": findings_bytes(findings), "rows.json": rows_bytes(findings)}
-    return write_files(files | document_files(render(findings)), folder)
+    files |= document_files(render(findings, pages or {}))
+    write_files(pages or {}, folder)
+    return write_files(files, folder)
 
 
 def document_files(document: Document) -> dict[str, bytes]:
@@ -58,14 +74,18 @@ def document_files(document: Document) -> dict[str, bytes]:
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
     """Write a report's files into a folder, made if need be; their paths."""
-    (folder / FIGURES).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, data)
     return [folder / name for name in files]
 
 
-def render(findings: Sequence[Findings]) -> Document:
-    """The report: of several runs what they have in common first, then each by itself.
+def render(findings: Sequence[Findings], pages: Collection[str] = ()) -> Document:
+    """The report: a first screen of all runs, then what they have in common if several, then each by itself.
+
+    Args:
+        findings: of one run or several.
+        pages: files beside the report that explain problems; links lead to these alone.
 
     Raises:
         ValueError: no findings.
@@ -75,30 +95,40 @@ def render(findings: Sequence[Findings]) -> Document:
     names = [one.name for one in findings]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
-    how = Paragraph(
-        "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
-        "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
-        "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
-        "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
-        "within each. A column headed “published” is there only beside the paper's models, data and settings."
-    )
-    if len(findings) == 1:
-        return Document(f"FutureBridge report: {names[0]}", [how], _run(findings[0], ""))
-    named = [one.model_copy(update={"name": name}) for name, one in zip(names, findings, strict=True)]
-    runs = [Section(one.name, [], _run(one, f"run-{number}-")) for number, one in enumerate(named, 1)]
-    return Document(f"FutureBridge report: {', '.join(names)}", [how], [across(named), *runs])
+    named = [_linked(one.model_copy(update={"name": name}), pages) for name, one in zip(names, findings, strict=True)]
+    first = [*in_short(named), *_figure("forest", FOREST, figures.forest(named), figures.forest(named, "narrow"))]
+    how = Section("How to read the numbers", [Paragraph(HOW)])
+    title = f"FutureBridge report: {', '.join(names)}"
+    if len(named) == 1:
+        return Document(title, first, [*_run(named[0], ""), how])
+    runs = [
+        Section(one.name, [], _run(one, f"run-{number}-"), brief=", ".join(benchmarks(one.rows)))
+        for number, one in enumerate(named, 1)
+    ]
+    return Document(title, first, [across(named), *runs, how])
+
+
+def _linked(findings: Findings, pages: Collection[str]) -> Findings:
+    """The same with links to these pages alone."""
+    if findings.turned is None:
+        return findings
+    changes = (one if one.page in pages else one.model_copy(update={"page": None}) for one in findings.turned.changes)
+    turned = findings.turned.model_copy(update={"changes": tuple(changes)})
+    return findings.model_copy(update={"turned": turned})
 
 
 def _run(findings: Findings, prefix: str) -> list[Section]:
     """Everything about one run; `prefix` begins the names of its figures."""
     parts = list(_parts(findings, prefix))
     absent = [part for part in parts if not part.blocks]
-    return [
-        Section("At a glance", [*_overview(findings), *headlines(findings), *ordering_blocks(findings)]),
-        *(Section(part.title, part.blocks) for part in parts if part.blocks),
-        *([Section("Not run", _missing(absent))] if absent else []),
-        Section("Settings", _settings(findings)),
+    sections = [
+        Section("The run", _overview(findings), brief="Its models, its request policy, its seeds."),
+        Section("The paper's orderings", ordering_blocks(findings), brief="Which of them hold here."),
+        *(Section(part.title, part.blocks, brief=part.brief) for part in parts),
+        Section("Not run", _missing(absent) if absent else [], brief="What makes the parts that are not here."),
+        Section("Settings", _settings(findings), brief="Every setting, and the versions that it was made with."),
     ]
+    return [section for section in sections if section.blocks]
 
 
 def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
@@ -115,18 +145,21 @@ def _experiment(findings: Findings, shown: Experiment, prefix: str) -> Part:
     draw = EXPERIMENT_FIGURES.get(shown.figure or "", lambda *_: None)
     file = prefix + re.sub(r"[^\w-]+", "-", shown.name)  # a name from a file is no path
     blocks = [*experiment_blocks(findings, shown), *_figure(file, shown.caption, draw(findings, shown.name))]
-    return Part(shown.title, f"futurebridge experiment {shown.name}", blocks)
+    brief, _, more = shown.varies.partition(". ")
+    if blocks and more:
+        brief, blocks = f"{brief}.", [Paragraph(more), *blocks]
+    return Part(shown.title, brief, f"futurebridge experiment {shown.name}", blocks)
 
 
 def _diagnostic(findings: Findings, name: str, one: Diagnostic, prefix: str) -> Part:
     found = getattr(findings, name)
     drawn = one.draw(findings) if found else None
     blocks = [*one.blocks(findings, found), *_figure(prefix + name, one.caption, drawn)] if found else []
-    return Part(one.title, one.command, blocks)
+    return Part(one.title, one.brief, one.command, blocks)
 
 
-def _figure(name: str, caption: str, picture: Picture | None) -> list[Block]:
-    return [] if picture is None else [Figure(name.replace("_", "-"), caption, picture)]
+def _figure(name: str, caption: str, picture: Picture | None, narrow: Picture | None = None) -> list[Block]:
+    return [] if picture is None else [Figure(name.replace("_", "-"), caption, picture, narrow)]
 
 
 def _missing(parts: Sequence[Part]) -> list[Block]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fb_core import RequestPolicy
 from fb_core.cli import app
 from fb_core.experiment.gather import gather
+from fb_core.explain import find_rows, html_page, known_of
 from fb_core.report.report import render
 from fb_core.stages import inputs
 from fb_core.stages.agreement import agreement_rows, agreement_table, coverage_rows, judged_states
@@ -66,6 +67,36 @@ def test_the_chosen_rerankers_are_held_against_them(run):
             one = state.rolled.state
             scores = reranker.scores(one.prefix, one.pool.ids)
             torch.testing.assert_close(state.scores["FutureBridge"][seed], scores.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_explain_shows_compatibility_and_rollouts_where_the_text_is_the_slms_own(run, undisturbed):
+    tokenizer, known = models_of(CHOSEN.models).tokenizer, known_of(CHOSEN, run)
+    examples = Examples(run / FOLDER, "validation-00000")
+    assert (known.horizon, len(known.states)) == (8, len(examples.states))
+    shown, events = 0, 0
+    for problem in (one.problem.id for one in examples.trajectories.values()):
+        rows = find_rows(undisturbed[0]["evaluate"], problem)
+        greedy = rows[0].tokens
+        assert greedy == examples.trajectories[problem].output.tolist()
+        page = html_page(rows, tokenizer, known)
+        mine = 0
+        for event in (
+            event for row in rows for event in row.events if row.tokens[: event.step] == greedy[: event.step]
+        ):
+            state = f"{problem}@{examples.trajectories[problem].prompt_length + event.step}"
+            group, rolled = examples.groups[state], examples.rollouts[state]
+            mine += 1
+            for place, token in enumerate(rolled.state.pool.ids.tolist()):
+                assert token in event.pool
+                score = group.compatibility(8)[group.state.pool.ids.tolist().index(token)] if group.scored else None
+                number = "–" if score is None else f"{float(score):.3f}"
+                word = "right" if rolled.correct[place] else "wrong"
+                assert f'<td class="r">{number}</td><td class="l">{word}</td>' in page
+        events = sum(len(row.events) for row in rows)
+        assert f"They are known at {mine} of {events} events" in page or not mine
+        assert ("B_8" in page) == (mine > 0)
+        shown += mine
+    assert shown > 3
 
 
 def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_every_promised_row_is_there(demo):
 @pytest.mark.slow
 def test_report_and_pictures_are_written(demo):
     out, found, _ = demo
-    assert {path.name for path in out.iterdir()} == REPORT | PNGS | {"figures", "runs"}
+    assert {path.name for path in out.iterdir()} == REPORT | PNGS | {"figures", "problems", "runs"}
     assert {path.name for path in (out / "runs").iterdir()} == {"tiny-seed-0", "tiny-control-seed-0"}
     assert read_findings(out / "results.json") == found
     text = (out / "report.md").read_text()

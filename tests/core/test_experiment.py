@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,17 @@ from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
 from fb_core.experiment.run import PROBLEM, make, run_experiment
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
+from fb_core.experiment.turned import problem_pages
 from fb_core.experiment.variants import settings_of_variant
 from fb_core.methods import names
 from fb_core.report.findings import findings_bytes
-from fb_core.report.report import render
+from fb_core.report.report import render, write_report
 from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.inputs import benchmark_problems, models_of
 from fb_core.stages.inside import changed
+from fb_core.stages.rollouts import token_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
@@ -250,7 +253,7 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
     assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
-    assert keys[0.92] == ["takeover", "s2t", "direct", "futurebridge", *SWEPT]
+    assert keys[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
 
 
 def test_tables_that_were_not_asked_for_are_left_out(found):
@@ -315,6 +318,40 @@ def test_findings_are_plain_and_finite(made, found):
     assert (found.future_quality, found.calibration, found.worked_event) == (None, None, None)
     assert len(found.coverage) == 3
     assert found.trajectory.events
+
+
+def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):
+    run, _, _ = made
+    rows = {}
+    for key in ("greedy", "futurebridge"):
+        for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                rows.setdefault(key, {})[row["problem"], row["seed"]] = row
+    wanted = []
+    for (problem, seed), row in rows["futurebridge"].items():
+        greedy = rows["greedy"][problem, None]
+        if (row["verdict"] == "correct") != (greedy["verdict"] == "correct"):
+            both = zip(greedy["tokens"], row["tokens"], strict=False)
+            step = next(step for step, (one, other) in enumerate(both) if one != other)
+            event = next(event for event in row["events"] if event["step"] == step)
+            assert event["pool"][0] == greedy["tokens"][step] != event["pool"][event["choice"]]
+            kind = token_kind(models_of(chosen.models).tokenizer.decode([greedy["tokens"][step]]))
+            wanted.append((problem, seed, row["verdict"] == "correct", step, kind))
+    assert wanted
+    assert found.turned.methods == ("FutureBridge",)
+    turned = [(one.problem, one.seed, one.gained, one.step, one.kind) for one in found.turned.changes]
+    assert sorted(turned) == sorted(wanted)
+    pages = problem_pages(chosen, run, found)
+    assert set(pages) == {one.page for one in found.turned.changes}
+    write_report([found], tmp_path, pages)
+    linked = set(re.findall(r'href="([^"]+)"', (tmp_path / "report.html").read_text()))
+    assert linked == set(pages)
+    for one in found.turned.changes:
+        page = (tmp_path / one.page).read_text()
+        assert f"<h1>{escape(one.problem)}</h1>" in page
+        assert "greedy <span" in page
+        assert f"FutureBridge, seed {one.seed}" in page
+    assert 'href="problems' not in render([found]).html()  # no page, no link
 
 
 def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
@@ -671,7 +708,7 @@ def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
     by_quantile = {}
     for row in found.of("quantiles"):
         by_quantile.setdefault(row.quantile, []).append(row.key)
-    assert by_quantile[0.9] == by_quantile[0.92] == ["takeover", "s2t", "direct", "futurebridge", *SWEPT]
+    assert by_quantile[0.9] == by_quantile[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
     scores = {row.score for row in found.agreement}
     assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge", "FutureBridge, calibrated target"} <= scores
     assert found.future_quality.states > 3

@@ -245,12 +245,15 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
         for event in row.events:
             for i, token in enumerate(event.pool):
                 numbers = [getattr(event, name)[i] for name in ("slm_logprob", "llm_logprob", "scores")]
-                mark = "→" if i == event.choice else ""
+                greedy = event.slm_logprob[i] == max(event.slm_logprob)
+                mark = " ".join(["→"] * (i == event.choice) + ["g"] * greedy)
                 source = {1: "S", 2: "L", 3: "SL"}[event.sources[i]]
                 shown = tokenizer.decode([token]).replace(" ", "␣")
                 wanted.append([mark, shown, str(token), source, *(f"{number:.4f}" for number in numbers)])
     assert len(wanted) > 10
-    assert [cells if cells[0] == "→" else ["", *cells] for cells in tables] == wanted
+    assert [cells if cells[0] in ("→", "g", "→ g") else ["", *cells] for cells in tables] == wanted
+    assert {cells[0] for cells in wanted} == {"", "→", "g", "→ g"}
+    assert text.count("The run has no B_H (compatibility score) and no rollout of these candidates") == 1
     assert sorted(body(page)) == sorted(wanted * 2)  # in the text and below it
     for row in rows:
         for words in (row.verdict, f"gold answer {row.gold}, {len(row.tokens)} tokens"):
@@ -260,7 +263,7 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     timed = [rows[0].model_copy(update={"seconds": 1.254})]
     assert ", 1.25 s" in html_page(timed, tokenizer)
     assert ", 1.25 s" not in html_page(rows[:1], tokenizer)
-    assert text.count("greedy") == 1
+    assert text.count(": greedy, ") == 1
 
 
 def test_the_text_is_whole_with_its_events_in_place(run):
@@ -283,7 +286,8 @@ def test_html_is_one_file_whose_links_lead_somewhere(run):
     made = html_page(find_rows(run, max(lines(run), key=lambda row: len(row["events"]))["problem"]), tokenizer)
     page = Page(made)
     assert not re.search(r"https?://|//|url\(|@import", made)
-    assert not {"script", "link", "img", "iframe", "base"} & set(page.tags)
+    assert not {"link", "img", "iframe", "base"} & set(page.tags)
+    assert page.tags.count("script") == 1  # what sorts tables
     assert "prefers-color-scheme: dark" in made
     links = [value for name, value in page.attributes if name == "href"]
     assert links
@@ -308,7 +312,7 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
         assert "\\x1b" in visible
     made = html_page(rows, hostile)
     page = Page(made)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert not {"\x1b", "\x07", "\u202e"} & set(made)
     shown = {cells[1] for cells in body(page)}
@@ -320,7 +324,7 @@ def test_hostile_tokens_are_shown_and_do_nothing(hostile):
         "[red]",
         "␣so",
     }
-    cells = re.findall(r"^(?: {6}|  → {3})(\S+) ", printed(rows, hostile), re.MULTILINE)
+    cells = re.findall(r"^  (?:→ g|[→g ](?:  )?)   (\S+) ", printed(rows, hostile), re.MULTILINE)
     assert set(cells) == {"token", *shown}
     assert page.texts[1] == "".join(escaped(text) for text in HOSTILE)
     made.encode()
@@ -367,6 +371,15 @@ def test_what_is_not_known_is_a_dash(hostile):
     assert re.search(r"S +-1.2500 +– +–", printed([made], hostile))
     assert "the LLM failed: no answer" in printed([made], hostile)
     assert body(Page(html_page([made], hostile)))[0][-3:] == ["-1.2500", "–", "–"]
+
+
+def test_the_greedy_token_is_the_slms_first_where_the_slm_proposed_any(hostile):
+    tokens = hostile("ab")["input_ids"]
+    made = row(tokens[:1], [(0, tokens)])
+    event = made.events[0]
+    for sources, marks in (([1, 2], ["→ g", ""]), ([2, 3], ["→", "g"]), ([2, 2], ["→", ""])):
+        event.sources = sources
+        assert [cells[0] for cells in body(Page(html_page([made], hostile)))[:2]] == marks
 
 
 def test_any_row_of_the_experiments_can_be_shown(run, tmp_path):

@@ -1,0 +1,102 @@
+"""Problems whose verdict a method turns against greedy decoding's, and the pages that explain them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from fb_core import explain
+from fb_core.config import RunSettings
+from fb_core.experiment.results import finished
+from fb_core.experiment.tables import Plan
+from fb_core.experiment.variants import plan_of, settings_of_variant
+from fb_core.report.findings import DEPLOYED, OURS, Change, Findings, Turned, listed
+from fb_core.stages.artefacts import digest
+from fb_core.stages.comparison import CompareStage
+from fb_core.stages.decode import Row
+from fb_core.stages.inputs import models_of
+from fb_core.stages.rollouts import token_kind
+
+Place = tuple[str, str]  # benchmark, id of a problem
+COMPARED = ("greedy", OURS, DEPLOYED)
+
+
+def turned(plan: Plan) -> Turned | None:
+    """What FutureBridge, as published and as deployed, turns; None where it or greedy decoding was not run."""
+    rows = {key: _rows(plan, key) for key in COMPARED}
+    made = [key for key in COMPARED[1:] if rows[key]]
+    if not rows["greedy"] or not made:
+        return None
+    decode, changes = models_of(plan.settings.models).tokenizer.decode, []
+    for key in made:
+        label = plan.method(key).label
+        for place, own in rows[key].items():
+            (greedy,) = rows["greedy"][place]
+            for row in (row for row in own if row.correct != greedy.correct):
+                step = _parting(greedy, row)
+                changes.append(
+                    Change(
+                        benchmark=row.benchmark,
+                        problem=row.problem,
+                        key=key,
+                        label=label,
+                        seed=row.seed,
+                        gained=row.correct,
+                        kind=None if step is None else token_kind(decode([greedy.tokens[step]])),
+                        step=step,
+                        page=f"problems/{digest([_digests(plan), place])[:16]}.html",
+                    )
+                )
+    return Turned(methods=tuple(plan.method(key).label for key in made), changes=tuple(changes))
+
+
+def _parting(greedy: Row, row: Row) -> int | None:
+    """The step at which a text leaves greedy decoding's; None where there is no event by then."""
+    steps = enumerate(zip_longest(greedy.tokens, row.tokens))
+    step = next((step for step, (one, other) in steps if one != other), len(greedy.tokens))
+    reached = step < len(greedy.tokens) and any(event.step <= step for event in row.events)
+    return step if reached else None
+
+
+def problem_pages(settings: RunSettings, run: Path, findings: Findings) -> dict[str, bytes]:
+    """The pages that a report's list of turned problems leads to, by `Change.page`.
+
+    Args:
+        settings: of the run.
+        run: its folder.
+        findings: gathered from it.
+
+    Raises:
+        ValueError: a damaged run.
+    """
+    plan, pages = plan_of(settings, run), dict[str, bytes]()
+    if findings.turned is None:
+        return pages
+    rows = [_rows(plan, key) for key in COMPARED]
+    tokenizer, known = models_of(settings.models).tokenizer, explain.known_of(settings, run)
+    for one in listed(findings.turned.changes):
+        if one.page is not None and one.page not in pages:
+            own = [row for by_place in rows for row in by_place.get((one.benchmark, one.problem), ())]
+            pages[one.page] = explain.html_page(own, tokenizer, known).encode()
+    return pages
+
+
+def _rows(plan: Plan, key: str) -> dict[Place, list[Row]]:
+    """What a method made of the benchmarks, by problem; nothing where it was not run."""
+    found: dict[Place, list[Row]] = {}
+    for row in _decoded(plan, key):
+        found.setdefault((row.benchmark, row.problem), []).append(row)
+    return found
+
+
+def _decoded(plan: Plan, key: str) -> Iterator[Row]:
+    variant = plan.method(key)
+    if finished(plan.run / variant.path, CompareStage.name) is not None:
+        yield from CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows()
+
+
+def _digests(plan: Plan) -> list[str]:
+    """What identifies the rows of all methods compared, so that two runs share a page where they have the same."""
+    found = (finished(plan.run / plan.method(key).path, CompareStage.name) for key in COMPARED)
+    return [manifest["digest"] for manifest in found if manifest is not None]
