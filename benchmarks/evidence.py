@@ -253,7 +253,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def below(cells: Cells, world: str, name: str, delta: float) -> list[str]:
-    """Cells in which a row is below greedy decoding or the direct score by more than delta: seen, and beyond chance."""
+    """Cells in which a row is below greedy decoding or the direct score by more than delta: seen, and significant."""
     seen = sure = 0
     worst = 0.0
     for cell in cells.of(world):
@@ -274,7 +274,7 @@ def safety(cells: Cells, delta: float) -> list[str]:
         "world",
         "recipe",
         f"cells more than {100 * delta:g} points below greedy or direct",
-        "of these beyond chance",
+        "of these significant",
         "worst difference, pp",
     ]
     rows = [
@@ -325,7 +325,8 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
     met = "met" if seen <= (1 - level) * total else "missed"
     lines.append(
         f"- Below greedy decoding or the direct score by more than {100 * delta:g} points in {seen} of {total} cells "
-        f"({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. The difference is beyond chance in {sure}."
+        f"({seen / total:.1%}; goal: at most {1 - level:.0%}): **{met}**. The difference is statistically "
+        f"significant in {sure}."
     )
     for world in cells.worlds:
         gap = cells.interval(

@@ -62,7 +62,8 @@ def accuracy(cells: Cells) -> list[str]:
     note = (
         f"*{runs} whole runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles, "
         f"{problems} test problems a run; 95% intervals draw seeds again. As published, FutureBridge reaches {plain}. "
-        f"[What was found](docs/evidence.md), misses included.*"
+        "[What was found](docs/evidence.md), misses included. The pairs are tiny and their worlds were made by hand: "
+        "this shows when the method works, not what it brings on real models.*"
     )
     return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}"]
 

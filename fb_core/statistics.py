@@ -51,7 +51,7 @@ def paired_interval(
     """Percentile bootstrap interval of mean(a) - mean(b) over the same problems.
 
     A problem is drawn with both its outcomes, so what makes it easy or hard for both cancels out; the difference is
-    beyond chance at the level where the interval leaves out 0.
+    statistically significant at the level where the interval leaves out 0.
 
     Args:
         a: one outcome for each problem: bools or finite numbers.

@@ -233,7 +233,7 @@ def _recipes(states: Sequence[Judged], recipes: Sequence[Recipe]) -> list[str]:
     better = [recipe for recipe in recipes[1:] if minus(recipe, first).low > 0]
     chosen = max(better, key=lambda recipe: float(successes[recipe.label].sum()), default=first)
     others = "; ".join(f"{points(minus(chosen, other))} against {other.label}" for other in recipes if other != chosen)
-    why = "better here beyond chance" if better else "nothing is better here beyond chance"
+    why = "significantly better here" if better else "nothing is significantly better here"
     return [
         f"Choices that lead to success without later help, at all {len(states)} admitted held-out states of "
         f"{len(problems)} problems: {figures}. With later help a choice may be worth more: the validation problems of "

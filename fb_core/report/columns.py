@@ -12,7 +12,7 @@ from fb_core.terminal import IN_TOKEN, escaped
 
 SHOWN_END = 200  # characters at either end of a long text
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
-LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both beyond chance."
+LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both significantly."
 BEYOND_CHANCE = "95% bootstrap over problems, differences paired"
 SHARES = "95% score intervals, a problem one trial at most, differences paired"
 MARGIN = 0.02  # of a difference that does not count
@@ -89,7 +89,7 @@ def flipped(interval: Interval | None) -> Interval | None:
 
 
 def above(interval: Interval | None) -> bool:
-    """Whether a difference is above 0 beyond chance."""
+    """Whether a difference is significantly above 0."""
     return interval is not None and interval.low > 0
 
 
@@ -99,7 +99,7 @@ def below(interval: Interval | None) -> bool:
 
 
 def within_margin(interval: Interval) -> bool:
-    """Whether a difference lies above minus the margin beyond chance, or ends there."""
+    """Whether a difference lies significantly above minus the margin, or ends there."""
     return interval.low >= -MARGIN - 1e-9  # a mean of outcomes is rounded
 
 

@@ -291,10 +291,10 @@ def _worth(rows: Sequence[values.Result]) -> list[Block]:
         points.append(f"{stand[0]}; {stand[1]}.")
     distances = [(row.label, row.above_line) for row in rows if row.above_line]
     sides = {
-        "Worth more than taking over on a share of the problems at as many tokens, beyond chance": [
+        "Significantly better than taking over on a share of the problems for as many tokens": [
             label for label, distance in distances if above(distance)
         ],
-        "Worth less, beyond chance": [label for label, distance in distances if below(distance)],
+        "Significantly worse": [label for label, distance in distances if below(distance)],
         "Not told apart": [label for label, distance in distances if not above(distance) and not below(distance)],
     }
     points += [said(sides)] if distances else []

@@ -39,14 +39,12 @@ def in_short(findings: Sequence[Findings]) -> list[Block]:
     pair = findings[0].pair if len(findings) == 1 else None
     models = f", SLM {pair.slm}, LLM {pair.llm}" if pair else ""
     best = "; ".join(_best(head, rows) for head, rows in panels(findings, "methods", primary).items())
-    tokens = any(row.llm_tokens for rows in found.values() for row in rows)
-    priced = ", with LLM tokens a problem" if tokens else ""
     return [
         Items(
             [
-                f"Compared: {len(methods)} methods on {where}{models}.",
-                f"Most often right short of takeover, picked on these very problems{priced}: {best}.",
-                f"Loses beyond chance. {_losses(found)}.",
+                f"{len(methods)} methods were compared on {where}{models}.",
+                f"The most accurate one but takeover, picked on these very problems: {best}.",
+                f"Where FutureBridge is significantly worse: {_losses(found)}.",
             ]
         )
     ]
@@ -56,20 +54,21 @@ def _best(head: str, rows: Sequence[Result]) -> str:
     """The most accurate row but takeover, the cheapest of equals, with its price and those of either model alone."""
 
     def priced(row: Result) -> str:
-        tokens = f" with {number(row.llm_tokens.mean, 1)}" if row.llm_tokens else ""
+        tokens = f" for {number(row.llm_tokens.mean, 1)} LLM tokens a problem" if row.llm_tokens else ""
         return f"{share(row.accuracy and row.accuracy.mean)}%{tokens}"
 
     def rank(row: Result) -> tuple[float, float]:
         return -row.accuracy.mean if row.accuracy else 0.0, row.llm_tokens.mean if row.llm_tokens else 0.0
 
     best = min((row for row in rows if row.key != "takeover"), key=rank, default=rows[0])
-    ends = [f"{row.key} {priced(row)}" for row in rows if row.key in ("greedy", "takeover")]
-    beside = f" ({', '.join(ends)})" if ends else ""
+    ends = [priced(row).removesuffix(" LLM tokens a problem") for row in rows if row.key in ("greedy", "takeover")]
+    names = [row.label.lower() for row in rows if row.key in ("greedy", "takeover")]
+    beside = f" ({', '.join(map(' '.join, zip(names, ends, strict=True)))})" if ends else ""
     return f"on {head} {best.label}, {priced(best)}{beside}"
 
 
 def _losses(found: Panels) -> str:
-    """What FutureBridge, as published and as deployed, is below beyond chance, and where."""
+    """What FutureBridge, as published and as deployed, is significantly below, and where."""
     told = []
     for key in (OURS, DEPLOYED):
         lost: dict[str, list[str]] = {}
@@ -85,10 +84,10 @@ def _losses(found: Panels) -> str:
                     minus = flipped(by_key[rival].minus.get(key))
                 if minus is not None:
                     lost.setdefault(words, []).extend([f"{head} ({percent(minus, signed=True)} pp)"] * below(minus))
-        where = [f"to {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
+        where = [f"than {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
         if lost:
-            told.append(f"{label}: {', '.join(where) or 'neither to ' + ' nor to '.join(lost)}")
-    return "; ".join(told) or "Nothing was compared with FutureBridge"
+            told.append(f"{label} {', '.join(where) or 'nowhere'}")
+    return "; ".join(told) or "nothing was compared with it"
 
 
 def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
@@ -109,13 +108,13 @@ def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
 
 
 def _verdicts(rows: Sequence[Result]) -> list[Block]:
-    """Which differences are beyond chance and which are not, a point for each method to compare with."""
+    """Which differences are statistically significant and which are not, a point for each method to compare with."""
     points: list[Text] = []
     for key, reference in REFERENCES.items():
         known = [(row, row.minus[key]) for row in rows if key in row.minus and row.key != key]
         sides = {
-            f"Above {reference} beyond chance": [row for row, difference in known if above(difference)],
-            f"Below {reference} beyond chance": [row for row, difference in known if below(difference)],
+            f"Significantly above {reference}": [row for row, difference in known if above(difference)],
+            f"Significantly below {reference}": [row for row, difference in known if below(difference)],
             f"Not told apart from {reference}": [
                 row for row, difference in known if not above(difference) and not below(difference)
             ],

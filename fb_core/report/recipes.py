@@ -163,9 +163,9 @@ def recipe_blocks(findings: Sequence[Findings]) -> list[Block]:
             harmful.append(f"{recipe.label} ({under_greedy} of {len(greedy)})")
         body.append([recipe.label, *counted(recipe), *(marked(recipe.rows.get(cell)) for cell in cells)])
     verdicts = [
-        "Tried in all cells and nowhere below greedy or the direct LLM score beyond chance: "
+        "Tried in all cells and nowhere significantly below greedy or the direct LLM score: "
         f"{'; '.join(safe) or 'no recipe'}.",
-        f"Below greedy beyond chance in some cells: {'; '.join(harmful) or 'no recipe'}.",
+        f"Significantly below greedy in some cells: {'; '.join(harmful) or 'no recipe'}.",
     ]
     note = (
         "Counts are of cells with a paired difference, to the method in the same cell: not significantly worse where "

@@ -25,9 +25,9 @@ FOREST = (
 HOW = (
     "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
     "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
-    "called beyond chance where its interval leaves out 0; intervals are not corrected for how many there are. Of "
-    "several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are drawn "
-    "within each. A column headed “published” is there only beside the paper's models, data and settings."
+    "called statistically significant where its interval leaves out 0; intervals are not corrected for how many there "
+    "are. Of several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are "
+    "drawn within each. A column headed “published” is there only beside the paper's models, data and settings."
 )
 EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,

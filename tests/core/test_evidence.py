@@ -45,7 +45,10 @@ def test_cells_below_are_counted_by_world(cells):
     assert evidence.below(cells, "tiny", PUBLISHED.label, 0.02) == ["2 of 2", "2 of 2", "-20.0"]
     assert evidence.below(cells, "tiny-control", "deployed", 0.02) == ["1 of 1", "0 of 1", "-5.0"]
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
-    assert "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. The difference is beyond chance in 0." in text
+    assert (
+        "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. The difference is statistically significant in 0."
+        in text
+    )
 
 
 def test_means_and_differences_by_hand(cells):

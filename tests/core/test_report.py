@@ -550,23 +550,22 @@ def first_screen(*found: dict) -> list[str]:
 @pytest.mark.usefixtures("pictureless")
 def test_three_sentences_say_what_was_compared_what_won_and_what_is_lost():
     compared, won, lost = first_screen(tiny())
-    assert compared == "Compared: 8 methods on demo:plans (400 problems), SLM demo:plans, LLM demo:plans."
+    assert compared == "8 methods were compared on demo:plans (400 problems), SLM demo:plans, LLM demo:plans."
     assert won.endswith(
-        ": on demo:plans FutureBridge, 95.8% with 1.9 (greedy 71.2% with 0.0, takeover 99.2% with 40.2)."
+        ": on demo:plans FutureBridge, 95.8% for 1.9 LLM tokens a problem "
+        "(greedy 71.2% for 0.0, takeover 99.2% for 40.2)."
     )
-    assert lost == (
-        "Loses beyond chance. FutureBridge: neither to greedy decoding nor to the direct LLM score nor to takeover."
-    )
+    assert lost == "Where FutureBridge is significantly worse: FutureBridge nowhere."
     *_, won, lost = first_screen(tiny("good"), tiny("bad", 0.5))
     assert "on good, demo:plans FutureBridge, 95.8%" in won
     assert "on bad, demo:plans Direct LLM score, 87.0%" in won
-    assert "FutureBridge: to greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp), to the direct" in lost
+    assert "FutureBridge than greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp), than the direct" in lost
     assert "good, demo:plans" not in lost
     found = tiny()
     for row in found["rows"]:
         if row["key"] == "takeover":
             row["minus"]["futurebridge"] = [0.034, 0.02, 0.05]  # known from its side alone
-    assert first_screen(found)[2].endswith("FutureBridge: to takeover on demo:plans (-3.4 [-5.0, -2.0] pp).")
+    assert first_screen(found)[2].endswith("FutureBridge than takeover on demo:plans (-3.4 [-5.0, -2.0] pp).")
 
 
 @pytest.mark.usefixtures("pictureless")
@@ -576,7 +575,7 @@ def test_of_equals_the_cheapest_wins_and_prices_may_be_unknown():
     by_key = {row["key"]: row for row in found["rows"]}
     by_key["direct"] |= {"accuracy": by_key["futurebridge"]["accuracy"]}
     by_key["direct"]["llm_tokens"] = [1.5, 1.4, 1.6]
-    assert " Direct LLM score, 95.8% with 1.5 (" in first_screen(found)[1]
+    assert " Direct LLM score, 95.8% for 1.5 LLM tokens a problem (" in first_screen(found)[1]
     for row in found["rows"]:
         row.pop("llm_tokens", None)
     assert first_screen(found)[1].endswith("(greedy 71.2%, takeover 99.2%).")
@@ -709,14 +708,14 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     takeover, worth = map(plain, items.texts)
     assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% at 40.2 [40.1, 40.3] LLM tokens and ")
     assert "; FutureBridge is right on 95.8 [92.8, 98.8]% at 1.9 [1.8, 2.0] LLM tokens and " in takeover
-    more, less = worth.split("Worth less, beyond chance: ")
-    assert more.startswith("Worth more than taking over on a share of the problems at as many tokens, beyond chance: ")
+    more, less = worth.split("Significantly worse: ")
+    assert more.startswith("Significantly better than taking over on a share of the problems for as many tokens: ")
     assert "FutureBridge;" in more
     assert less == "Random choice; S2T. Not told apart: Maj@8."
     lost = render([tiny(shift=0.5)])
     (section,) = [one for one in lost.sections if one.title == "Accuracy against the large model's work"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
-    assert "FutureBridge" in plain(items.texts[1]).split("Worth less, beyond chance: ")[1]
+    assert "FutureBridge" in plain(items.texts[1]).split("Significantly worse: ")[1]
 
 
 @pytest.mark.usefixtures("pictureless")
@@ -799,13 +798,13 @@ def test_verdicts_follow_the_intervals(single):
     (methods,) = [section for section in single.sections if section.title == "Methods"]
     said = next(block for block in methods.blocks if isinstance(block, Items))
     assert said.texts[0] == (
-        "Above greedy beyond chance: Direct LLM score; R2R; FutureBridge; Takeover. Below greedy beyond chance: Random "
+        "Significantly above greedy: Direct LLM score; R2R; FutureBridge; Takeover. Significantly below greedy: Random "
         "choice. Not told apart from greedy: Maj@8; S2T."
     )
     assert len(said.texts) == 3
     (swept,) = [section for section in single.sections if section.title == "Request quantiles"]
     said = next(block for block in swept.blocks if isinstance(block, Items))
-    assert said.texts[0].endswith("Below greedy beyond chance: FutureBridge at quantile 0.9.")
+    assert said.texts[0].endswith("Significantly below greedy: FutureBridge at quantile 0.9.")
 
 
 def test_a_loss_is_told_where_a_win_would_be(runs):
@@ -817,8 +816,8 @@ def test_a_loss_is_told_where_a_win_would_be(runs):
 
     assert orderings_of(lost) == ["Reversed: FutureBridge > direct LLM score."]
     assert orderings_of(won) == []
-    lost_to = next(plain(text) for text in runs.blocks[0].texts if "Loses" in plain(text))
-    assert "FutureBridge: to greedy decoding on control, demo:plans (-35.4 " in lost_to
+    lost_to = next(plain(text) for text in runs.blocks[0].texts if "significantly worse" in plain(text))
+    assert "FutureBridge than greedy decoding on control, demo:plans (-35.4 " in lost_to
 
 
 @pytest.mark.parametrize(
@@ -1027,9 +1026,9 @@ def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
     said = [
         plain(text) for block in _first(runs).sections[0].blocks if isinstance(block, Items) for text in block.texts
     ]
-    assert "Tried in all cells and nowhere below greedy or the direct LLM score beyond chance: no recipe." in said
+    assert "Tried in all cells and nowhere significantly below greedy or the direct LLM score: no recipe." in said
     assert any(
-        text.startswith("Below greedy beyond chance in some cells: ") and "FutureBridge (7 of 16)" in text
+        text.startswith("Significantly below greedy in some cells: ") and "FutureBridge (7 of 16)" in text
         for text in said
     )
 

@@ -358,7 +358,7 @@ def test_pairs_without_a_future_count_half_in_deployment(monkeypatch, run, known
 
 FEATURES_AND_OVERRIDE = (
     "Take candidate features with the override (train.features: [slm, llm, in_slm, in_llm, slm_certain, llm_certain], "
-    "evaluate.certainty: 0.6), nothing is better here beyond chance: "
+    "evaluate.certainty: 0.6), nothing is significantly better here: "
 )
 
 
@@ -382,7 +382,7 @@ def test_features_with_the_override_are_not_advised_where_they_do_harm(monkeypat
     """A certain LLM that is wrong, and a target that is right."""
     chosen = settings(rollouts={"minimum_mixed": 1000})
     said = advised(monkeypatch, run, states_with(1.0, 0.0, problems=60, certain=1.0), chosen)
-    assert line(said, "Take").startswith("Take the plain recipe (no option), better here beyond chance: +100 pp [")
+    assert line(said, "Take").startswith("Take the plain recipe (no option), significantly better here: +100 pp [")
     few = advised(monkeypatch, run, states_with(1.0, 0.0, problems=2, certain=1.0), chosen)
     assert line(few, "Take").startswith(FEATURES_AND_OVERRIDE + "-100 pp [")  # two problems decide nothing
 
@@ -399,7 +399,7 @@ def test_a_calibration_is_advised_by_the_same_evidence(monkeypatch, run):
         "Take the calibrated target with features and override (train.target: calibrated, here of 71 rolled-out "
         "training states, train.features: ["
     )
-    assert "better here beyond chance: +100 pp [" in said
+    assert "significantly better here: +100 pp [" in said
     assert "against candidate features with the override; " in said
 
 
