@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, serving, soak, speedups, stages, targets
+from benchmarks import cost, roofline, serving, soak, speedups, stages, targets
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
@@ -132,8 +132,8 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
     return [*lines, "", f"*Measured on {device}.*"]
 
 
-def render_experiments(text: str, root: Path = ROOT) -> str:
-    """docs/experiments.md with its table of recipes made anew."""
+def render_worlds(text: str, root: Path = ROOT) -> str:
+    """docs/worlds.md with its table of recipes made anew."""
     found = root / ROWS
     return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
 
@@ -253,6 +253,11 @@ def render_scale(text: str, root: Path = ROOT) -> str:
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 
+def render_cost(text: str, root: Path = ROOT) -> str:
+    """docs/cost.md with its estimates made anew."""
+    return _replace(_replace(text, "cost", cost.table()), "rates", cost.rates())
+
+
 def render_notes(text: str, root: Path = ROOT) -> str:
     """benchmarks/NOTES.md with its tables of targets made anew."""
     tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
@@ -277,8 +282,9 @@ def render_serving(text: str, root: Path = ROOT) -> str:
 
 RENDERED = {  # by file
     "README.md": render,
-    "docs/experiments.md": render_experiments,
+    "docs/worlds.md": render_worlds,
     "docs/benchmarks.md": render_benchmarks,
+    "docs/cost.md": render_cost,
     "docs/scale.md": render_scale,
     "docs/serving.md": render_serving,
     "docs/shared_prefix.md": render_shared_prefix,
