@@ -1,4 +1,4 @@
-"""What the published run costs at least, stage by stage: the arithmetic behind docs/cost.md. Nothing here is measured."""
+"""What the published run costs at least, by stage: the arithmetic behind docs/cost.md. Nothing here is measured."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def rows() -> list[Row]:
         (
             "evaluate",
             f"{SEEDS} x {BENCHMARKS:,} answers by the pair, {BENCHMARKS + 2 * AIME:,} by the SLM",
-            *[decoded(SEEDS * BENCHMARKS) + SLM.write((BENCHMARKS + 2 * AIME) * ANSWER, PROMPT + ANSWER / 2) / 3600] * 2,
+            *[decoded(SEEDS * BENCHMARKS) + SLM.write((BENCHMARKS + 2 * AIME) * ANSWER, PROMPT + ANSWER / 2) / 3600]
+            * 2,
         ),
         (
             "rollouts",
@@ -113,14 +114,26 @@ def rows() -> list[Row]:
             f"6 more rerankers, {passes} x {VALIDATION} answers at most",
             *[decoded(passes * VALIDATION) + step * 6 / RUNS] * 2,
         ),
-        ("one more row of a table", f"{SEEDS} x {BENCHMARKS:,} answers by the pair", *[decoded(SEEDS * BENCHMARKS)] * 2),
+        (
+            "one more row of a table",
+            f"{SEEDS} x {BENCHMARKS:,} answers by the pair",
+            *[decoded(SEEDS * BENCHMARKS)] * 2,
+        ),
     ]
     return [Row(*one) for one in found]
 
 
 def table() -> list[str]:
     """Estimates beside what the paper reports."""
-    head = ["stage", "work", "one H100, h", "eight H100, h", "64 H100, h", "GPU-hours on copies of four", "paper, H200 h"]
+    head = [
+        "stage",
+        "work",
+        "one H100, h",
+        "eight H100, h",
+        "64 H100, h",
+        "GPU-hours on copies of four",
+        "paper, H200 h",
+    ]
     lines = []
     for row in rows():
         paper = PAPER.get(row.stage)
