@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cost, roofline, serving, soak, speedups, stages, targets
+from benchmarks import cost, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.report.columns import percent
@@ -253,7 +253,17 @@ def render_scale(text: str, root: Path = ROOT) -> str:
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 
-def render_cost(text: str, root: Path = ROOT) -> str:
+def render_ops(text: str, _: Path = ROOT) -> str:
+    """docs/ops.md with its table made anew."""
+    return _replace(text, "ops", reference.ops_table())
+
+
+def render_settings(text: str, _: Path = ROOT) -> str:
+    """docs/settings.md with its tables made anew."""
+    return _replace(text, "settings", reference.settings_tables())
+
+
+def render_cost(text: str, _: Path = ROOT) -> str:
     """docs/cost.md with its estimates made anew."""
     return _replace(_replace(text, "cost", cost.table()), "rates", cost.rates())
 
@@ -280,12 +290,15 @@ def render_serving(text: str, root: Path = ROOT) -> str:
     return _replace(text, "soak", soak.lines(soaked)) if soaked else text
 
 
+LAYOUT = "docs/branch_layout.svg"
 RENDERED = {  # by file
     "README.md": render,
     "docs/worlds.md": render_worlds,
     "docs/benchmarks.md": render_benchmarks,
     "docs/cost.md": render_cost,
+    "docs/ops.md": render_ops,
     "docs/scale.md": render_scale,
+    "docs/settings.md": render_settings,
     "docs/serving.md": render_serving,
     "docs/shared_prefix.md": render_shared_prefix,
     "benchmarks/NOTES.md": render_notes,
@@ -302,6 +315,7 @@ def main(root: Path = ROOT) -> None:
         speedups.plot(grpo, root / "docs" / "shared_prefix.svg")
     if load_test := load(root, "cpu").get("serving"):
         serving.plot(load_test, root / "docs" / "serving.svg")
+    (root / LAYOUT).write_text(reference.layout_picture())
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

@@ -268,13 +268,16 @@ def _show_bench(found: Found) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    floor = f"; no way takes less than {found.floor * 1e3:.3g} ms here" if found.floor else ""
+    floor = f"; floor {found.floor * 1e3:.3g} ms" if found.floor else ""
     title = f"{found.op} {found.shape}, {found.dtype}, on {found.device}, torch {torch.__version__}{floor}"
-    caption = "ratio: the time of the quickest other way by this one's; above 1 nothing else here is as quick"
+    caption = (
+        "ratio: the time of the quickest other way by this one's. floor: torch's copy of as many bytes, or its matrix "
+        "product of as many operations, on this device"
+    )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
     for head in ("ms", "ratio", "reaches", "of the floor"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     notes = []
     for row in found.rows:
         name = f"fb_kernels, {row.name}{' (taken here)' if row.used else ''}" if row.ours else row.name

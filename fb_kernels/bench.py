@@ -72,7 +72,7 @@ class Found:
 
     @property
     def floor(self) -> float:
-        """Seconds in which no way can do it; 0 where too little is moved to say."""
+        """Seconds that torch's copy or product takes, whichever is longer; 0 where too little is moved to say."""
         return max(self.copied, self.multiplied)
 
     def ratio(self, row: Timed) -> float | None:

@@ -40,7 +40,16 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "benchmarks" / "results" / "stages", tmp_path / "benchmarks" / "results" / "stages")
     if (ROOT / "docs" / "experiments").exists():
         shutil.copytree(ROOT / "docs" / "experiments", tmp_path / "docs" / "experiments")
-    for name in ("scale.md", "cost.md", "worlds.md", "benchmarks.md", "serving.md", "shared_prefix.md"):
+    for name in (
+        "scale.md",
+        "cost.md",
+        "ops.md",
+        "settings.md",
+        "worlds.md",
+        "benchmarks.md",
+        "serving.md",
+        "shared_prefix.md",
+    ):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     shutil.copy(ROOT / "benchmarks" / "NOTES.md", tmp_path / "benchmarks")
     return tmp_path
