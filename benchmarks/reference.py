@@ -152,7 +152,7 @@ OPS = (
     ),
     Row(
         "commit_",
-        "DecodeState, token[B], entropy[B], threshold[] or [B], eos_ids[n], max_length[] or [B]",
+        "DecodeState, token[B], entropy[B], threshold[] or [B], eos_ids[n], max_length[] or [B], (outcome[B, 3])",
         "writes the state",
         cuda="fp32 entropy",
     ),

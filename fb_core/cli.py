@@ -261,6 +261,10 @@ def bench(
     _show_bench(found)
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
 def _show_bench(found: Found) -> None:
     """A table of what was found of an op, the device and versions above it."""
     import torch
@@ -268,11 +272,11 @@ def _show_bench(found: Found) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    floor = f"; floor {found.floor * 1e3:.3g} ms" if found.floor else ""
+    floor = f"; floor {_milliseconds(found.floor)} ms" if found.floor else ""
     title = f"{found.op} {found.shape}, {found.dtype}, on {found.device}, torch {torch.__version__}{floor}"
     caption = (
-        "ratio: the time of the quickest other way by this one's. floor: torch's copy of as many bytes, or its matrix "
-        "product of as many operations, on this device"
+        "*: what a call takes here. ratio: the time of the quickest other way by this one's. floor: torch's copy of as "
+        "many bytes, or its matrix product of as many operations, on this device"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
@@ -280,14 +284,14 @@ def _show_bench(found: Found) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     notes = []
     for row in found.rows:
-        name = f"fb_kernels, {row.name}{' (taken here)' if row.used else ''}" if row.ours else row.name
+        name = f"fb_kernels, {row.name}{' *' if row.used else ''}" if row.ours else row.name
         if row.seconds is None:
             notes.append(f"{name}: not timed, {row.fault}")
             continue
         ratio = found.ratio(row)
         share = f"{found.floor / row.seconds:.0%}" if found.floor else ""
         shown = "" if ratio is None else f"{ratio:.2f}x"
-        table.add_row(name, f"{row.seconds * 1e3:.4g}", shown, found.rate(row), share)
+        table.add_row(name, _milliseconds(row.seconds), shown, found.rate(row), share)
     console = Console()
     console.print(table)
     for note in notes:
