@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: install test test-real demo bench figures aot wheel tune gpu-wheels gpu-check gpu-sanitize check clean
+.PHONY: install test test-real demo bench figures docs aot wheel tune gpu-wheels gpu-check gpu-sanitize check clean
 
 install: $(STAMP)
 
@@ -44,6 +44,10 @@ bench: $(STAMP)
 # The README's tables, from committed result files.
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
+
+# The site, in build/site: a broken link or anchor, or a page that no other names, is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/site
 
 # Every kernel compiled for three architectures, no GPU needed: registers, stack, shared memory, predicted time. Then
 # those of csrc/, where nvcc is.

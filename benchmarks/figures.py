@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import event, roofline, serving, soak, speedups, stages, targets
+from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, points
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
@@ -107,8 +107,8 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
     return [*lines, "", f"*Measured on {device}.*"]
 
 
-def render_experiments(text: str, root: Path = ROOT) -> str:
-    """docs/experiments.md with its table of recipes made anew."""
+def render_worlds(text: str, root: Path = ROOT) -> str:
+    """docs/worlds.md with its table of recipes made anew."""
     found = root / ROWS
     return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
 
@@ -228,6 +228,21 @@ def render_scale(text: str, root: Path = ROOT) -> str:
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 
+def render_ops(text: str, _: Path = ROOT) -> str:
+    """docs/ops.md with its table made anew."""
+    return _replace(text, "ops", reference.ops_table())
+
+
+def render_settings(text: str, _: Path = ROOT) -> str:
+    """docs/settings.md with its tables made anew."""
+    return _replace(text, "settings", reference.settings_tables())
+
+
+def render_cost(text: str, _: Path = ROOT) -> str:
+    """docs/cost.md with its estimates made anew."""
+    return _replace(_replace(text, "cost", cost.table()), "rates", cost.rates())
+
+
 def render_notes(text: str, root: Path = ROOT) -> str:
     """benchmarks/NOTES.md with its tables of targets made anew."""
     tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
@@ -250,11 +265,15 @@ def render_serving(text: str, root: Path = ROOT) -> str:
     return _replace(text, "soak", soak.lines(soaked)) if soaked else text
 
 
+LAYOUT = "docs/branch_layout.svg"
 RENDERED = {  # by file
     "README.md": render,
-    "docs/experiments.md": render_experiments,
+    "docs/worlds.md": render_worlds,
     "docs/benchmarks.md": render_benchmarks,
+    "docs/cost.md": render_cost,
+    "docs/ops.md": render_ops,
     "docs/scale.md": render_scale,
+    "docs/settings.md": render_settings,
     "docs/serving.md": render_serving,
     "docs/shared_prefix.md": render_shared_prefix,
     "benchmarks/NOTES.md": render_notes,
@@ -273,6 +292,7 @@ def main(root: Path = ROOT) -> None:
         serving.plot(load_test, root / "docs" / "serving.svg")
     if (root / event.EVENT).is_file():
         event.draw(root)
+    (root / LAYOUT).write_text(reference.layout_picture())
     for name, rendered in RENDERED.items():
         file = root / name
         file.write_text(rendered(file.read_text(), root))

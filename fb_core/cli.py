@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fb_core.config import PairSettings, RunSettings
     from fb_core.stages.commands import Command
     from fb_core.stages.stage import Engine
+    from fb_kernels.bench import Found
 
 app = typer.Typer(no_args_is_help=True, help="Future-compatibility reranking.")
 
@@ -292,6 +293,78 @@ def env() -> None:
     from fb_kernels.env import report
 
     typer.echo(report())
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Argument(help="An op, such as linear_logprob; the documentation's table has them all.")],
+    *,
+    n: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
+    d: Annotated[int | None, typer.Option(min=1, help="Width of the hidden states.")] = None,
+    v: Annotated[int | None, typer.Option(min=1, help="Vocabulary, or a shard's.")] = None,
+    f: Annotated[int | None, typer.Option(min=1, help="Width of the MLP.")] = None,
+    g: Annotated[int | None, typer.Option(min=1, help="Groups.")] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(min=1, help="Candidates of a group; of topk_entropy how many; inputs of skinny_linear."),
+    ] = None,
+    m: Annotated[int | None, typer.Option(min=1, help="Outputs of skinny_linear.")] = None,
+    l: Annotated[int | None, typer.Option(min=1, help="Rows of a branch.")] = None,  # noqa: E741
+    p: Annotated[int | None, typer.Option(min=1, help="Tokens of the prefix.")] = None,
+    h: Annotated[int | None, typer.Option(min=1, help="Tokens of the future.")] = None,
+    s: Annotated[int | None, typer.Option(min=1, help="Shards.")] = None,
+    hq: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    hkv: Annotated[int | None, typer.Option(min=1, help="Key heads.")] = None,
+    e: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; bfloat16 on a GPU, else float32, if left out.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one, if left out.")] = None,
+) -> None:
+    """Time one op at your own shape beside plain torch; what is wrong is not timed."""
+    from fb_kernels.bench import bench as run
+
+    given = locals()
+    names = ("n", "d", "v", "f", "g", "k", "m", "l", "p", "h", "s", "hq", "hkv", "e")
+    found = run(op, {name: given[name] for name in names if given[name] is not None}, dtype, device)
+    _show_bench(found)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+
+
+def _show_bench(found: Found) -> None:
+    """A table of what was found of an op, the device and versions above it."""
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    floor = f"; floor {_milliseconds(found.floor)} ms" if found.floor else ""
+    title = f"{found.op} {found.shape}, {found.dtype}, on {found.device}, torch {torch.__version__}{floor}"
+    caption = (
+        "*: what a call takes here. ratio: the time of the quickest other way by this one's. floor: torch's copy of as "
+        "many bytes, or its matrix product of as many operations, on this device"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for head in ("ms", "ratio", "reaches", "of the floor"):
+        table.add_column(head, justify="right", no_wrap=True)
+    notes = []
+    for row in found.rows:
+        name = f"fb_kernels, {row.name}{' *' if row.used else ''}" if row.ours else row.name
+        if row.seconds is None:
+            notes.append(f"{name}: not timed, {row.fault}")
+            continue
+        ratio = found.ratio(row)
+        share = f"{found.floor / row.seconds:.0%}" if found.floor else ""
+        shown = "" if ratio is None else f"{ratio:.2f}x"
+        table.add_row(name, _milliseconds(row.seconds), shown, found.rate(row), share)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False)
 
 
 def _pair_settings(given: dict[str, Any]) -> PairSettings:

@@ -88,8 +88,12 @@ class ServerSettings(BaseModel):
     """An inference server that holds a model.
 
     Attributes:
+        url: where it listens, such as http://localhost:8000; without a secret.
+        flavour: which server it is.
         model: the name by which the server knows it, if it wants one.
         in_flight: requests under way at once.
+        timeout: seconds that one answer may take.
+        retries: how often a request that failed is sent again, with growing pauses.
         api_key_variable: environment variable that holds the key, where the server wants one.
     """
 
@@ -112,6 +116,8 @@ class ModelSettings(BaseModel):
         llm: likewise; with `llm_server` the name by which results know it.
         slm_server: writes the SLM's own trajectories, if given; the SLM is still needed here to be teacher-forced.
         llm_server: asked instead of a large model in this process.
+        device: cpu, cuda or cuda:1; "auto" takes a GPU where there is one.
+        dtype: of the weights; "auto" is the checkpoint's own.
         batch_tokens: tokens, padding and new ones included, that a batch decoded in this process may hold.
     """
 
@@ -136,6 +142,7 @@ class ProblemSettings(BaseModel):
         validation: problems set aside by the seed, for the request threshold and for whatever is chosen.
         certification: further ones, on which recipes are held against greedy decoding and the direct LLM score before
             one of them is deployed; 0 for no such choice: the run's own recipe is deployed.
+        seed: of the split into problems to train on, to validate and to certify on.
         prompt: the user's turn; "{problem}" stands for the problem.
         per_shard: problems of one shard, which is what a killed process loses at most.
     """
@@ -162,7 +169,10 @@ class CollectSettings(BaseModel):
     """Trajectories and states: the request quantile is frozen on validation problems.
 
     Attributes:
+        max_new_tokens: of a trajectory at most.
         top_k: size of the softmax that the entropy is taken over.
+        quantile: of the entropies of the validation trajectories: the request threshold is there.
+        max_states: of a trajectory at most.
         slm_k: the SLM's candidates in a pool.
         deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
             run's threshold; its states are trained on as well. None for the SLM's own.
@@ -198,7 +208,13 @@ class SpanSettings(BaseModel):
 
 
 class FutureSettings(BaseModel):
-    """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own."""
+    """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own.
+
+    Attributes:
+        max_new_tokens: of a continuation at most.
+        llm_k: the LLM's candidates in a pool.
+        span: how much it offers at an event.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -215,6 +231,7 @@ class SampleSettings(BaseModel):
         llm_temperature: of these, over its whole distribution.
         slm: the SLM's own samples of a state.
         slm_temperature: of these.
+        seed: of all samples.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -274,6 +291,8 @@ class TrainSettings(BaseModel):
     """The sweep of rerankers: horizons times seeds, on one data order.
 
     Attributes:
+        horizons: tokens of the future that make a target; a run of the sweep for each, with each seed.
+        seeds: of initialisation and dropout.
         target: softmax of the standardised compatibility ("future"); what six numbers make of compatibility and both
             models' log-probs so that the mass falls on candidates whose rollouts are right ("calibrated"); the LLM's
             best candidate, with the loss of S2T-Local ("select").
@@ -282,6 +301,16 @@ class TrainSettings(BaseModel):
         hindsight: for "future", early tokens whose loss common to all candidates but the LLM's own is given back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
         features: candidate features in the scalar head, by name.
+        rank: of the LoRA adapter.
+        lora_alpha: the adapter is scaled by this divided by the rank.
+        dropout: on its input.
+        learning_rate: of AdamW, at its largest.
+        weight_decay: of AdamW.
+        warmup: share of the steps in which the learning rate rises.
+        clip: norm that gradients are cut to.
+        groups_per_step: groups of an optimiser step.
+        epochs: passes over the training states.
+        order_seed: of the order of the trajectories, the same for all runs.
         microbatches: pieces of a step; as many processes can share it.
         checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
         tracker: what is sent loss, learning rate, gradient norm and validation figures, with every checkpoint; None for
@@ -374,6 +403,8 @@ class EvaluateSettings(BaseModel):
     Attributes:
         benchmarks: known sets, local files, or the demo's own.
         limit: the first so many problems of each alone.
+        max_new_tokens: of an answer at most.
+        max_events: of an answer at most.
         certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
         per_shard: problems of one shard, of which up to 64 decode at once.
     """
@@ -393,6 +424,11 @@ class RouterSettings(BaseModel):
 
     Attributes:
         problems: training problems whose LLM solutions are labelled token by token, a fifth of them held out.
+        width: of its layers.
+        blocks: how many layers it has.
+        epochs: passes over the labelled tokens.
+        batch_size: tokens of a step.
+        learning_rate: of AdamW.
         min_recall: of divergent held-out tokens, which sets the threshold.
     """
 
@@ -421,6 +457,7 @@ class CompareSettings(BaseModel):
         methods: which of them; all, where left out.
         external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
         votes: samples of a majority.
+        router: the router of R2R.
         delimiter: text behind which a step of SpecReason ends.
         judge: what stands between such a step and its score; None for plain words.
         timed: problems of the first benchmark that are decoded one at a time for the table of costs.
@@ -474,7 +511,9 @@ class VerifierSettings(BaseModel):
     """The processes that judge answers.
 
     Attributes:
+        workers: how many there are.
         timeout: seconds of CPU time for one answer.
+        memory_bytes: that one may use.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

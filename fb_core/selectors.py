@@ -120,7 +120,7 @@ class CertainLLM(Selector):
     Args:
         selector: asked where the LLM is not certain, or its token is not in the pool.
         certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
-            docs/experiments.md.
+            docs/worlds.md.
 
     Raises:
         ValueError: a certainty outside [0, 1].

@@ -235,7 +235,7 @@ def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, floa
         floats, indices = call.given(dtype, device)
         with backend.override(f"auto,{op}={row.kernel}"), torch.no_grad():
             seconds = elapsed(partial(call.ours, *floats, *indices), device)
-        least = max(call.bytes * dtype.itemsize / 2 / ceiling[0], call.flops / ceiling[1])
+        least = max(call.moved(dtype) / ceiling[0], call.flops / ceiling[1])
         yield replace(row, microseconds=1e6 * seconds, share=least / seconds if least else None)
 
 
@@ -273,12 +273,15 @@ def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> flo
     return float(torch.tensor(times, dtype=torch.float64).median())
 
 
-def ceilings(device: str) -> tuple[float, float]:
-    """(bytes a second of a copy, read and written, operations a second of a matrix product), of random data."""
+def ceilings(device: str, dtype: torch.dtype | None = None) -> tuple[float, float]:
+    """(bytes a second of a copy, read and written, operations a second of a matrix product), of random data.
+
+    The product is of this dtype, of the one that is checked there by default.
+    """
     length, size = (1 << 30, 8192) if device == "cuda" else (1 << 26, 1024)
     source = torch.empty(length, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
-    a, b = (torch.randn(size, size, dtype=_dtype(device), device=device) for _ in range(2))
+    a, b = (torch.randn(size, size, dtype=dtype or _dtype(device), device=device) for _ in range(2))
     out = torch.empty_like(a)
     copied = elapsed(lambda: target.copy_(source), device, cold=False)
     multiplied = elapsed(lambda: torch.mm(a, b, out=out), device, cold=False)

@@ -1,11 +1,14 @@
-"""The calls by which `fb_kernels.self_check` holds every op to its definition: made on the CPU, the same everywhere."""
+"""The calls by which `fb_kernels.self_check` holds every op to its definition, and that `fb_kernels.bench` times.
+
+They are made on the CPU, the same everywhere. A function of SHAPED has an op's dimensions as its arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +34,21 @@ Outputs = Tensor | tuple[Tensor, ...]
 EPS = 1e-6
 DRAWN = 1 << 23  # numbers: more take longer to draw than the calls
 PAGE = 64
+CHECKED = 16  # rows of a part
 OFFSETS = ("cu_branch", "cu_group", "prefix_start", "prefix_len")
 SIZES = ("small", "checked", "timed")  # of a CPU; of a GPU where the definition is to follow; as a model has them
+
+
+class Part(NamedTuple):
+    """Some rows of a call's results, where the definition of all takes long.
+
+    Attributes:
+        definition: of all the call's arguments, as the call's own has them.
+        of: the same rows of whole results.
+    """
+
+    definition: Callable[..., Outputs]
+    of: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,7 @@ class Call:
         scales: of each output, the magnitude at which units in the last place count, None for that of its rows.
         flops: of the call.
         bytes: read and written at least, where its floats have 2 bytes.
+        part: some of its results, where all of the definition's take long.
     """
 
     op: str
@@ -66,6 +83,11 @@ class Call:
     scales: tuple[float | None, ...] = ()
     flops: float = 0.0
     bytes: float = 0.0
+    part: Part | None = None
+
+    def moved(self, dtype: torch.dtype) -> float:
+        """Bytes read and written at least, where its floats are of this dtype."""
+        return self.bytes if self.wide == len(self.floats) else self.bytes * dtype.itemsize / 2
 
     def given(self, dtype: torch.dtype, device: str, wide: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """(floats, indices) of one call's own, rounded to a dtype; `wide`, in float64 with these values."""
@@ -90,35 +112,47 @@ def _randn(*shape: int, seed: int = 0, heavy: int = 0) -> Tensor:
     return x
 
 
+def _offsets(groups: int, each: int) -> Tensor:
+    return torch.arange(groups + 1, dtype=torch.int32) * each
+
+
 def _ids(limit: int, count: int) -> Tensor:
     return torch.randint(limit, (count,), generator=torch.Generator().manual_seed(limit + count))
 
 
-def _swiglu(size: int) -> Iterator[Call]:
-    rows, width = ((5, 40), (33, 1000), (4096, 6144))[size]
-    yield Call(
+def swiglu_call(n: int = 4096, f: int = 6144) -> Call:
+    """Of [N, 2 F]."""
+    return Call(
         "swiglu",
-        f"N={rows} F={width}",
+        f"N={n} F={f}",
         ops.swiglu,
         swiglu.swiglu,
-        (_randn(rows, 2 * width),),
+        (_randn(n, 2 * f),),
         trained=1,
-        bytes=6.0 * rows * width,
+        bytes=6.0 * n * f,
+    )
+
+
+def _swiglu(size: int) -> Iterator[Call]:
+    yield swiglu_call(*((5, 40), (33, 1000), ())[size])
+
+
+def rms_norm_call(n: int = 4096, d: int = 2048) -> Call:
+    """Of [N, D], with a residual."""
+    return Call(
+        "rms_norm",
+        f"N={n} D={d}",
+        lambda x, weight, residual: ops.rms_norm(x, weight, EPS, residual),
+        lambda x, weight, residual: rms_norm.rms_norm(x, weight, EPS, residual),
+        (_randn(n, d), 1 + _randn(d) / 8, _randn(n, d, seed=1)),
+        trained=3,
+        carriers=2,
+        bytes=8.0 * n * d,
     )
 
 
 def _rms_norm(size: int) -> Iterator[Call]:
-    rows, width = ((5, 40), (33, 1000), (4096, 2048))[size]
-    yield Call(
-        "rms_norm",
-        f"N={rows} D={width}",
-        lambda x, weight, residual: ops.rms_norm(x, weight, EPS, residual),
-        lambda x, weight, residual: rms_norm.rms_norm(x, weight, EPS, residual),
-        (_randn(rows, width), 1 + _randn(width) / 8, _randn(rows, width, seed=1)),
-        trained=3,
-        carriers=2,
-        bytes=8.0 * rows * width,
-    )
+    yield rms_norm_call(*((5, 40), (33, 1000), ())[size])
 
 
 def _angles(length: int, width: int) -> tuple[Tensor, Tensor]:
@@ -127,22 +161,28 @@ def _angles(length: int, width: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+def qk_norm_rope_call(n: int = 4096, hq: int = 16, hkv: int = 8, e: int = 128) -> Call:
+    """Of N tokens, both norms there, no cache."""
+    options: dict[str, Any] = {"num_heads": hq, "num_kv_heads": hkv, "eps": EPS}
+    return Call(
+        "qk_norm_rope",
+        f"T={n} Hq={hq} Hkv={hkv} E={e}",
+        lambda *given: ops.qk_norm_rope(*given, **options),
+        lambda *given: qk_norm_rope.qk_norm_rope(*given, **options),
+        (_randn(n, (hq + 2 * hkv) * e), 1 + _randn(e) / 8, 1 + _randn(e, seed=1) / 8, *_angles(64, e)),
+        (_ids(64, n),),
+        trained=3,
+        carriers=3,
+        bytes=4.0 * n * (hq + 2 * hkv) * e,
+    )
+
+
 def _qk_norm_rope(size: int) -> Iterator[Call]:
-    rows, heads, kv_heads, width = ((5, 4, 2, 8), (33, 16, 8, 128), (4096, 16, 8, 128))[size]
+    rows, heads, kv_heads, width = shape = ((5, 4, 2, 8), (33, 16, 8, 128), (4096, 16, 8, 128))[size]
     options: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": EPS}
     weights = (1 + _randn(width) / 8, 1 + _randn(width, seed=1) / 8)
     tables = _angles(64, width)
-    yield Call(
-        "qk_norm_rope",
-        f"T={rows} Hq={heads} Hkv={kv_heads} E={width}",
-        lambda *given: ops.qk_norm_rope(*given, **options),
-        lambda *given: qk_norm_rope.qk_norm_rope(*given, **options),
-        (_randn(rows, (heads + 2 * kv_heads) * width), *weights, *tables),
-        (_ids(64, rows),),
-        trained=3,
-        carriers=3,
-        bytes=4.0 * rows * (heads + 2 * kv_heads) * width,
-    )
+    yield qk_norm_rope_call(*shape)
 
     def written(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
         def run(*given: Tensor) -> Outputs:
@@ -166,132 +206,197 @@ def _qk_norm_rope(size: int) -> Iterator[Call]:
     )
 
 
-def _merge_attention_states(size: int) -> Iterator[Call]:
-    rows, heads, width = ((5, 4, 8), (33, 16, 128), (4096, 16, 128))[size]
+def merge_attention_states_call(n: int = 4096, hq: int = 16, e: int = 128) -> Call:
+    """Of N rows."""
 
     def states(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
         return lambda out_a, out_b, lse_a, lse_b: function(out_a, lse_a, out_b, lse_b)
 
-    yield Call(
+    return Call(
         "merge_attention_states",
-        f"T={rows} Hq={heads} E={width}",
+        f"T={n} Hq={hq} E={e}",
         states(ops.merge_attention_states),
         states(merge_attention_states.merge_attention_states),
-        (*(_randn(rows, heads, width, seed=s) for s in (0, 1)), *(_randn(heads, rows, seed=s) for s in (2, 3))),
+        (*(_randn(n, hq, e, seed=s) for s in (0, 1)), *(_randn(hq, n, seed=s) for s in (2, 3))),
         wide=2,
         trained=4,
         carriers=2,
         scales=(None, 4.0),
-        bytes=6.0 * rows * heads * width,
+        bytes=6.0 * n * hq * e,
+    )
+
+
+def _merge_attention_states(size: int) -> Iterator[Call]:
+    yield merge_attention_states_call(*((5, 4, 8), (33, 16, 128), ())[size])
+
+
+def candidate_head_call(g: int = 8, k: int = 13, d: int = 2048) -> Call:
+    """Of G groups of K candidates, with its norm."""
+    return Call(
+        "candidate_head",
+        f"G={g} K={k} D={d}",
+        lambda hidden, norm, head, cu: ops.candidate_head(hidden, norm, head, cu, eps=EPS),
+        lambda hidden, norm, head, cu: candidate_head.candidate_head(hidden, norm, head, cu, eps=EPS),
+        (_randn(g * k, d), 1 + _randn(d) / 8, _randn(d, seed=1) / d**0.5),
+        (_offsets(g, k),),
+        trained=3,
+        scales=(4.0, 1.0, None),
+        bytes=2.0 * g * k * d,
     )
 
 
 def _candidate_head(size: int) -> Iterator[Call]:
-    groups, width = ((3, 40), (3, 1000), (8, 2048))[size]
-    rows = 13 * groups
-    yield Call(
-        "candidate_head",
-        f"N={rows} D={width}",
-        lambda hidden, norm, head, cu: ops.candidate_head(hidden, norm, head, cu, eps=EPS),
-        lambda hidden, norm, head, cu: candidate_head.candidate_head(hidden, norm, head, cu, eps=EPS),
-        (_randn(rows, width), 1 + _randn(width) / 8, _randn(width, seed=1) / width**0.5),
-        (torch.arange(groups + 1, dtype=torch.int32) * 13,),
-        trained=3,
-        scales=(4.0, 1.0, None),
-        bytes=2.0 * rows * width,
+    yield candidate_head_call(*((3, 13, 40), (3, 13, 1000), ())[size])
+
+
+def topk_entropy_call(n: int = 1, v: int = 151_936, k: int = 64) -> Call:
+    """Of N rows of V logits."""
+    return Call(
+        "topk_entropy",
+        f"N={n} V={v} k={k}",
+        lambda logits: ops.topk_entropy(logits, k),
+        lambda logits: topk_entropy.topk_entropy(logits, k),
+        (3 * _randn(n, v),),
+        scales=(8.0, None, None),
+        bytes=2.0 * n * v,
     )
 
 
 def _topk_entropy(size: int) -> Iterator[Call]:
-    rows, width, k = ((2, 300, 5), (2, 40_000, 64), (1, 151_936, 64))[size]
-    yield Call(
-        "topk_entropy",
-        f"N={rows} V={width} k={k}",
-        lambda logits: ops.topk_entropy(logits, k),
-        lambda logits: topk_entropy.topk_entropy(logits, k),
-        (3 * _randn(rows, width),),
-        scales=(8.0, None, None),
-        bytes=2.0 * rows * width,
+    yield topk_entropy_call(*((2, 300, 5), (2, 40_000, 64), ())[size])
+
+
+def _some(rows: int) -> Tensor:
+    return torch.linspace(0, rows - 1, min(rows, CHECKED)).long()
+
+
+def linear_logprob_call(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole: bool = False) -> Call:
+    """With `whole` also lse, entropy and maximum."""
+    rows, results = _some(n), 4 if whole else 1
+
+    def ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        return ops.linear_logprob(hidden, weight, target, return_lse=whole, return_entropy=whole, return_max=whole)
+
+    def some(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        return linear_logprob.linear_logprob(hidden[rows], weight, target[rows])[:results]
+
+    return Call(
+        "linear_logprob",
+        f"N={n} D={d} V={v}",
+        ours,
+        lambda *given: linear_logprob.linear_logprob(*given)[:results],
+        (_randn(n, d), _randn(v, d, heavy=9) * 2 / d**0.5),
+        (_ids(v, n),),
+        trained=2,
+        carriers=min(2, results),
+        scales=(16.0, 16.0, 64.0, 16.0)[:results],
+        flops=2.0 * n * d * v,
+        bytes=2.0 * (n + v) * d,
+        part=Part(some, lambda outputs: tuple(x[rows] for x in outputs)),
+    )
+
+
+def linear_logprob_partials_call(n: int = 13, d: int = 2048, v: int = 16_384) -> Call:
+    """The shard is the second of two."""
+    rows = _some(n)
+    return Call(
+        "linear_logprob",
+        f"N={n} D={d} V={v} (partials of a shard)",
+        partial(ops.linear_logprob_partials, vocab_start=v),
+        partial(linear_logprob.linear_logprob_partials, vocab_start=v),
+        (_randn(n, d), _randn(v, d, heavy=9) * 2 / d**0.5),
+        (_ids(2 * v, n),),
+        scales=(16.0, 64.0, 16.0),
+        flops=2.0 * n * d * v,
+        bytes=2.0 * (n + v) * d,
+        part=Part(
+            lambda hidden, weight, target: linear_logprob.linear_logprob_partials(
+                hidden[rows], weight, target[rows], vocab_start=v
+            ),
+            lambda outputs: tuple(x[rows] for x in outputs),
+        ),
+    )
+
+
+def combine_logprob_partials_call(s: int = 4, n: int = 8192) -> Call:
+    """Of S shards."""
+    return Call(
+        "linear_logprob",
+        f"S={s} N={n} (partials combined)",
+        ops.combine_logprob_partials,
+        linear_logprob.combine_logprob_partials,
+        (3 * _randn(s, n), 1 + _randn(s, n, seed=1).square(), _randn(s, n, seed=2)),
+        wide=3,
+        scales=(16.0, 16.0),
+        bytes=12.0 * s * n,
     )
 
 
 def _linear_logprob(size: int) -> Iterator[Call]:
     vocabulary, width = ((300, 40), (8200, 512), (32_768, 2048))[size]
     for rows in ((7,), (13, 300), (13, 1664))[size]:
-        yield Call(
-            "linear_logprob",
-            f"N={rows} D={width} V={vocabulary}",
-            lambda hidden, weight, target: ops.linear_logprob(
-                hidden, weight, target, return_lse=True, return_entropy=True, return_max=True
-            ),
-            linear_logprob.linear_logprob,
-            (_randn(rows, width), _randn(vocabulary, width, heavy=9) * 2 / width**0.5),
-            (_ids(vocabulary, rows),),
-            trained=2,
-            carriers=2,
-            scales=(16.0, 16.0, 64.0, 16.0),
-            flops=2.0 * rows * width * vocabulary,
-            bytes=2.0 * (rows + vocabulary) * width,
-        )
-    start = vocabulary // 2
-    shard = _randn(vocabulary - start, width, heavy=9) * 2 / width**0.5
-    yield Call(
-        "linear_logprob",
-        f"N=13 D={width} V={len(shard)} (partials of a shard)",
-        lambda hidden, weight, target: ops.linear_logprob_partials(hidden, weight, target, vocab_start=start),
-        lambda hidden, weight, target: linear_logprob.linear_logprob_partials(
-            hidden, weight, target, vocab_start=start
-        ),
-        (_randn(13, width), shard),
-        (_ids(vocabulary, 13),),
-        scales=(16.0, 64.0, 16.0),
-        flops=26.0 * shard.numel(),
-        bytes=2.0 * shard.numel(),
-    )
-    shards, rows = 4, (5, 300, 8192)[size]
-    parts = (3 * _randn(shards, rows), 1 + _randn(shards, rows, seed=1).square(), _randn(shards, rows, seed=2))
-    yield Call(
-        "linear_logprob",
-        f"S={shards} N={rows} (partials combined)",
-        ops.combine_logprob_partials,
-        linear_logprob.combine_logprob_partials,
-        parts,
-        wide=3,
-        scales=(16.0, 16.0),
-        bytes=12.0 * shards * rows,
+        yield linear_logprob_call(rows, width, vocabulary, whole=True)
+    yield linear_logprob_partials_call(13, width, vocabulary // 2)
+    yield combine_logprob_partials_call(4, (5, 300, 8192)[size])
+
+
+def branch_attention_call(
+    g: int = 1,
+    k: int = 13,
+    l: int = 1,  # noqa: E741
+    p: int = 2048,
+    hq: int = 16,
+    hkv: int = 8,
+    e: int = 128,
+    *,
+    whole: bool = False,
+) -> Call:
+    """With `whole` also lse."""
+    results = 2 if whole else 1
+
+    def layout(branches: int, device: torch.device | str) -> ops.BranchLayout:
+        return ops.BranchLayout.of([[l] * branches] * g, [(group * p, p) for group in range(g)], device=device)
+
+    def definition(branches: int, *given: Tensor) -> Outputs:
+        offsets = {each: getattr(layout(branches, "cpu"), each) for each in OFFSETS}
+        return branch_attention.branch_attention(*given, **offsets)[:results]
+
+    on_device = cache(partial(layout, k))
+
+    def ours(*given: Tensor) -> Outputs:
+        q, own_k, own_v, prefix_k, prefix_v = given
+        seen = on_device(q.device)
+        if whole:
+            return ops.branch_attention(q, own_k, own_v, prefix_k, prefix_v, seen, return_lse=True)
+        return ops.branch_attention(q, own_k, own_v, prefix_k, prefix_v, seen)
+
+    last = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # of each group's branches
+
+    def some(q: Tensor, own_k: Tensor, own_v: Tensor, *prefix: Tensor) -> Outputs:
+        return definition(1, q[last], own_k[last], own_v[last], *prefix)
+
+    rows, pairs = g * k * l, g * k * l * p + g * k * l * (l + 1) // 2
+    own = (_randn(rows, hkv, e, seed=seed) for seed in (1, 2))
+    shared = (_randn(g * p, hkv, e, seed=seed, heavy=5) for seed in (3, 4))
+    return Call(
+        "branch_attention",
+        f"G={g} K={k} L={l} P={p} E={e}",
+        ours,
+        partial(definition, k),
+        (_randn(rows, hq, e), *own, *shared),
+        trained=5,
+        scales=(None, 8.0)[:results],
+        flops=4.0 * hq * e * pairs,
+        bytes=4.0 * ((g * p + rows) * hkv + rows * hq) * e,
+        part=Part(some, lambda outputs: (outputs[0][last], *(lse[:, last] for lse in outputs[1:]))),
     )
 
 
 def _branch_attention(size: int) -> Iterator[Call]:
-    groups, candidates, prefix, heads, kv_heads, width = (
-        (2, 3, 20, 4, 2, 16),
-        (2, 4, 300, 8, 4, 128),
-        (4, 13, 2048, 16, 8, 128),
-    )[size]
+    sizes = ((2, 3, 20, 4, 2, 16), (2, 4, 300, 8, 4, 128), (4, 13, 2048, 16, 8, 128))[size]
+    groups, candidates, *rest = sizes
     for length in ((1, 3), (1, 8), (1, 128))[size]:
-        rows = groups * candidates * length
-        lengths, slices = [[length] * candidates] * groups, [(group * prefix, prefix) for group in range(groups)]
-        layout = cache(partial(ops.BranchLayout.of, lengths, slices))
-        offsets = {each: getattr(layout(device="cpu"), each) for each in OFFSETS}
-
-        def ours(*given: Tensor, layout: Callable[..., ops.BranchLayout] = layout) -> Outputs:
-            q, k, v, prefix_k, prefix_v = given
-            return ops.branch_attention(q, k, v, prefix_k, prefix_v, layout(device=q.device), return_lse=True)
-
-        own = (_randn(rows, kv_heads, width, seed=seed) for seed in (1, 2))
-        shared = (_randn(groups * prefix, kv_heads, width, seed=seed, heavy=5) for seed in (3, 4))
-        pairs = rows * prefix + groups * candidates * length * (length + 1) // 2
-        yield Call(
-            "branch_attention",
-            f"G={groups} K={candidates} L={length} P={prefix} E={width}",
-            ours,
-            lambda *given, offsets=offsets: branch_attention.branch_attention(*given, **offsets),
-            (_randn(rows, heads, width), *own, *shared),
-            trained=5,
-            scales=(None, 8.0),
-            flops=4.0 * heads * width * pairs,
-            bytes=4.0 * ((groups * prefix + rows) * kv_heads + rows * heads) * width,
-        )
+        yield branch_attention_call(groups, candidates, length, *rest, whole=True)
 
 
 def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, ...]]:
@@ -305,8 +410,8 @@ def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, 
     return groups * columns, (held.repeat_interleave(each), held, slots.flatten(), table)
 
 
-def _branch_attention_qkv(size: int) -> Iterator[Call]:
-    held, heads, kv_heads, width = ((20, 4, 2, 64), (300, 16, 8, 128), (2048, 16, 8, 128))[size]
+def _ordered_qkv(heads: int, kv_heads: int) -> Callable[[Callable[..., Tensor], bool], Callable[..., Outputs]]:
+    """Calls by floats and then indices: of the op, or of its definition."""
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": EPS}
 
     def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
@@ -319,23 +424,34 @@ def _branch_attention_qkv(size: int) -> Iterator[Call]:
 
         return run
 
+    return ordered
+
+
+def branch_attention_qkv_call(n: int = 1, hq: int = 16, hkv: int = 8, e: int = 128, p: int = 2048) -> Call:
+    """N rows behind P tokens of one sequence."""
+    one, ordered = torch.full((n,), p, dtype=torch.int32), _ordered_qkv(hq, hkv)
+    return Call(
+        "branch_attention_qkv",
+        f"N={n} Hq={hq} Hkv={hkv} E={e} P={p}",
+        ordered(ops.branch_attention_qkv, False),
+        ordered(branch_attention_qkv.branch_attention_qkv, True),
+        (
+            *(_randn(n, (hq + 2 * hkv) * e), 1 + _randn(e) / 8, 1 + _randn(e, seed=1) / 8),
+            *(_randn(p + n, hkv, e, seed=seed, heavy=n + 5) for seed in (1, 2)),
+            *_angles(p + 1, e),
+        ),
+        (one, one[:1], p + torch.arange(n, dtype=torch.int32)),
+        wide=2,
+        flops=4.0 * n * hq * e * p,
+        bytes=4.0 * p * hkv * e,
+    )
+
+
+def _branch_attention_qkv(size: int) -> Iterator[Call]:
+    held, heads, kv_heads, width = ((20, 4, 2, 64), (300, 16, 8, 128), (2048, 16, 8, 128))[size]
+    ordered = _ordered_qkv(heads, kv_heads)
     for rows in (1, 13):
-        one = torch.full((rows,), held, dtype=torch.int32)
-        yield Call(
-            "branch_attention_qkv",
-            f"N={rows} Hq={heads} Hkv={kv_heads} E={width} P={held}",
-            ordered(ops.branch_attention_qkv, False),
-            ordered(branch_attention_qkv.branch_attention_qkv, True),
-            (
-                *(_randn(rows, (heads + 2 * kv_heads) * width), 1 + _randn(width) / 8, 1 + _randn(width, seed=1) / 8),
-                *(_randn(held + rows, kv_heads, width, seed=seed, heavy=rows + 5) for seed in (1, 2)),
-                *_angles(held + 1, width),
-            ),
-            (one, one[:1], held + torch.arange(rows, dtype=torch.int32)),
-            wide=2,
-            flops=4.0 * rows * heads * width * held,
-            bytes=4.0 * held * kv_heads * width,
-        )
+        yield branch_attention_qkv_call(rows, heads, kv_heads, width, held)
     for rows, lengths in ((1, (held, held // 2, 1, held)), (16, (held, held - 1))):
         pages, indices = _sequences(lengths, rows)
         count = rows * len(lengths)
@@ -356,13 +472,19 @@ def _branch_attention_qkv(size: int) -> Iterator[Call]:
         )
 
 
-def _decoder_layer(size: int) -> Iterator[Call]:
-    model, inner, held, heads, kv_heads, width = (
-        (40, 56, 20, 4, 2, 8),
-        (256, 700, 100, 8, 4, 32),
-        (2048, 6144, 2048, 16, 8, 128),
-    )[size]
-    outputs, attention = (heads + 2 * kv_heads) * width, heads * width
+def decoder_layer_call(
+    n: int = 1,
+    d: int = 2048,
+    f: int = 6144,
+    p: int = 2048,
+    hq: int = 16,
+    hkv: int = 8,
+    e: int = 128,
+    *,
+    lengths: tuple[int, ...] = (),
+) -> Call:
+    """Behind p tokens of one sequence, or n rows for each of several in pages."""
+    outputs, attention = (hq + 2 * hkv) * e, hq * e
 
     def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
         def run(hidden: Tensor, *rest: Tensor) -> Outputs:
@@ -378,40 +500,44 @@ def _decoder_layer(size: int) -> Iterator[Call]:
 
         return run
 
+    one = torch.full((n,), p, dtype=torch.int32)
+    indices: tuple[Tensor, ...] = (one, one[:1], p + torch.arange(n, dtype=torch.int32))
+    shape: tuple[int, ...] = (p + n,)
+    count, pages = n * max(1, len(lengths)), 0
+    if lengths:
+        pages, indices = _sequences(lengths, n)
+        shape = (pages, PAGE)
+    matrices = [(outputs, d), (d, attention), (2 * f, d), (d, f)]
+    qkv, o, gate_up, down = (_randn(*shape) / shape[1] ** 0.5 for shape in matrices)
+    norms = [1 + _randn(width, seed=seed) / 8 for seed, width in enumerate((d, e, e, d))]
+    return Call(
+        "decoder_layer",
+        f"G={len(lengths)} " * bool(lengths) + f"N={count} D={d} F={f} P={p}" + " (in pages)" * bool(lengths),
+        ordered(ops.decoder_layer, False),
+        ordered(decoder_layer.decoder_layer, True),
+        (
+            *(_randn(count, d), norms[0], qkv, norms[1], norms[2], o, norms[3], gate_up, down),
+            *(_randn(*shape, hkv, e, seed=seed, heavy=0 if lengths else n + 5) for seed in (1, 2)),
+            *_angles(p + 1, e),
+        ),
+        indices,
+        wide=2,
+        flops=2.0 * count * sum(a * b for a, b in matrices),
+        bytes=2.0 * sum(a * b for a, b in matrices) + 4.0 * sum(lengths or (p,)) * hkv * e,
+    )
+
+
+def _decoder_layer(size: int) -> Iterator[Call]:
+    shape = ((40, 56, 20, 4, 2, 8), (256, 700, 100, 8, 4, 32), (2048, 6144, 2048, 16, 8, 128))[size]
+    held = shape[2]
     for rows, lengths in ((1, ()), (13, ()), (1, (held, held // 2, 1, held))):
-        one = torch.full((rows,), held, dtype=torch.int32)
-        indices: tuple[Tensor, ...] = (one, one[:1], held + torch.arange(rows, dtype=torch.int32))
-        shape: tuple[int, ...] = (held + rows,)
-        count, pages = rows * max(1, len(lengths)), 0
-        if lengths:
-            pages, indices = _sequences(lengths, rows)
-            shape = (pages, PAGE)
-        matrices = [(outputs, model), (model, attention), (2 * inner, model), (model, inner)]
-        qkv, o, gate_up, down = (_randn(*shape) / shape[1] ** 0.5 for shape in matrices)
-        norms = [1 + _randn(n, seed=seed) / 8 for seed, n in enumerate((model, width, width, model))]
-        yield Call(
-            "decoder_layer",
-            f"G={len(lengths)} " * bool(lengths)
-            + f"N={count} D={model} F={inner} P={held}"
-            + " (in pages)" * bool(lengths),
-            ordered(ops.decoder_layer, False),
-            ordered(decoder_layer.decoder_layer, True),
-            (
-                *(_randn(count, model), norms[0], qkv, norms[1], norms[2], o, norms[3], gate_up, down),
-                *(_randn(*shape, kv_heads, width, seed=seed, heavy=0 if lengths else rows + 5) for seed in (1, 2)),
-                *_angles(held + 1, width),
-            ),
-            indices,
-            wide=2,
-            flops=2.0 * count * sum(a * b for a, b in matrices),
-            bytes=2.0 * sum(a * b for a, b in matrices) + 4.0 * sum(lengths or (held,)) * kv_heads * width,
-        )
+        yield decoder_layer_call(rows, *shape, lengths=lengths)
 
 
-def _skinny_linear(size: int) -> Iterator[Call]:
-    width, outputs = ((40, 24), (1000, 520), (2048, 6144))[size]
+def skinny_linear_call(n: int = 1, k: int = 2048, m: int = 12_288, *, gated: bool = True) -> Call:
+    """Normed and gated, or with a bias and a residual."""
 
-    def run(function: Callable[..., Tensor], gated: bool) -> Callable[..., Tensor]:
+    def run(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def gate(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
             return function(x, weight, norm_weight=norm, eps=EPS, swiglu=True)
 
@@ -420,22 +546,27 @@ def _skinny_linear(size: int) -> Iterator[Call]:
 
         return gate if gated else add
 
+    rest = (1 + _randn(k) / 8,) if gated else (_randn(m), _randn(n, m))
+    return Call(
+        "skinny_linear",
+        f"N={n} K={k} M={m}{', gated' if gated else ', residual'}",
+        run(ops.skinny_linear),
+        run(skinny_linear.skinny_linear),
+        (_randn(n, k), _randn(m, k, seed=1) / k**0.5, *rest),
+        flops=2.0 * n * m * k,
+        bytes=2.0 * m * k,
+    )
+
+
+def _skinny_linear(size: int) -> Iterator[Call]:
+    width, outputs = ((40, 24), (1000, 520), (2048, 6144))[size]
     for rows in (1, 16):
         for gated in (True, False):
-            weight = _randn(outputs * (1 + gated), width, seed=1) / width**0.5
-            rest = (1 + _randn(width) / 8,) if gated else (_randn(outputs), _randn(rows, outputs))
-            yield Call(
-                "skinny_linear",
-                f"N={rows} K={width} M={len(weight)}{', gated' if gated else ', residual'}",
-                run(ops.skinny_linear, gated),
-                run(skinny_linear.skinny_linear, gated),
-                (_randn(rows, width), weight, *rest),
-                flops=2.0 * rows * weight.numel(),
-                bytes=2.0 * weight.numel(),
-            )
+            yield skinny_linear_call(rows, width, outputs * (1 + gated), gated=gated)
 
 
-def _commit(size: int) -> Iterator[Call]:
+def commit_call() -> Call:
+    """Five rows, one for each way to end."""
     ints = torch.int32
 
     def run(function: Callable[..., None], state: Callable[..., tuple]) -> Callable[..., Outputs]:
@@ -446,7 +577,7 @@ def _commit(size: int) -> Iterator[Call]:
 
         return outputs
 
-    yield Call(
+    return Call(
         "commit",
         "B=5",
         run(ops.commit_, lambda held: ops.DecodeState(*held)),
@@ -461,47 +592,77 @@ def _commit(size: int) -> Iterator[Call]:
     )
 
 
-def _joint_pool(size: int) -> Iterator[Call]:
-    lists = tuple(_ids(20, 16).view(2, 8) + shift for shift in (-1, 4))
-    yield Call("joint_pool", "2 x (8 + 8)", ops.joint_pool, joint_pool.joint_pool, (), lists)
+def joint_pool_call(n: int = 2, k: int = 8) -> Call:
+    """N pools of K and K."""
+    lists = tuple(_ids(20, 2 * n * k).view(2, n, k)[each] + shift for each, shift in enumerate((-1, 4)))
+    return Call("joint_pool", f"N={n} K={k} + {k}", ops.joint_pool, joint_pool.joint_pool, (), lists)
 
 
-def _compatibility_targets(size: int) -> Iterator[Call]:
-    yield Call(
+def compatibility_targets_call(g: int = 2, k: int = 13, h: int = 32) -> Call:
+    """Of G groups of K, at a quarter of H and at H."""
+    horizons = sorted({max(1, h // 4), h})
+    return Call(
         "compatibility_targets",
-        "N=13 H=32",
-        lambda logprob, cu: ops.compatibility_targets(logprob, cu, horizons=[8, 32]),
-        lambda logprob, cu: compatibility_targets.compatibility_targets(logprob, cu, horizons=[8, 32]),
-        (-_randn(13, 32).abs(),),
-        (torch.tensor([0, 6, 13], dtype=torch.int32),),
+        f"G={g} K={k} H={h}",
+        partial(ops.compatibility_targets, horizons=horizons),
+        partial(compatibility_targets.compatibility_targets, horizons=horizons),
+        (-_randn(g * k, h).abs(),),
+        (_offsets(g, k),),
         wide=1,
         scales=(None, 8.0),
+        bytes=4.0 * g * k * h,
     )
 
 
-def _group_cross_entropy(size: int) -> Iterator[Call]:
-    yield Call(
+def group_cross_entropy_call(g: int = 2, k: int = 13) -> Call:
+    """Of G groups of K."""
+    return Call(
         "group_cross_entropy",
-        "N=13",
+        f"G={g} K={k}",
         ops.group_cross_entropy,
         group_cross_entropy.group_cross_entropy,
-        (_randn(13), _randn(13, seed=1).softmax(0)),
-        (torch.tensor([0, 6, 13], dtype=torch.int32),),
+        (_randn(g * k), _randn(g * k, seed=1).softmax(0)),
+        (_offsets(g, k),),
         wide=2,
         trained=1,
         scales=(8.0,),
+        bytes=8.0 * g * k,
     )
 
 
+def _ragged(call: Call) -> Call:
+    """Of two groups of seven, with other groups: of six and eight."""
+    return replace(call, indices=(torch.tensor([0, 6, 14], dtype=torch.int32),))
+
+
+SHAPED: dict[str, Callable[..., Call]] = {  # by the op's public name; positional arguments are dimensions
+    "branch_attention": branch_attention_call,
+    "branch_attention_qkv": branch_attention_qkv_call,
+    "candidate_head": candidate_head_call,
+    "combine_logprob_partials": combine_logprob_partials_call,
+    "commit_": commit_call,
+    "compatibility_targets": compatibility_targets_call,
+    "decoder_layer": decoder_layer_call,
+    "group_cross_entropy": group_cross_entropy_call,
+    "joint_pool": joint_pool_call,
+    "linear_logprob": linear_logprob_call,
+    "linear_logprob_partials": linear_logprob_partials_call,
+    "merge_attention_states": merge_attention_states_call,
+    "qk_norm_rope": qk_norm_rope_call,
+    "rms_norm": rms_norm_call,
+    "skinny_linear": skinny_linear_call,
+    "swiglu": swiglu_call,
+    "topk_entropy": topk_entropy_call,
+}
 MAKERS: dict[str, Callable[[int], Iterator[Call]]] = {
     "branch_attention": _branch_attention,
     "branch_attention_qkv": _branch_attention_qkv,
     "candidate_head": _candidate_head,
-    "commit": _commit,
-    "compatibility_targets": _compatibility_targets,
+    "commit": lambda _: iter([commit_call()]),
+    "compatibility_targets": lambda _: iter([_ragged(compatibility_targets_call(2, 7))]),
     "decoder_layer": _decoder_layer,
-    "group_cross_entropy": _group_cross_entropy,
-    "joint_pool": _joint_pool,
+    "group_cross_entropy": lambda _: iter([_ragged(group_cross_entropy_call(2, 7))]),
+    "joint_pool": lambda _: iter([joint_pool_call()]),
     "linear_logprob": _linear_logprob,
     "merge_attention_states": _merge_attention_states,
     "qk_norm_rope": _qk_norm_rope,

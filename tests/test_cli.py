@@ -37,6 +37,16 @@ def test_env_says_what_runs():
     assert "branch_attention" in result.stdout
 
 
+def test_an_op_is_timed_at_a_shape_of_ones_own():
+    result = run("bench", "swiglu", "--n", "4", "--f", "64")
+    assert result.returncode == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    assert "swiglu N=4 F=64, float32" in shown
+    assert "fb_kernels, reference" in shown
+    assert "torch eager" in shown
+    assert " * " in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(("demo", "--seed", "-1"), "seed"), (("demo", "--out", "/dev/null/x"), "futurebridge:"), (("nope",), "nope")],

@@ -18,7 +18,7 @@ import fb_kernels
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fb_kernels", "fb_core")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-PUBLIC_MODULES = {"testing", "env"}
+PUBLIC_MODULES = {"testing", "env", "bench"}
 TRITON = re.compile(r"fb_kernels/(env|triton/\w+|\w+/(triton(_\w+)?|gluon))\.py")  # who may import it
 DEFINITION = re.compile(r"fb_kernels/\w+/naive\.py")
 CHECKED_BY = "fb_kernels/self_check_calls.py"  # holds the kernels to it on the user's device

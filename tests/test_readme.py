@@ -42,6 +42,7 @@ def test_the_citation_names_this_version_and_the_paper():
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
     assert f"version: {version[1]}" in citation
+    assert f"\n## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
     assert "FutureBridge: Token Selection Beyond Local Preference in Collaborative Decoding" in citation
 
 

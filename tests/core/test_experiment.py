@@ -578,7 +578,7 @@ def test_one_certainty_in_code_settings_and_docs():
     found = {name: RunSettings.load(name).experiment.certainty for name in shipped}
     found |= {"code": CertainLLM(LLMPreference()).certainty}
     assert set(found.values()) == {CERTAINTY} == {0.6}, found
-    docs = (ROOT / "docs" / "experiments.md").read_text().replace("\n", " ")
+    docs = (ROOT / "docs" / "worlds.md").read_text().replace("\n", " ")
     assert f"probability is {CERTAINTY} in code and settings alike" in docs
     assert "chosen after test results at 0.9 had been seen" in docs
 

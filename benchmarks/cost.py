@@ -1,0 +1,156 @@
+"""What the published run costs at least, by stage: the arithmetic behind docs/cost.md. Nothing here is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fb_core.report.page import markdown_table
+
+FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # of an H100: dense bf16 and bytes a second, bytes a server may use
+MOST = 256  # sequences in a batch
+ANSWER, FUTURE, PROMPT = 1000, 800, 100  # tokens, means that we assume: the paper's lengths are not known here
+PROBLEMS, STATES, GROUPS, TRAINED = 7500, 31_680, 18_432, 16_576  # the paper's counts
+VALIDATION, BENCHMARKS, AIME, EVENTS, CANDIDATES = 750, 2553, 60, 4.8, 13
+RUNS, EPOCHS, SEEDS = 12, 3, 3
+GROUP, GROUP_STEP = 9e-3, 1.5e-3  # seconds, computed floors
+PAPER = {"collect": 5.8, "futures": 29.4, "score": 8.6, "train": 7.2}  # H200 hours, as reported
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in bfloat16: parameters, and bytes of keys and values a token."""
+
+    parameters: float
+    kv: int
+
+    def read(self, tokens: float) -> float:
+        """GPU seconds of a forward over so many tokens."""
+        return 2 * self.parameters * tokens / FLOPS
+
+    def write(self, tokens: float, context: float, gpus: int = 1) -> float:
+        """GPU seconds to write so many tokens, `context` tokens in sight on average, on copies of so many GPUs."""
+        weights = 2 * self.parameters
+        held = 2 * context  # a sequence's room is twice its mean
+        batch = min(MOST, (MEMORY * gpus - weights) // (self.kv * held))
+        bytes_ = weights + batch * context * self.kv
+        step = max(bytes_ / (COPY * gpus), weights * batch / (FLOPS * gpus))
+        return gpus * tokens * step / batch
+
+
+SLM = Model(1.72e9, 28 * 2 * 8 * 128 * 2)
+LLM = Model(32.8e9, 64 * 2 * 8 * 128 * 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage: GPU hours on one H100 and on copies of four, and how many GPUs can share it."""
+
+    stage: str
+    work: str
+    one: float
+    four: float
+    most: int = 64
+
+    def wall(self, gpus: int) -> float:
+        """Hours on so many GPUs."""
+        return self.four / min(gpus, self.most)
+
+
+def decoded(problems: float) -> float:
+    """GPU hours of so many answers by a pair: the SLM writes, the LLM reads each once and gives a token an event."""
+    asked = LLM.write(problems * EVENTS, PROMPT + ANSWER / 2, 4)
+    return (SLM.write(problems * ANSWER, PROMPT + ANSWER / 2) + LLM.read(problems * (PROMPT + ANSWER)) + asked) / 3600
+
+
+def rolled(states: float) -> float:
+    """GPU hours of a greedy rollout of the SLM behind every candidate."""
+    return SLM.write(states * CANDIDATES * ANSWER / 2, PROMPT + 3 * ANSWER / 4) / 3600
+
+
+def futures(states: float, gpus: int) -> float:
+    """GPU hours of the LLM's continuations."""
+    return LLM.write(states * FUTURE, PROMPT + ANSWER / 2 + FUTURE / 2, gpus) / 3600
+
+
+def collected(problems: float) -> float:
+    """GPU hours of trajectories, the pass that takes their entropies, and the LLM's one look at each."""
+    whole = problems * (PROMPT + ANSWER)
+    return (SLM.write(problems * ANSWER, PROMPT + ANSWER / 2) + SLM.read(whole) + LLM.read(whole)) / 3600
+
+
+def rows() -> list[Row]:
+    """All stages of the published run, then what is ours."""
+    few = 3 * 50 + AIME  # problems: 50 of each of five benchmarks, AIME's 30 and 30
+    ratio = STATES / PROBLEMS
+    step = RUNS * TRAINED * EPOCHS * GROUP_STEP / 3600
+    passes = 18 + 32 + 11
+    found = [
+        ("collect", f"{PROBLEMS:,} trajectories, {STATES:,} states", *[collected(PROBLEMS)] * 2),
+        ("futures", f"{STATES:,} continuations by the LLM", futures(STATES, 1), futures(STATES, 4)),
+        ("score", f"{GROUPS:,} groups of {CANDIDATES} at 9 ms", *[GROUPS * GROUP / 3600] * 2),
+        ("train", f"{RUNS} runs x {TRAINED:,} groups x {EPOCHS} epochs at 1.5 ms", step, step, 8),
+        ("select", f"{RUNS * EPOCHS} adapters x {VALIDATION} answers", *[decoded(RUNS * EPOCHS * VALIDATION)] * 2),
+        (
+            "evaluate",
+            f"{SEEDS} x {BENCHMARKS:,} answers by the pair, {BENCHMARKS + 2 * AIME:,} by the SLM",
+            *[decoded(SEEDS * BENCHMARKS) + SLM.write((BENCHMARKS + 2 * AIME) * ANSWER, PROMPT + ANSWER / 2) / 3600]
+            * 2,
+        ),
+        (
+            "rollouts",
+            f"{VALIDATION * ratio:,.0f} held-out states x {CANDIDATES} candidates",
+            *[rolled(VALIDATION * ratio)] * 2,
+        ),
+        (
+            "benchmark states",
+            f"the first three stages and rollouts over {few} problems, {few * ratio:,.0f} states",
+            *(
+                collected(few) + futures(few * ratio, gpus) + few * ratio * GROUP / 3600 + rolled(few * ratio)
+                for gpus in (1, 4)
+            ),
+        ),
+        (
+            "choose (not in the paper)",
+            f"6 more rerankers, {passes} x {VALIDATION} answers at most",
+            *[decoded(passes * VALIDATION) + step * 6 / RUNS] * 2,
+        ),
+        (
+            "one more row of a table",
+            f"{SEEDS} x {BENCHMARKS:,} answers by the pair",
+            *[decoded(SEEDS * BENCHMARKS)] * 2,
+        ),
+    ]
+    return [Row(*one) for one in found]
+
+
+def table() -> list[str]:
+    """Estimates beside what the paper reports."""
+    head = [
+        "stage",
+        "work",
+        "one H100, h",
+        "eight H100, h",
+        "64 H100, h",
+        "GPU-hours on copies of four",
+        "paper, H200 h",
+    ]
+    lines = []
+    for row in rows():
+        paper = PAPER.get(row.stage)
+        hours = [row.one, row.wall(8), row.wall(64), row.four]
+        lines.append(
+            [row.stage, row.work, *(f"{each:.2g}" for each in hours), "not known here" if paper is None else f"{paper}"]
+        )
+    return markdown_table(head, lines)
+
+
+def rates() -> list[str]:
+    """Tokens a second and GPU that these estimates take."""
+    sight = PROMPT + ANSWER / 2
+    shown = [
+        ("SLM, one GPU a copy", SLM, sight, 1),
+        ("LLM, one GPU a copy", LLM, sight + FUTURE / 2, 1),
+        ("LLM, four GPUs a copy", LLM, sight + FUTURE / 2, 4),
+    ]
+    lines = [[name, f"{1 / model.write(1, context, gpus):,.0f}"] for name, model, context, gpus in shown]
+    return markdown_table(["writing", "tokens a second and GPU, at most"], lines)

@@ -1,0 +1,51 @@
+"""The site: `make docs` builds it with Sphinx, every warning an error, so that no link and no anchor is broken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "FutureBridge"
+author = "The FutureBridge developers"
+copyright = author
+version = release = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+
+extensions = ["myst_parser"]
+myst_heading_anchors = 3
+myst_url_schemes = ("http", "https")
+exclude_patterns = FILES = ["pretrained_pair/report.md"]  # a report, linked as a file
+suppress_warnings = ["myst.header"]
+
+html_theme = "furo"
+html_title = f"FutureBridge {release}"
+html_copy_source = False
+html_theme_options = {"footer_icons": []}
+highlight_language = "none"
+
+CHANGELOG = "changelog"  # the page that is the repository's file
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+def link_files(_: Sphinx, name: str, source: list[str]) -> None:
+    """Markdown that is no page of the site is linked as a file, as what lies outside docs/ is anyway."""
+    pages = ROOT / "docs"
+    here = (pages / name).parent
+    if name == CHANGELOG:
+        source[0] = LINK.sub(r"](../\1", (ROOT / "CHANGELOG.md").read_text())
+
+    def target(found: re.Match) -> str:
+        path = (here / found[1]).resolve()
+        if path.is_relative_to(pages) and path.suffix == ".md" and path.relative_to(pages).as_posix() not in FILES:
+            return f"]({path.relative_to(here).as_posix()}" if name == CHANGELOG else found[0]
+        return f"](path:{found[1]}" if path.suffix == ".md" else found[0]
+
+    source[0] = LINK.sub(target, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", link_files)

@@ -1,0 +1,89 @@
+"""`fb_kernels.bench`: every op at any shape, checked before it is timed."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import fb_kernels
+from fb_kernels import bench, self_check
+
+SMALL = {"n": 4, "d": 64, "v": 300, "f": 96, "g": 2, "k": 6, "l": 3, "p": 20, "hq": 4, "hkv": 2, "e": 64}
+SMALL |= {"h": 16, "s": 2, "m": 80}
+OPS = bench.dimensions()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "ceilings", lambda *_: (1e9, 1e9))
+    monkeypatch.setattr(bench, "LEAST", 1e-4)
+    monkeypatch.setattr(bench, "MOST", 1e-3)
+
+
+def test_every_public_op_can_be_timed() -> None:
+    public = {name for name in fb_kernels.__all__ if inspect.isfunction(getattr(fb_kernels, name))}
+    assert OPS.keys() == public
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_all_ways_are_right_at_a_shape_of_ones_own(op: str, dtype: str) -> None:
+    found = bench.bench(op, {name: SMALL[name] for name in OPS[op]}, dtype, "cpu")
+    assert all(f"{name.capitalize()}={SMALL[name]}" in found.shape for name in OPS[op])
+    assert [row.name for row in found.rows if row.used and row.seconds]
+    assert not [row for row in found.rows if row.fault not in ("", "it has none for this call")]
+    assert found.rows[-1].seconds is not None
+    if OPS[op] and found.bytes:
+        assert found.floor > 0
+        assert found.rate(found.rows[-1])
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[..., :96] * 1.01, lambda x: x[..., :96].fill_(torch.nan)])
+def test_what_is_wrong_is_not_timed(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "plain_ways", lambda *_: {"wrong": wrong})
+    found = bench.bench("swiglu", {"n": 4, "f": 96}, device="cpu")
+    *ours, row = found.rows
+    assert row.fault.startswith("wrong: ")
+    assert row.seconds is None
+    assert found.ratio(row) is None
+    assert all(row.seconds for row in ours)
+
+
+def test_a_wrong_row_that_is_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many rows some are checked, the first and the last among them."""
+    right = bench.plain_ways("linear_logprob", {})["logits, log_softmax"]
+
+    def last_is_wrong(*given: torch.Tensor) -> torch.Tensor:
+        out = right(*given)
+        assert isinstance(out, torch.Tensor)
+        out[-1] += 1
+        return out
+
+    monkeypatch.setattr(bench, "plain_ways", lambda *_: {"right": right, "wrong": last_is_wrong})
+    found = bench.bench("linear_logprob", {"n": 100, "d": 32, "v": 200}, device="cpu")
+    assert {row.name: bool(row.fault) for row in found.rows if not row.ours} == {"right": False, "wrong": True}
+
+
+def test_a_ratio_is_to_the_quickest_other() -> None:
+    rows = tuple(bench.Timed(name, seconds=seconds) for name, seconds in (("a", 2.0), ("b", 1.0), ("c", 4.0)))
+    found = bench.Found("swiglu", "", "cpu", "float32", 0.0, 8e9, 0.5, 0.0, rows)
+    assert [found.ratio(row) for row in rows] == [0.5, 2.0, 0.25]
+    assert found.rate(rows[1]) == "8 GB/s"
+    assert found.floor == 0.5
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "dtype", "device", "words"),
+    [
+        ("softmax", {}, None, None, "bench: expected an op of branch_attention, .*, got 'softmax'; name one"),
+        ("swiglu", {"v": 3}, None, None, "bench: expected --n, --f for swiglu, got --v; leave it out"),
+        ("swiglu", {"n": 0}, None, None, "bench: expected --n of at least 1, got 0; give another size"),
+        ("swiglu", {}, "float8", None, "bench: expected float32, bfloat16, float16, got 'float8'"),
+        ("swiglu", {}, None, "tpu", "bench: expected cpu, or cuda where there is a GPU, got 'tpu'"),
+    ],
+)
+def test_bad_input_is_one_sentence(op: str, sizes: dict, dtype: str | None, device: str | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        bench.bench(op, sizes, dtype, device)

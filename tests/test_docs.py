@@ -1,0 +1,202 @@
+"""The pages of docs/: snippets run, commands parse, messages are the code's own, tables and links are right."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from limits import HANG
+
+import fb_kernels
+from benchmarks import figures, reference
+from fb_core.cli import app
+from fb_core.config import RunSettings
+from fb_kernels import backend, bench, cpu
+from fb_kernels.self_check_calls import SHAPED
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+RUN = ("own_decoder.md", "scoring.md", "decoding.md")
+ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what an example or a test runs
+    "serving.md": "tests/core/test_serve_clients.py",
+    "shared_prefix.md": "examples/grpo.py",
+    "choice.md": "tests/core/test_choice.py",
+}
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+# --- snippets ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_with_python_is_run() -> None:
+    assert {page for page in PAGES if blocks(page, "python")} == {*RUN, *ELSEWHERE}
+    assert all((ROOT / where).is_file() for where in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "\n".join(blocks(page, "python"))]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_what_a_fragment_imports_is_there(page: str) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fb_"):
+                module = __import__(node.module or "", fromlist=["_"])
+                assert all(hasattr(module, name.name) for name in node.names), block
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line that begins with the command, continued lines joined."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash", "console", ""):
+            for line in block.replace("\\\n", " ").splitlines():
+                plain = re.sub(r"^([A-Z_]+=\S+ )+", "", line.strip())
+                plain = re.sub(r"^.* -m fb_core ", "futurebridge ", plain)
+                if plain.startswith("futurebridge "):
+                    found.append((page, plain.partition(" #")[0].strip()))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_is_one_that_the_program_takes(page: str, command: str) -> None:
+    name, *arguments = shlex.split(command)[1:]
+    program = typer.main.get_command(app)
+    known = program.commands[name]  # type: ignore[attr-defined]
+    with known.make_context(name, arguments) as context:
+        assert context.command is known
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")])
+def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page, "yaml")):
+        for part in [block] if page != "experiments.md" else block.splitlines():
+            values = {"models": {"slm": "a", "llm": "b"}} | yaml.safe_load(part)
+            file = tmp_path / f"{number}.yaml"
+            file.write_text(yaml.safe_dump(values))
+            assert RunSettings.load(str(file)).models.slm
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def messages() -> list[re.Pattern[str]]:
+    """The text of every string in the code that could be a message, anything in the place of what varies."""
+    found = []
+    for path in [*(ROOT / "fb_core").rglob("*.py"), *(ROOT / "fb_kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(len(text) for text in texts if isinstance(text, str)) > 25:
+                found.append(re.compile("".join(".*" if text is None else re.escape(str(text)) for text in texts)))
+    return found
+
+
+SAID = [(page, said) for page in PAGES for said in re.findall(r"^\| `([^`]*: [^`]*)` \|", PAGES[page], re.MULTILINE)]
+
+
+def test_messages_are_found() -> None:
+    assert len([page for page, _ in SAID if page == "troubleshooting.md"]) > 25
+
+
+@pytest.mark.parametrize(("page", "said"), [one for one in SAID if one[0] == "troubleshooting.md"])
+def test_a_message_is_one_of_the_code(page: str, said: str) -> None:
+    """Of one that is made of two strings, each part behind another is looked for."""
+
+    def begun(pattern: re.Pattern[str]) -> bool:
+        whole = pattern.pattern
+        head = whole.partition("`")[0] if said.endswith(" ") else whole  # the message goes on behind a quotation
+        return re.search(f"(^|: ){head}$", said) is not None
+
+    assert any(map(begun, messages())), said
+
+
+def test_a_message_that_is_not_the_codes_is_seen() -> None:
+    with pytest.raises(AssertionError):
+        test_a_message_is_one_of_the_code("", "llm: expected an unheard-of thing, got none; do something about it")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_layout_is_what_the_op_sees() -> None:
+    assert (ROOT / figures.LAYOUT).read_text() == reference.layout_picture()
+    seen = reference.seen()
+    assert seen[0] == [True] * 4 + [False] * 3 + [True] + [False] * 6
+    assert seen[4] == [True] * 4 + [False] * 3 + [False] * 2 + [True] * 3 + [False] * 2
+    assert seen[6] == [False] * 4 + [True] * 3 + [False] * 5 + [True] * 2
+
+
+def test_the_table_of_ops_has_every_op_and_its_tensors() -> None:
+    ops = {row.op: row for row in reference.OPS}
+    assert ops.keys() == bench.dimensions().keys()
+    for name, row in ops.items():
+        said, at = row.takes.replace("LayerWeights", "weights").replace("DecodeState", "state"), 0
+        for argument, parameter in inspect.signature(getattr(fb_kernels, name)).parameters.items():
+            if not re.search("Tensor|Layout|Weights|State", str(parameter.annotation)):
+                continue
+            shown = re.compile(rf"\b{argument}\b").search(said, at)
+            assert shown, (name, argument)
+            at = shown.end()
+        named = set(reference.kernels(name))
+        assert (bool(row.cpu), bool(row.cuda)) == ("cpu" in named, "cuda" in named)
+
+
+@pytest.mark.parametrize("row", reference.OPS, ids=lambda row: row.op)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_op_takes_the_dtypes_of_the_table(row: reference.Row, dtype: str) -> None:
+    call = SHAPED[row.op](**{name: reference.SMALL[name] for name in bench.dimensions()[row.op]})
+    floats, indices = call.given(bench.DTYPES[dtype], "cpu")
+    call.ours(*floats, *indices)
+    if isinstance(cpu.library(), str) or not row.cpu:
+        return
+    with backend.override(f"auto,{call.op}=cpu"), backend.seen() as ran:
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+        floats, indices = call.given(bench.DTYPES[dtype], "cpu")
+        if short in row.cpu:
+            call.ours(*floats, *indices)
+            assert "cpu" in ran.values()
+        else:
+            with pytest.raises(backend.NotTakenError):
+                call.ours(*floats, *indices)
+
+
+def test_every_setting_has_a_meaning() -> None:
+    rows = [line for line in reference.settings_tables() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert [row for row in rows if row.rsplit("|", 2)[1].strip() == ""] == []
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere_in_the_repository(page: str) -> None:
+    """`make docs` checks them on the site, anchors as well."""
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", PAGES[page]):
+        assert ((DOCS / page).parent / target).exists(), target
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = re.findall(r"^([\w/]+)$", "\n".join(blocks("index.md", r"\{toctree\}")), re.MULTILINE)
+    assert {f"{name}.md" for name in listed} == PAGES.keys() - {"index.md", "pretrained_pair/report.md"}
