@@ -64,6 +64,6 @@ def test_the_pair_of_the_readme_answers(tmp_path):
 
 def test_every_command_of_the_readme_is_tried_or_needs_a_server():
     tried = {
-        one for one in COMMANDS if one.split()[1] in (*STAGES, "generate", "env", "serve")
+        one for one in COMMANDS if one.split()[1] in (*STAGES, "generate", "demo", "serve")
     }  # tests/core/test_serve_clients.py
     assert [one for one in COMMANDS if one not in tried and "--server" not in one] == []

@@ -67,7 +67,7 @@ def test_wheel_from_a_foreign_directory(installed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", ["## Score candidates", "## Ops in your own decoder", "## Decode with a pair"])
+@pytest.mark.parametrize("heading", ["## Score candidates", "## Ops in your own model", "## Decode with a pair"])
 def test_readme_examples_run(installed, heading, tmp_path):
     result = run(installed, readme_example(heading), tmp_path)
     assert result.returncode == 0, result.stderr
