@@ -183,7 +183,7 @@ def test_scorer_reranker_and_decoder_need_the_core_alone(at_work: subprocess.Com
 
 @pytest.mark.slow
 def test_the_examples_of_the_readme_need_the_core_alone(core: Environment) -> None:
-    headings = ("## Ops in your own decoder", "## Score candidates", "## Decode with a pair")
+    headings = ("## Ops in your own model", "## Score candidates", "## Decode with a pair")
     assert core.check("\n".join(map(readme_example, headings))).count("\n") == 3
 
 
