@@ -268,6 +268,11 @@ def below(cells: Cells, world: str, name: str, delta: float) -> list[str]:
     return [f"{seen} of {total}", f"{sure} of {total}", f"{100 * worst:+.1f}"]
 
 
+def times_below(cells: Cells, name: str, delta: float) -> int:
+    """In how many cells of all worlds."""
+    return sum(int(below(cells, world, name, delta)[0].split()[0]) for world in cells.worlds)
+
+
 def safety(cells: Cells, delta: float) -> list[str]:
     """The first table, and whether the goal is met."""
     head = [
@@ -382,13 +387,16 @@ def gates(cells: Cells) -> list[str]:
 
 
 def chosen(cells: Cells) -> list[str]:
-    """What was deployed how often."""
+    """How often what was part of the deployed recipe: first whose scores rank, then what stands beside them."""
     counts: dict[str, dict[str, int]] = {}
     for cell in cells.found:
-        by_world = counts.setdefault(cell["deployed"], dict.fromkeys(cells.worlds, 0))
-        by_world[cell["world"]] += 1
-    order = sorted(counts, key=lambda label: -sum(counts[label].values()))
-    return table(["deployed", *cells.worlds], [[label, *(str(n) for n in counts[label].values())] for label in order])
+        scores, *beside = cell["deployed"].split(" + ")
+        parts = [f"scores: {scores}", *(part.partition(" 0.")[0] for part in beside)]
+        for part in parts if beside else [*parts, "nothing beside the scores"]:
+            counts.setdefault(part, dict.fromkeys(cells.worlds, 0))[cell["world"]] += 1
+    order = sorted(counts, key=lambda part: (not part.startswith("scores"), -sum(counts[part].values())))
+    head = ["part", *(f"{world}, of {len(cells.of(world))}" for world in cells.worlds)]
+    return table(head, [[part, *(str(n) for n in counts[part].values())] for part in order])
 
 
 @pictured
@@ -523,7 +531,7 @@ def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
     write_file(docs / "evidence.md", page(cells).encode())
     for name, picture in (("cells", figure(cells)), ("calls", asking(cells))):
         assert picture is not None
-        write_file(docs / "evidence" / f"{name}.svg", picture.light.encode())
+        write_file(docs / "evidence" / f"{name}.svg", picture.alone.encode())
 
 
 def main(

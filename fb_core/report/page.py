@@ -51,6 +51,11 @@ class Picture(NamedTuple):
     light: str
     dark: str
 
+    @property
+    def alone(self) -> str:
+        """The light one with its ground, as a file that a page of any colour may show."""
+        return self.light.replace("<svg ", '<svg style="background:#ffffff" ', 1)
+
 
 @dataclass(frozen=True)
 class Paragraph:

@@ -68,7 +68,7 @@ def write_report(findings: Sequence[Findings], folder: Path, pages: Mapping[str,
 
 def document_files(document: Document) -> dict[str, bytes]:
     """report.md with its figures/*.svg, and report.html, by name."""
-    files = {f"{FIGURES}/{figure.name}.svg": figure.picture.light.encode() for figure in document.figures()}
+    files = {f"{FIGURES}/{figure.name}.svg": figure.picture.alone.encode() for figure in document.figures()}
     return files | {"report.md": document.markdown(FIGURES).encode(), "report.html": document.html().encode()}
 
 
