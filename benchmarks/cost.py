@@ -56,9 +56,9 @@ class Row:
         return self.four / min(gpus, self.most)
 
 
-def decoded(problems: float) -> float:
+def decoded(problems: float, gpus: int) -> float:
     """GPU hours of so many answers by a pair: the SLM writes, the LLM reads each once and gives a token an event."""
-    asked = LLM.write(problems * EVENTS, PROMPT + ANSWER / 2, 4)
+    asked = LLM.write(problems * EVENTS, PROMPT + ANSWER / 2, gpus)
     return (SLM.write(problems * ANSWER, PROMPT + ANSWER / 2) + LLM.read(problems * (PROMPT + ANSWER)) + asked) / 3600
 
 
@@ -89,12 +89,18 @@ def rows() -> list[Row]:
         ("futures", f"{STATES:,} continuations by the LLM", futures(STATES, 1), futures(STATES, 4)),
         ("score", f"{GROUPS:,} groups of {CANDIDATES} at 9 ms", *[GROUPS * GROUP / 3600] * 2),
         ("train", f"{RUNS} runs x {TRAINED:,} groups x {EPOCHS} epochs at 1.5 ms", step, step, 8),
-        ("select", f"{RUNS * EPOCHS} adapters x {VALIDATION} answers", *[decoded(RUNS * EPOCHS * VALIDATION)] * 2),
+        (
+            "select",
+            f"{RUNS * EPOCHS} adapters x {VALIDATION} answers",
+            *(decoded(RUNS * EPOCHS * VALIDATION, n) for n in (1, 4)),
+        ),
         (
             "evaluate",
             f"{SEEDS} x {BENCHMARKS:,} answers by the pair, {BENCHMARKS + 2 * AIME:,} by the SLM",
-            *[decoded(SEEDS * BENCHMARKS) + SLM.write((BENCHMARKS + 2 * AIME) * ANSWER, PROMPT + ANSWER / 2) / 3600]
-            * 2,
+            *(
+                decoded(SEEDS * BENCHMARKS, n) + SLM.write((BENCHMARKS + 2 * AIME) * ANSWER, PROMPT + ANSWER / 2) / 3600
+                for n in (1, 4)
+            ),
         ),
         (
             "rollouts",
@@ -112,12 +118,12 @@ def rows() -> list[Row]:
         (
             "choose (not in the paper)",
             f"6 more rerankers, {passes} x {VALIDATION} answers at most",
-            *[decoded(passes * VALIDATION) + step * 6 / RUNS] * 2,
+            *(decoded(passes * VALIDATION, n) + step * 6 / RUNS for n in (1, 4)),
         ),
         (
             "one more row of a table",
             f"{SEEDS} x {BENCHMARKS:,} answers by the pair",
-            *[decoded(SEEDS * BENCHMARKS)] * 2,
+            *(decoded(SEEDS * BENCHMARKS, n) for n in (1, 4)),
         ),
     ]
     return [Row(*one) for one in found]

@@ -34,8 +34,9 @@ def made(run: Path, problem: str) -> dict[str, Any]:
     settings = RunSettings.model_validate_json((run / "settings.json").read_text())
     models = models_of(settings.models)
     (one,) = (each for problems in benchmark_problems(settings).values() for each in problems if each.id == problem)
-    rows = sorted((run / "variants" / "futurebridge" / "comparison").glob("*.futurebridge.*.jsonl"))
-    row = next(found for line in rows[0].read_text().splitlines() if (found := json.loads(line))["problem"] == problem)
+    files = sorted((run / "variants" / "futurebridge" / "comparison").glob("*.futurebridge.*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    row = next(row for row in rows if row["problem"] == problem)  # of the first seed
     event = row["events"][0]
     (prompt,) = models.prompts([one], settings.problems.prompt)
     prefix = [*prompt.tolist(), *row["tokens"][: event["step"]]]
@@ -111,6 +112,8 @@ def main(
     problem: Annotated[str | None, typer.Argument(help="A problem of it.")] = None,
 ) -> None:
     """Draw the figure."""
+    if (run is None) != (problem is None):
+        raise typer.BadParameter("expected a run's folder and a problem, got one without the other")
     if run is not None and problem is not None:
         write_file(ROOT / EVENT, (json.dumps(made(run, problem), indent=1) + "\n").encode())
     draw()

@@ -63,7 +63,7 @@ def accuracy(cells: Cells) -> list[str]:
     delta = RunSettings.load(cells.worlds[0]).choice.delta
     ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, PUBLISHED.label))
     note = (
-        f"*{runs} whole runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles, "
+        f"*{runs} runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles of each, "
         f"{problems} test problems a run; 95% intervals draw seeds again. The deployed recipe is in {ours} of {runs} "
         f"runs more than {100 * delta:g} points below the SLM alone or the direct score; the published one, which "
         f"reaches {plain}, in {theirs} ([all of it](docs/evidence.md)). The pairs are tiny and their worlds were made "

@@ -77,7 +77,13 @@ def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: boo
         if private and not api.model_info(repo_id).private:
             raise ValueError(f"{repo_id}: expected a private repository, got a public one; choose another name")
         message = "FutureBridge reranker"
-        commit = api.upload_folder(repo_id=repo_id, folder_path=directory, allow_patterns=files, commit_message=message)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=directory,
+            allow_patterns=files,
+            delete_patterns=[ASK, f"{PUBLISHED}/*"],  # of an adapter that was there before; what is sent stays
+            commit_message=message,
+        )
     except (OSError, httpx.HTTPError) as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(

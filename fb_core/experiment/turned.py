@@ -34,7 +34,7 @@ def turned(plan: Plan) -> Turned | None:
         for place, own in rows[key].items():
             (greedy,) = rows["greedy"][place]
             for row in (row for row in own if row.correct != greedy.correct):
-                step = _parting(greedy, row)
+                step = _parting_event(greedy, row)
                 changes.append(
                     Change(
                         benchmark=row.benchmark,
@@ -45,18 +45,22 @@ def turned(plan: Plan) -> Turned | None:
                         gained=row.correct,
                         kind=None if step is None else token_kind(decode([greedy.tokens[step]])),
                         step=step,
-                        page=f"problems/{digest([_digests(plan), place])[:16]}.html",
                     )
                 )
+    shown, digests = {id(one) for one in listed(changes)}, _digests(plan)
+    for number, one in enumerate(changes):
+        if id(one) in shown:
+            page = f"problems/{digest([digests, (one.benchmark, one.problem)])[:16]}.html"
+            changes[number] = one.model_copy(update={"page": page})
     return Turned(methods=tuple(plan.method(key).label for key in made), changes=tuple(changes))
 
 
-def _parting(greedy: Row, row: Row) -> int | None:
-    """The step at which a text leaves greedy decoding's; None where there is no event by then."""
+def _parting_event(greedy: Row, row: Row) -> int | None:
+    """The step of the event at which a text leaves greedy decoding's; None where it leaves elsewhere or not at all."""
     steps = enumerate(zip_longest(greedy.tokens, row.tokens))
-    step = next((step for step, (one, other) in steps if one != other), len(greedy.tokens))
-    reached = step < len(greedy.tokens) and any(event.step <= step for event in row.events)
-    return step if reached else None
+    parting = next((step for step, (one, other) in steps if one != other), len(row.tokens))
+    inside = (event.step for event in row.events if event.step <= parting < event.step + len(event.tokens))
+    return next((step for step in inside if step < len(greedy.tokens)), None)
 
 
 def problem_pages(settings: RunSettings, run: Path, findings: Findings) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hf.models import share_weights
 
 LARGEST = torch.finfo(torch.float32).max
@@ -63,8 +64,10 @@ def adapter_tensors(adapted: PeftModel) -> dict[str, Tensor]:
 
 
 def classifier_config(adapted: PeftModel) -> dict[str, Any]:
-    """The adapter's configuration as PEFT writes it for a sequence classifier with one label."""
+    """The adapter's configuration as PEFT writes it for a sequence classifier with one label, without paths."""
     config = adapted.peft_config[adapted.active_adapter].to_dict()
+    if not is_hub_id(str(config["base_model_name_or_path"])):
+        config["base_model_name_or_path"] = None
     config.update(task_type="SEQ_CLS", modules_to_save=["classifier", "score"], inference_mode=True)
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 

@@ -86,7 +86,8 @@ def _losses(found: Panels) -> str:
                     lost.setdefault(words, []).extend([f"{head} ({percent(minus, signed=True)} pp)"] * below(minus))
         where = [f"than {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
         if lost:
-            told.append(f"{label} {', '.join(where) or 'nowhere'}")
+            nowhere = f"nowhere (against {', '.join(lost)})"
+            told.append(f"{label} {', '.join(where) or nowhere}")
     return "; ".join(told) or "nothing was compared with it"
 
 

@@ -183,7 +183,7 @@ class Change(_Values):
         gained: wrong by greedy decoding and right by the method, or the other way round.
         kind: of the first event at which the SLM's own token was not taken; None where there is none.
         step: of that event.
-        page: file that explains the problem, seen from the report; None where none was written.
+        page: file that explains the problem, seen from the report; None of those that a report does not list.
     """
 
     benchmark: str

@@ -146,7 +146,7 @@ class RerankerStage(Stage):
         imported = "Span" if span.delimiter is None else "Span, ending_ids"
         lines = [f"    {name}={value!r}," for name, value in pool_options(self.settings).items()]
         lines += [] if span.tokens == 1 else [f"    span=Span({span.tokens}, {ends}, {span.agree}),"]
-        names = {"slm": models.slm, "llm": models.llm}
+        names = {"slm": _public(models.slm), "llm": _public(models.llm)}
         loading = LOADING.format(**names)
         if models.slm.startswith(DEMO):
             loading = LOADING_DEMO.format(world=models.slm.removeprefix(DEMO))
@@ -176,11 +176,16 @@ class RerankerStage(Stage):
             target=settings.target,
             filters=filter_table(filters),
             selection=selection_table(chosen),
-            problems=asked.settings.problems.train,
+            problems=_public(asked.settings.problems.train),
         )
 
     def cost(self) -> Cost:
         return Cost("a copy of a trained adapter")
+
+
+def _public(name: str) -> str:
+    """A hub id, or a name of ours, as it is; of a path the last part, since a card is for others."""
+    return name if hf.is_hub_id(name) else Path(name).name
 
 
 def selection_table(chosen: dict[str, Any]) -> str:

@@ -101,6 +101,8 @@ def test_a_table_is_sorted_by_the_mouse_and_by_the_keyboard(chromium, pages):
         return chromium.run(f"return [...document.querySelectorAll('{TABLE} th[scope=col]')].map(one => one.ariaSort)")
 
     assert set(sorts()) == {None}
+    named = f"document.querySelectorAll('{TABLE} th button')"
+    assert chromium.run(f"return [...{named}].filter(one => one.textContent && one.ariaLabel).length") == 0
     chromium.click(f"{TABLE} th:nth-child(2) button")
     assert numbers() == sorted(numbers(), reverse=True)
     assert column(chromium, 2)[-1] == "see below"

@@ -41,9 +41,12 @@ def cells() -> Cells:
 
 
 def test_cells_below_are_counted_by_world(cells):
-    assert evidence.below(cells, "tiny", "deployed", 0.02) == ["0 of 2", "0 of 2", "+0.0"]
-    assert evidence.below(cells, "tiny", PUBLISHED.label, 0.02) == ["2 of 2", "2 of 2", "-20.0"]
-    assert evidence.below(cells, "tiny-control", "deployed", 0.02) == ["1 of 1", "0 of 1", "-5.0"]
+    assert evidence.below(cells, "tiny", "deployed", 0.02) == (2, 0, 0, 0.0)
+    assert evidence.below(cells, "tiny", PUBLISHED.label, 0.02) == (2, 2, 2, pytest.approx(-0.2))
+    assert evidence.below(cells, "tiny-control", "deployed", 0.02) == (1, 1, 0, pytest.approx(-0.05))
+    assert evidence.below(cells, "tiny", TAKEOVER, 0.02).worst == pytest.approx(0.4)  # above both everywhere
+    assert evidence.times_below(cells, "deployed", 0.02) == 1
+    assert "| tiny-control | as deployed | 1 of 1 | 0 of 1 | -5.0 |" in evidence.page(cells)
     text = "\n".join(evidence.goals(cells, 0.02, 0.95))
     assert (
         "in 1 of 3 cells (33.3%; goal: at most 5%): **missed**. The difference is statistically significant in 0."
@@ -72,7 +75,7 @@ def test_intervals_hold_the_variance_of_training():
 
 def test_the_page_shows_what_was_deployed_and_missed(cells):
     page = evidence.page(cells)
-    assert "3 whole runs: worlds tiny, tiny-control, seeds 1, 2" in page
+    assert "3 runs: worlds tiny, tiny-control, seeds 1, 2" in page
     assert "| part | tiny, of 2 | tiny-control, of 1 |" in page
     assert "| scores: plain | 1 | 1 |\n| scores: direct LLM score | 1 | 0 |\n| override | 1 | 1 |" in page
     assert "| nothing beside the scores | 1 | 0 |" in page
@@ -121,4 +124,4 @@ def test_cells_are_made_once_over_one_set_of_trajectories(tmp_path, monkeypatch)
     times = [path.stat().st_mtime_ns for path in found]
     evidence.make("tiny", 5, (0.9, 0.92), tmp_path, 8)
     assert [path.stat().st_mtime_ns for path in found] == times
-    assert "2 whole runs" in evidence.page(Cells(cells))
+    assert "2 runs" in evidence.page(Cells(cells))

@@ -26,13 +26,15 @@ from fb_core.experiment.gather import gather, is_published
 from fb_core.experiment.results import UNSEEN
 from fb_core.experiment.run import PROBLEM, make, run_experiment
 from fb_core.experiment.tables import TABLES, Plan, Table, Variant
-from fb_core.experiment.turned import problem_pages
+from fb_core.experiment.turned import _parting_event, problem_pages
 from fb_core.experiment.variants import settings_of_variant
 from fb_core.methods import names
+from fb_core.pool import Event
 from fb_core.report.findings import findings_bytes
 from fb_core.report.report import render, write_report
 from fb_core.selectors import CertainLLM, LLMPreference
 from fb_core.stages.artefacts import Artefact
+from fb_core.stages.decode import Row
 from fb_core.stages.deploy import frozen_policy
 from fb_core.stages.inputs import benchmark_problems, models_of
 from fb_core.stages.inside import changed
@@ -318,6 +320,24 @@ def test_findings_are_plain_and_finite(made, found):
     assert (found.future_quality, found.calibration, found.worked_event) == (None, None, None)
     assert len(found.coverage) == 3
     assert found.trajectory.events
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"),
+    [
+        ([1, 9, 3, 4], 1),  # the first event's own token
+        ([1, 2, 9, 4], 1),  # inside its tail
+        ([1, 2, 3, 9], None),  # after it, where there is no event
+        ([1, 2, 3], None),  # it ends sooner
+    ],
+)
+def test_a_text_parts_at_the_event_whose_tokens_differ(tokens, step):
+    known = {"benchmark": "b", "method": "m", "seed": None, "loop": "batch", "problem": "p", "prompt_sha256": ""}
+    known |= {"gold": "", "verdict": "wrong", "calls": 1, "seconds": None, "peak_bytes": None, "text": ""}
+    event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0, tails=[[tokens[2]], []])
+    counts = {"pool": None, "appended": 1, "suffix": 1}
+    greedy = Row(**known, **counts, tokens=[1, 2, 3, 4], events=[])
+    assert _parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
 
 
 def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):

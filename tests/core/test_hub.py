@@ -13,9 +13,11 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from runs import settings
+from transformers import AutoModelForCausalLM
 from warm import futurebridge
 
-from fb_core import RequestPolicy, Span, hf
+from fb_core import RequestPolicy, Span, TokenReranker, hf
+from fb_core.demo.pairs import load_pair
 from fb_core.hub import deployed_files, push_to_hub
 from fb_core.policy import AskHead
 from fb_core.recipe import DIRECT, Deployed, Recipe
@@ -58,6 +60,17 @@ def test_of_a_chosen_recipe_gate_and_published_adapter_go_too_and_nothing_else(f
     assert sorted(filter_repo_objects(there, allow_patterns=files)) == files  # what upload_folder takes of them
 
 
+def test_no_file_says_where_the_base_model_lay(tmp_path):
+    """A published adapter tells nobody the paths of the machine that made it."""
+    load_pair("plans").slm.save_pretrained(tmp_path / "at-home")
+    local = AutoModelForCausalLM.from_pretrained(tmp_path / "at-home")
+    assert local.config._name_or_path == str(tmp_path / "at-home")
+    TokenReranker.from_base(local.eval()).save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    for path in (tmp_path / "adapter").iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes()
+
+
 def test_a_gate_that_no_recipe_has_stays(folder):
     with_a_recipe(folder)
     Deployed(Recipe(), None, RequestPolicy(1.5), POOLS, None).save(folder)
@@ -73,7 +86,9 @@ def test_the_card_names_a_base_model_only_where_the_hub_knows_one(folder, undist
     chosen = Artefact(run, "selection").finished()["summary"]
     for slm, base in (("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"), (str(folder), None), ("./a/b", None)):
         stage = RerankerStage(settings(models={"slm": slm}), run)
-        assert ModelCard(stage._card(0, chosen)).data.base_model == base
+        card = stage._card(0, chosen)
+        assert ModelCard(card).data.base_model == base
+        assert str(folder.parent) not in card
     assert hf.is_hub_id("Qwen/Qwen3-1.7B")
     assert not any(map(hf.is_hub_id, ("demo:plans", str(folder), "seed-0", "./a/b", "a/b/c")))
 

@@ -555,7 +555,10 @@ def test_three_sentences_say_what_was_compared_what_won_and_what_is_lost():
         ": on demo:plans FutureBridge, 95.8% for 1.9 LLM tokens a problem "
         "(greedy 71.2% for 0.0, takeover 99.2% for 40.2)."
     )
-    assert lost == "Where FutureBridge is significantly worse: FutureBridge nowhere."
+    assert lost == (
+        "Where FutureBridge is significantly worse: FutureBridge nowhere "
+        "(against greedy decoding, the direct LLM score, takeover)."
+    )
     *_, won, lost = first_screen(tiny("good"), tiny("bad", 0.5))
     assert "on good, demo:plans FutureBridge, 95.8%" in won
     assert "on bad, demo:plans Direct LLM score, 87.0%" in won

@@ -6,7 +6,7 @@ for (const table of document.querySelectorAll("table")) {
   for (const head of table.tHead.rows[0].cells) {
     const button = document.createElement("button");
     button.append(...head.childNodes);
-    if (!head.textContent) button.setAttribute("aria-label", "sort");
+    if (!button.textContent) button.setAttribute("aria-label", "sort");
     head.append(button);
     button.onclick = () => {
       const numeric = head.className === "r";
