@@ -417,7 +417,7 @@ def test_explain_shows_a_span_whole():
         assert f"⟦{whole}⟧{'⁰¹²³⁴⁵⁶⁷⁸⁹'[number]}" in text
         table = text.partition(f"Event {number}:")[2].splitlines()
         line = next(line for line in table if line.strip().startswith("→"))
-        assert [whole, " ".join(map(str, event.tokens))] == re.split(r" {2,}", line.strip("→ "))[:2]
+        assert [whole, " ".join(map(str, event.tokens))] == re.split(r" {2,}", line.strip("→g "))[:2]
 
 
 def test_a_command_s_pair_offers_as_much_as_it_is_told():
