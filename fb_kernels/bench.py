@@ -244,7 +244,7 @@ def _combined(top: Tensor, sumexp: Tensor, picked: Tensor) -> Outputs:
 
 
 def _sdpa(shape: Mapping[str, int], *given: Tensor) -> Tensor:
-    """torch's attention over copies of the prefix, which every call makes."""
+    """SDPA over copies of the prefix, which every call makes."""
     q, k, v, prefix_k, prefix_v = given
     g, n, rows, p = (shape[name] for name in ("g", "k", "l", "p"))
     own = [x.unflatten(0, (g * n, rows)).transpose(1, 2) for x in (q, k, v)]
