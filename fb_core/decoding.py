@@ -31,10 +31,10 @@ MAX_LENGTH = 8192
 class Usage(NamedTuple):
     """What one generation asked of the LLM."""
 
-    calls: int  # requests; what is written behind an event's candidates belongs to the event's
+    calls: int  # requests; writing the tails of an event's candidates is part of its request
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
-    suffix: int  # tokens that the LLM wrote behind those and that stand there: tails of chosen spans, a takeover's rest
+    suffix: int  # tokens that the LLM wrote after those and that were kept: tails of chosen spans, a takeover's rest
 
     @classmethod
     def of(cls, events: Sequence[Event], new_tokens: int) -> Usage:

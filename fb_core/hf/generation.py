@@ -68,10 +68,10 @@ class Step:
 
     index: int  # number of tokens generated so far
     rows: list[Running]
-    logits: Tensor  # float32 [B, V] behind each row's last token
+    logits: Tensor  # float32 [B, V] after each row's last token
     cache: Cache  # of all rows, left-padded to `slots` tokens
     slots: int
-    hidden: Tensor | None = None  # [B, D] behind the final norm, where it was asked for
+    hidden: Tensor | None = None  # [B, D] after the final norm, if it was asked for
 
 
 def new_cache() -> DynamicCache:
