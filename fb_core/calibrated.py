@@ -1,4 +1,4 @@
-"""The calibrated target: what B_H, log p_T and log p_S are worth, fitted on states whose candidates were rolled out."""
+"""The calibrated target: weights of B_H, log p_T and log p_S, fitted on states whose candidates were rolled out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRADIENT = 1e-10  # largest entry at the minimum
 
 
 class Weights(NamedTuple):
-    """What each term of a candidate is worth: of zB, z log p_T, z log p_S, and of the same times max p_T."""
+    """The weights of a candidate's terms: zB, z log p_T, z log p_S, and the same times max p_T."""
 
     b: float
     llm: float
@@ -30,8 +30,8 @@ class Calibration(NamedTuple):
 
     Attributes:
         theta: the weights of the terms.
-        states: how many were rolled out.
-        mixed: those among them whose candidates differ in outcome; only they say anything.
+        states: number of states that were rolled out.
+        mixed: number of those whose candidates differ in outcome; only they carry information.
         loss_before: mean negative log of the probability that a uniform choice succeeds, over the mixed states, nats.
         loss_after: the same under the fitted softmax, without the penalty.
     """
@@ -44,14 +44,14 @@ class Calibration(NamedTuple):
 
 
 def calibration_terms(compatibility: Tensor | None, llm_logprob: Tensor, slm_logprob: Tensor) -> Tensor:
-    """What a candidate's calibrated score is made of: zB, z log p_T, z log p_S, and the same times certainty.
+    """The terms of a candidate's calibrated score: zB, z log p_T, z log p_S, and the same times certainty.
 
-    z is (v - mean) / (population deviation + 1e-6) inside the group, 0 where nothing but rounding spreads v; certainty
-    is the LLM's largest probability in the group.
+    z is (v - mean) / (population deviation + 1e-6) within the group, or 0 if v varies only by rounding; certainty is
+    the LLM's largest probability in the group.
 
     Args:
-        compatibility: [K] B_H, mean log-likelihood of the shared future behind each candidate in nats, as from
-            `future_compatibility`; None where the state has no verified future: zB is then 0.
+        compatibility: [K] B_H, mean log-likelihood of the shared future after each candidate in nats, as from
+            `future_compatibility`; None if the state has no verified future: zB is then 0.
         llm_logprob: [K] log p_T, nats.
         slm_logprob: [K] log p_S, nats.
 
@@ -83,10 +83,10 @@ def calibrate(
     candidates) plus penalty * |theta|^2; L-BFGS from zeros in float64, the same bits every time.
 
     Args:
-        terms: one [K, 6] a state, as from `calibration_terms`.
-        outcomes: one bool [K] a state: whether the rollout behind each candidate was correct.
-        minimum_mixed: fewer mixed states are refused; six weights want 25 to 50.
-        penalty: above 0; keeps theta finite where the terms tell every success from every failure.
+        terms: one [K, 6] per state, as from `calibration_terms`.
+        outcomes: one bool [K] per state: whether the rollout after each candidate was correct.
+        minimum_mixed: fewer mixed states are refused; six weights need 25 to 50.
+        penalty: above 0; keeps theta finite if the terms separate all successes from all failures.
 
     Raises:
         TypeError: outcomes that are not bool.
@@ -127,12 +127,12 @@ def fit_choice(terms: Sequence[Tensor], outcomes: Sequence[Tensor], penalty: flo
     """The weights under which softmax mass falls on candidates that succeed, by `calibrate`'s objective.
 
     Args:
-        terms: one finite [K, F] a state.
-        outcomes: one bool [K] a state, some true and some false.
+        terms: one finite [K, F] per state.
+        outcomes: one bool [K] per state, some true and some false.
         penalty: of |theta|^2, above 0.
 
     Returns:
-        theta float64 [F], and the loss in nats without the penalty, of a uniform choice and of theta's.
+        theta float64 [F], then the losses of a uniform choice and of theta, in nats without the penalty.
     """
     padded = pad_sequence([rows.detach().cpu().double() for rows in terms], batch_first=True)  # [M, K, F]
     success = pad_sequence([outcome.cpu() for outcome in outcomes], batch_first=True)  # [M, K]
@@ -160,17 +160,17 @@ def fit_choice(terms: Sequence[Tensor], outcomes: Sequence[Tensor], penalty: flo
 
 
 def calibrated_target(terms: Tensor, theta: Sequence[float]) -> Tensor:
-    """The soft target of a state, softmax(terms @ theta); the size of theta says how sharp, so there is no temperature.
+    """The soft target of a state, softmax(terms @ theta); theta's size sets its sharpness, so there is no temperature.
 
     Args:
         terms: [K, 6] as from `calibration_terms`.
         theta: six weights, as in `Calibration.theta`.
 
     Returns:
-        float32 [K], adding up to 1; uniform where the terms have no spread.
+        float32 [K], adding up to 1; uniform if the terms have no spread.
 
     Raises:
-        ValueError: other shapes, or a value that is not finite.
+        ValueError: wrong shapes, or a value that is not finite.
     """
     _check_terms("calibrated_target", terms)
     if len(theta) != len(Weights._fields) or not all(math.isfinite(weight) for weight in theta):

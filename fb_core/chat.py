@@ -20,13 +20,13 @@ EVENT_STYLE = "bold black on bright_yellow"
 
 
 class Chat:
-    """One SLM with its helpers, talking to one terminal.
+    """A pair of models that answers in a terminal.
 
     Args:
         settings: where the models are and when the LLM is asked.
 
     Raises:
-        ValueError: models that do not belong together, or settings that no models fit.
+        ValueError: models that do not belong together, or settings that do not fit them.
         OSError: a model, adapter or server that is not there.
     """
 
@@ -44,15 +44,15 @@ class Chat:
         )
 
     def answer(self, messages: list[dict[str, str]], console: Console) -> Generation:
-        """Generate and print as it comes, tokens of events highlighted.
+        """Generate an answer and print it as it comes, with the tokens of events highlighted.
 
         Args:
-            messages: the conversation, a user's turn last; its oldest turns are dropped where prompt and answer would
-                be too long together, and a line says so.
+            messages: the conversation, ending with a user's turn; its oldest turns are dropped, with a notice, if
+                prompt and answer would be too long together.
             console: where to print.
 
         Raises:
-            ValueError: a last turn that is too long by itself, or logits that are NaN at a step.
+            ValueError: a last turn that is too long by itself, or NaN logits at a step.
             OSError: the LLM did not answer.
         """
         prompt = torch.tensor(self._prompt(messages, console), device=self.decoder.slm.device)
@@ -88,7 +88,7 @@ class Chat:
 
 
 class Printer:
-    """Prints each token's text as soon as it is whole characters, escaped; what was printed is never changed."""
+    """Prints each token's text, escaped, as soon as it is whole characters; printed text never changes."""
 
     def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
         self.tokenizer, self.console = tokenizer, console
@@ -97,7 +97,7 @@ class Printer:
         self._span = 0  # tokens of the last event that are still to come
 
     def __call__(self, token: int, event: Event | None) -> None:
-        """Take one token, with its event where it is the first of one."""
+        """Take one token, with its event if it is the first token of one."""
         self._line.append(token)
         self._span = max(0, self._span - 1) if event is None else len(event.tokens)
         text = self._text()
@@ -105,7 +105,7 @@ class Printer:
             self._print(text, EVENT_STYLE if self._span else "")
 
     def end(self) -> None:
-        """Print what is left, whole or not."""
+        """Print what is left, even if it is not whole characters."""
         self._print(self._text(), "")
         self.console.print()
 
@@ -129,10 +129,10 @@ def summary(generation: Generation, seconds: float) -> str:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt given in either way.
+    """The prompt, given as text or as a file.
 
     Raises:
-        ValueError: none or both given.
+        ValueError: neither or both are given.
     """
     if (prompt is None) == (file is None):
         given = "both" if prompt is not None else "neither"

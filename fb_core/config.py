@@ -36,23 +36,23 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class PairSettings(BaseModel):
-    """A pair at work in a terminal.
+    """A pair of models that decodes from the command line.
 
     Attributes:
         slm: folder or hub id of the small model; "demo:plans" is a pair of the demo.
-        llm: likewise the large one; with a server, the name by which the server knows it, if it wants one.
-        server: URL of an inference server to ask instead.
-        flavour: which server it is.
-        api_key_variable: environment variable that holds the server's key, where it wants one.
-        adapter: folder of a reranker; without one the LLM's own preference decides.
-        recipe: of an adapter that `train` chose a recipe for: that one, or the published one.
+        llm: folder or hub id of the large model; with a server, the model's name there, if the server needs one.
+        server: URL of an inference server to use instead of a large model in this process.
+        flavour: the kind of server.
+        api_key_variable: environment variable that holds the server's key, if the server needs one.
+        adapter: folder of a reranker; without one, the LLM's own preference decides.
+        recipe: for an adapter with a recipe that `train` chose, that recipe or the published one.
         certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
             adapter with a chosen recipe has its own.
-        span: tokens that the LLM offers at an event at most, one choice all of them; 0 for any number. The chosen
-            recipe's, or 1, where left out.
-        threshold: entropy in nats above which the LLM is asked; the chosen recipe's, or 1, where left out.
-        max_events: of an answer; the chosen recipe's, or 8, where left out.
-        max_length: tokens of prompt and answer at most, which memory is set aside for.
+        span: maximum tokens that the LLM offers at an event, chosen together; 0 for any number. If left out, the chosen
+            recipe's, or 1.
+        threshold: entropy in nats above which the LLM is asked. If left out, the chosen recipe's, or 1.
+        max_events: maximum events of an answer. If left out, the chosen recipe's, or 8.
+        max_length: maximum tokens of prompt and answer; memory is allocated for this many.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -85,16 +85,16 @@ class PairSettings(BaseModel):
 
 
 class ServerSettings(BaseModel):
-    """An inference server that holds a model.
+    """An inference server that serves a model.
 
     Attributes:
         url: where it listens, such as http://localhost:8000; without a secret.
-        flavour: which server it is.
-        model: the name by which the server knows it, if it wants one.
-        in_flight: requests under way at once.
+        flavour: the kind of server.
+        model: the model's name on the server, if the server needs one.
+        in_flight: maximum concurrent requests.
         timeout: seconds that one answer may take.
-        retries: how often a request that failed is sent again, with growing pauses.
-        api_key_variable: environment variable that holds the key, where the server wants one.
+        retries: how often a failed request is sent again, with growing pauses.
+        api_key_variable: environment variable that holds the key, if the server needs one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -112,13 +112,13 @@ class ModelSettings(BaseModel):
     """The pair of a run.
 
     Attributes:
-        slm: folder or hub id; "demo:plans" is the demo's own pair.
-        llm: likewise; with `llm_server` the name by which results know it.
-        slm_server: writes the SLM's own trajectories, if given; the SLM is still needed here to be teacher-forced.
-        llm_server: asked instead of a large model in this process.
-        device: cpu, cuda or cuda:1; "auto" takes a GPU where there is one.
+        slm: folder or hub id of the small model; "demo:plans" is the demo's own pair.
+        llm: folder or hub id of the large model; with `llm_server`, its name in the results.
+        slm_server: server that writes the SLM's own trajectories; the SLM is still loaded here for teacher forcing.
+        llm_server: server to use instead of a large model in this process.
+        device: cpu, cuda or cuda:1; "auto" takes a GPU if there is one.
         dtype: of the weights; "auto" is the checkpoint's own.
-        batch_tokens: tokens, padding and new ones included, that a batch decoded in this process may hold.
+        batch_tokens: maximum tokens of a batch decoded in this process, padding and new tokens included.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -133,18 +133,18 @@ class ModelSettings(BaseModel):
 
 
 class ProblemSettings(BaseModel):
-    """Which problems make states, and how they are asked.
+    """Which problems the states come from, and how they are asked.
 
     Attributes:
         train: a known set ("math-train"), a local file, or the demo's own ("demo:plans").
-        held_out: sets whose problems are dropped from `train`.
-        limit: the first so many problems alone.
-        validation: problems set aside by the seed, for the request threshold and for whatever is chosen.
-        certification: further ones, on which recipes are held against greedy decoding and the direct LLM score before
-            one of them is deployed; 0 for no such choice: the run's own recipe is deployed.
-        seed: of the split into problems to train on, to validate and to certify on.
+        held_out: sets whose problems are removed from `train`.
+        limit: use only this many problems, the first ones.
+        validation: number of problems set aside, by the seed, for the request threshold and for every choice.
+        certification: number of further problems on which recipes are tested against greedy decoding and the direct LLM
+            score before one is deployed; with 0 there is no test, and the run's own recipe is deployed.
+        seed: of the split into training, validation and certification problems.
         prompt: the user's turn; "{problem}" stands for the problem.
-        per_shard: problems of one shard, which is what a killed process loses at most.
+        per_shard: problems per shard, the most that a killed process loses.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -166,18 +166,18 @@ class ProblemSettings(BaseModel):
 
 
 class CollectSettings(BaseModel):
-    """Trajectories and states: the request quantile is frozen on validation problems.
+    """Trajectories and states; the request threshold is fixed on validation problems.
 
     Attributes:
-        max_new_tokens: of a trajectory at most.
-        top_k: size of the softmax that the entropy is taken over.
-        quantile: of the entropies of the validation trajectories: the request threshold is there.
-        max_states: of a trajectory at most.
+        max_new_tokens: maximum tokens of a trajectory.
+        top_k: number of largest logits that the entropy is taken over.
+        quantile: quantile of the validation trajectories' entropies that becomes the request threshold.
+        max_states: maximum states of a trajectory.
         slm_k: the SLM's candidates in a pool.
         deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
-            run's threshold; its states are trained on as well. None for the SLM's own.
-        tested: folder of a finished run, set by `futurebridge rollouts`: states are of the problems of the benchmarks
-            then, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
+            run's threshold; that run's states are trained on as well. None for the SLM's own trajectories.
+        tested: folder of a finished run, set by `futurebridge rollouts`: the states then come from the benchmarks'
+            problems, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -195,9 +195,9 @@ class SpanSettings(BaseModel):
     """How much the LLM offers at an event, as in `fb_core.spans.Span`; one token is the published method.
 
     Attributes:
-        tokens: at most, its candidate included; None for any number.
-        delimiter: text of the tokens that a span ends behind; None for none.
-        agree: whether it ends ahead of the first token that the SLM would write itself.
+        tokens: maximum tokens, the LLM's candidate included; None for any number.
+        delimiter: a span ends after a token whose text contains this; None for no delimiter.
+        agree: whether a span ends before the first token that the SLM would write itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -208,12 +208,12 @@ class SpanSettings(BaseModel):
 
 
 class FutureSettings(BaseModel):
-    """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own.
+    """The LLM's greedy continuations, its candidates at their first position, and the tail of its own candidate.
 
     Attributes:
-        max_new_tokens: of a continuation at most.
+        max_new_tokens: maximum tokens of a continuation.
         llm_k: the LLM's candidates in a pool.
-        span: how much it offers at an event.
+        span: how much the LLM offers at an event.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -224,13 +224,13 @@ class FutureSettings(BaseModel):
 
 
 class SampleSettings(BaseModel):
-    """Sampled continuations, where a run wants other futures than the LLM's greedy ones.
+    """Sampled continuations, for runs that use other futures than the LLM's greedy ones.
 
     Attributes:
-        llm: the LLM's samples of a state at most, drawn until one is right and one is wrong.
-        llm_temperature: of these, over its whole distribution.
-        slm: the SLM's own samples of a state.
-        slm_temperature: of these.
+        llm: maximum LLM samples per state, drawn until one is right and one is wrong.
+        llm_temperature: temperature of the LLM's samples, over its whole distribution.
+        slm: the SLM's own samples per state.
+        slm_temperature: temperature of the SLM's samples.
         seed: of all samples.
     """
 
@@ -247,13 +247,13 @@ class ScoreSettings(BaseModel):
     """The [K, horizon] matrices.
 
     Attributes:
-        horizon: future tokens scored; states with shorter futures are left out.
-        token_budget: rows of a packed forward at most; "auto" sets it once from the memory that is free.
-        pool: the candidates scored, trained on and deployed: of both models, of one of them, or ("slm-wide") as many of
-            the SLM's as both together may propose.
-        future: what stands behind them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
-            sample from the bare state ("own"); or, on the states that have all of these, that same continuation
-            ("verified"), the LLM's first sample whose answer is right ("sampled"), its first one whatever its answer
+        horizon: number of future tokens scored; states with shorter futures are left out.
+        token_budget: maximum rows of a packed forward; "auto" sets it once from the free memory.
+        pool: the candidates that are scored, trained on and deployed: those of both models, of one of them, or
+            ("slm-wide") as many of the SLM's as both models together may propose.
+        future: what follows the candidates: the LLM's greedy continuation if it is right ("llm"), the SLM's own correct
+            sample from the bare state ("own"); or, on the states that have all of the following, that same continuation
+            ("verified"), the LLM's first sample with a right answer ("sampled"), its first one with any answer
             ("unverified"), its first wrong one ("incorrect"), the continuation of another problem's state
             ("cross-state"), the verified one's tokens in a random order ("shuffled").
     """
@@ -267,14 +267,14 @@ class ScoreSettings(BaseModel):
 
 
 class RolloutSettings(BaseModel):
-    """Greedy rollouts of the SLM behind every candidate.
+    """Greedy rollouts of the SLM after every candidate.
 
     Attributes:
-        validation: share of the held-out states, for the diagnostics.
-        train: share of the training states, for the calibrated target.
-        benchmark_problems: so many of each benchmark, drawn by the seed of the problems, whose states are rolled out as
-            well once a reranker is chosen; 0 for none.
-        minimum_mixed: training states whose candidates differ in outcome that a calibration needs.
+        validation: share of the held-out states to roll out, for the diagnostics.
+        train: share of the training states to roll out, for the calibrated target.
+        benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
+            also rolled out once a reranker is chosen; 0 for none.
+        minimum_mixed: minimum number of training states with different outcomes that a calibration needs.
         seed: of the choice of states.
     """
 
@@ -291,30 +291,31 @@ class TrainSettings(BaseModel):
     """The sweep of rerankers: horizons times seeds, on one data order.
 
     Attributes:
-        horizons: tokens of the future that make a target; a run of the sweep for each, with each seed.
+        horizons: future tokens that a target is made from; the sweep has one run for each horizon and seed.
         seeds: of initialisation and dropout.
-        target: softmax of the standardised compatibility ("future"); what six numbers make of compatibility and both
-            models' log-probs so that the mass falls on candidates whose rollouts are right ("calibrated"); the LLM's
-            best candidate, with the loss of S2T-Local ("select").
+        target: softmax of the standardised compatibility ("future"); a fit of six numbers to compatibility and both
+            models' log-probs that puts the mass on candidates whose rollouts are right ("calibrated"); the LLM's best
+            candidate, with the loss of S2T-Local ("select").
         temperature: of the soft targets of "future".
         alpha: share of the future's score in the hybrid target of "future"; 1 is the published one.
-        hindsight: for "future", early tokens whose loss common to all candidates but the LLM's own is given back.
+        hindsight: for "future", number of early tokens at which the loss that all candidates but the LLM's own have in
+            common is added back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
         features: candidate features in the scalar head, by name.
         rank: of the LoRA adapter.
         lora_alpha: the adapter is scaled by this divided by the rank.
-        dropout: on its input.
-        learning_rate: of AdamW, at its largest.
+        dropout: on the adapter's input.
+        learning_rate: peak learning rate of AdamW.
         weight_decay: of AdamW.
         warmup: share of the steps in which the learning rate rises.
-        clip: norm that gradients are cut to.
-        groups_per_step: groups of an optimiser step.
+        clip: maximum gradient norm.
+        groups_per_step: groups per optimiser step.
         epochs: passes over the training states.
         order_seed: of the order of the trajectories, the same for all runs.
-        microbatches: pieces of a step; as many processes can share it.
-        checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
-        tracker: what is sent loss, learning rate, gradient norm and validation figures, with every checkpoint; None for
-            nothing.
+        microbatches: pieces of a step; up to this many processes can share it.
+        checkpoint_steps: optimiser steps between two checkpoints, the most that a killed process loses.
+        tracker: experiment tracker that gets loss, learning rate, gradient norm and validation figures at every
+            checkpoint; None for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -359,17 +360,18 @@ class TrainSettings(BaseModel):
 
 
 class ChoiceSettings(BaseModel):
-    """How training ends: recipes that compete on held-out problems, and the evidence that one needs to be deployed.
+    """How training ends: recipes compete on held-out problems, and one needs this evidence to be deployed.
 
     Attributes:
         trained: rerankers that compete with the run's own: with candidate features, with the calibrated target.
-        certainties: of overrides that are tried.
-        values: heads fitted to rollouts that are tried.
-        ask: whether gates ahead of the LLM are tried.
-        tried: recipes decoded on validation problems, those that rollouts speak for.
-        tested: of these the best, held against greedy decoding and the direct LLM score on the certification problems.
-        delta: how far below either a recipe may be, as a share of the problems.
-        level: one less the chance that any recipe that is worse than that may be deployed.
+        certainties: certainties of the overrides to try.
+        values: heads fitted to rollouts to try.
+        ask: whether to try gates that decide before the LLM is asked.
+        tried: number of recipes decoded on validation problems, the best according to rollouts.
+        tested: number of the best of these, tested against greedy decoding and the direct LLM score on the
+            certification problems.
+        delta: how far below either of the two a recipe may be, as a share of the problems.
+        level: 1 minus the allowed probability of deploying a recipe that is worse than that.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -388,8 +390,8 @@ class SelectionSettings(BaseModel):
     """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
 
     Attributes:
-        problems: how many of them each reranker decodes, the same for all and drawn by the seed of the problems; all of
-            them, where left out, as published.
+        problems: how many of them each reranker decodes, the same ones for all, drawn by the seed of the problems. If
+            left out, all of them, as published.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -398,15 +400,15 @@ class SelectionSettings(BaseModel):
 
 
 class EvaluateSettings(BaseModel):
-    """What the chosen reranker is tried on.
+    """What the chosen reranker is evaluated on.
 
     Attributes:
         benchmarks: known sets, local files, or the demo's own.
-        limit: the first so many problems of each alone.
-        max_new_tokens: of an answer at most.
-        max_events: of an answer at most.
+        limit: use only this many problems of each benchmark, the first ones.
+        max_new_tokens: maximum tokens of an answer.
+        max_events: maximum events of an answer.
         certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
-        per_shard: problems of one shard, of which up to 64 decode at once.
+        per_shard: problems per shard; up to 64 of them decode at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -423,13 +425,13 @@ class RouterSettings(BaseModel):
     """The network of R2R and its training; the defaults are the published ones.
 
     Attributes:
-        problems: training problems whose LLM solutions are labelled token by token, a fifth of them held out.
+        problems: number of training problems whose LLM solutions are labelled token by token, a fifth of them held out.
         width: of its layers.
-        blocks: how many layers it has.
+        blocks: number of layers.
         epochs: passes over the labelled tokens.
-        batch_size: tokens of a step.
+        batch_size: tokens per step.
         learning_rate: of AdamW.
-        min_recall: of divergent held-out tokens, which sets the threshold.
+        min_recall: minimum recall of divergent held-out tokens; it sets the threshold.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -451,16 +453,17 @@ def _known_method(name: Any) -> Any:
 
 
 class CompareSettings(BaseModel):
-    """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
+    """The methods that are compared on the benchmarks of `evaluate`, in batches.
 
     Attributes:
-        methods: which of them; all, where left out.
-        external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
-        votes: samples of a majority.
+        methods: which methods; all if left out.
+        external: checkpoints that replace the SLM and decode alone, by the name of their method.
+        votes: samples per problem for majority voting.
         router: the router of R2R.
-        delimiter: text behind which a step of SpecReason ends.
-        judge: what stands between such a step and its score; None for plain words.
-        timed: problems of the first benchmark that are decoded one at a time for the table of costs.
+        delimiter: text after which a step of SpecReason ends.
+        judge: the prompt between such a step and its score; None for a chat turn if the tokenizer is of Qwen's kind,
+            else plain words.
+        timed: number of problems of the first benchmark that are decoded one at a time for the table of costs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -488,12 +491,12 @@ class ExperimentSettings(BaseModel):
     Attributes:
         alphas: shares of the future's score in the hybrid target.
         temperatures: of the soft targets.
-        quantiles: of the request policy, at each of which states, futures and rerankers are made again.
+        quantiles: of the request policy; states, futures and rerankers are made again for each.
         certainty: probability above which the override takes the LLM's token.
         hindsight: early tokens of the hindsight baseline.
-        spans: tokens that the LLM offers at an event at most; the largest also bounds those that end where the SLM
+        spans: maximum tokens that the LLM offers at an event; the largest also bounds the spans that end where the SLM
             agrees.
-        delimiter: text behind which a step ends, as a span may.
+        delimiter: text after which a step ends, for the spans of one step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -511,9 +514,9 @@ class VerifierSettings(BaseModel):
     """The processes that judge answers.
 
     Attributes:
-        workers: how many there are.
+        workers: number of processes.
         timeout: seconds of CPU time for one answer.
-        memory_bytes: that one may use.
+        memory_bytes: address space of one process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -524,7 +527,7 @@ class VerifierSettings(BaseModel):
 
 
 class RunSettings(BaseModel):
-    """A whole run, as a YAML file says it; what is left out has the published value."""
+    """A whole run, as in a YAML file; what is left out has the published value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -567,18 +570,18 @@ class RunSettings(BaseModel):
 
     @classmethod
     def load(cls, source: str, changes: Sequence[str] = ()) -> RunSettings:
-        """From a YAML file, or from one shipped under that name, such as tiny or qwen3-1.7b.
+        """Load a YAML file, or shipped settings by name, such as tiny or qwen3-1.7b.
 
-        A file may name another as its `base`: what it leaves out is as there.
+        A file may name another as its `base`, from which it takes what it leaves out.
 
         Args:
             source: the file or the name.
-            changes: "key=value" each, such as "train.rank=32": a dotted key, and in YAML what it holds instead. A later
-                one goes over an earlier one; of a section, the keys that it leaves out stay.
+            changes: "key=value" each, such as "train.rank=32": a dotted key and its new value in YAML. A later change
+                overrides an earlier one; a change of a section keeps the keys that it leaves out.
 
         Raises:
             OSError: no such file, and none shipped under that name.
-            ValueError: no YAML, or settings that do not fit.
+            ValueError: not YAML, or settings that do not fit.
         """
         values = _read_yaml(source)
         if isinstance(values, dict) and "base" in values:
@@ -590,11 +593,11 @@ class RunSettings(BaseModel):
 
 
 class Slice:
-    """Some of a run's settings, by section and frozen; to read another one is an AttributeError.
+    """Some of a run's settings, by section and frozen; reading any other is an AttributeError.
 
     Args:
-        settings: all of them, or those of a section.
-        names: of sections, or of parts of them, such as "train" and "collect.max_states".
+        settings: all settings, or those of a section.
+        names: sections or parts of them, such as "train" and "collect.max_states".
     """
 
     def __init__(self, settings: BaseModel, names: Iterable[str]) -> None:
@@ -612,7 +615,7 @@ class Slice:
 
 
 def counted(part: BaseModel | Slice) -> dict[str, Any]:
-    """The settings that results depend on, by name: all but the free ones."""
+    """The settings that results depend on, by name."""
     kind = vars(part)["_kind"] if isinstance(part, Slice) else type(part)
     return {
         name: counted(value) if isinstance(value, BaseModel | Slice) else value
@@ -622,18 +625,18 @@ def counted(part: BaseModel | Slice) -> dict[str, Any]:
 
 
 def as_yaml(settings: RunSettings) -> str:
-    """All settings, those that were left out included, as a file that `RunSettings.load` takes."""
+    """All settings, defaults included, as a file that `RunSettings.load` takes."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def first_words(name: str) -> str:
-    """What the first line of shipped settings says of them."""
+    """The description in the first line of shipped settings."""
     text = (resources.files("fb_core") / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def _read_yaml(source: str) -> Any:
-    """What a YAML file holds, or one shipped under that name."""
+    """The content of a YAML file, or of one shipped under that name."""
     path = Path(source)
     shipped = resources.files("fb_core") / "configs"
     if not path.is_file() and str(path.parent) in (".", "configs"):
@@ -648,7 +651,7 @@ def _read_yaml(source: str) -> Any:
 
 
 def _change(change: str) -> Any:
-    """What a file would hold that says "key=value" alone."""
+    """The content of a file with "key=value" alone."""
     key, equals, text = change.partition("=")
     if not equals or not all(parts := key.strip().split(".")):
         raise ValueError(f"--set: expected KEY=VALUE such as train.rank=32, got {_shown(change)}; name key and value")
@@ -660,7 +663,7 @@ def _change(change: str) -> Any:
 
 
 def _over(base: Any, values: Any) -> Any:
-    """Values over those of a base, key by key."""
+    """Values that override those of a base, key by key."""
     if not (isinstance(base, dict) and isinstance(values, dict)):
         return values
     return base | {key: _over(base.get(key), value) for key, value in values.items()}
@@ -686,12 +689,12 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
     """Settings from plain values.
 
     Args:
-        kind: of the settings.
+        kind: class of the settings.
         values: by key.
-        source: the file that they are from, or "" for options of a command.
+        source: the file that they come from, or "" for options of a command.
 
     Raises:
-        ValueError: values that do not fit, a line each: file, key, what is expected, what was found.
+        ValueError: values that do not fit, one line each: file, key, what is expected, what was found.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
@@ -737,14 +740,14 @@ def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list
 
 
 def _shown(value: Any) -> str:
-    """A value in an error; not what may hold a secret."""
+    """A value as shown in an error; hidden if it may contain a secret."""
     if any(mark in str(value) for mark in ("://", "@")):
         return "what looks like a URL, which may hold a secret"
     return reprlib.repr(value)[:80]
 
 
 def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names and values of the integers that 64 bits do not hold."""
+    """Dotted names and values of the integers that do not fit in 64 bits."""
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, BaseModel):
@@ -755,7 +758,7 @@ def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:
-    """Where an error is, without the names that pydantic gives to the kinds of a union."""
+    """The place of an error, without the names that pydantic gives to the members of a union."""
     place: list[str | int] = []
     for part in loc:
         inside = isinstance(values, Mapping) or (isinstance(values, Sequence) and not isinstance(values, str))
@@ -770,7 +773,7 @@ def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:
 
 
 def _nearest(kind: type[BaseModel], place: Sequence[str | int]) -> str:
-    """The known keys that an unknown one may stand for, as the end of a sentence."""
+    """The known keys that are closest to an unknown one, as the end of a sentence."""
     known = list(_keys(kind))
     here, name = ".".join(map(str, place[:-1])), str(place[-1])
     beside = [key for key in known if key.rpartition(".")[0] == here]
@@ -781,7 +784,7 @@ def _nearest(kind: type[BaseModel], place: Sequence[str | int]) -> str:
 
 
 def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
-    """Dotted names of all keys of settings."""
+    """The dotted names of all keys of settings."""
     for name, field in kind.model_fields.items():
         yield before + name
         for part in (field.annotation, *get_args(field.annotation)):

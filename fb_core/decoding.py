@@ -31,14 +31,14 @@ MAX_LENGTH = 8192
 class Usage(NamedTuple):
     """What one generation asked of the LLM."""
 
-    calls: int  # requests; what is written behind an event's candidates belongs to the event's
+    calls: int  # requests; writing the tails of an event's candidates is part of its request
     pool: float | None  # candidates an event, on average
     appended: int  # tokens chosen at events
-    suffix: int  # tokens that the LLM wrote behind those and that stand there: tails of chosen spans, a takeover's rest
+    suffix: int  # tokens that the LLM wrote after those and that were kept: tails of chosen spans, a takeover's rest
 
     @classmethod
     def of(cls, events: Sequence[Event], new_tokens: int) -> Usage:
-        """By the events of a generation of so many tokens."""
+        """From the events of a generation of `new_tokens` tokens."""
         sizes = [len(event.pool) for event in events]
         calls = sum(event.asked for event in events)
         chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # not the SLM's token alone
@@ -48,7 +48,7 @@ class Usage(NamedTuple):
 
 @dataclass
 class Generation:
-    """What a method made of one prompt."""
+    """What a method generated for one prompt."""
 
     token_ids: Tensor  # [n] int64, new tokens only, the end-of-sequence token included
     events: list[Event]
@@ -56,56 +56,57 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """What it asked of the LLM; a method whose LLM does more than propose at events has a class of its own."""
+        """What it asked of the LLM; a method whose LLM does more than propose at events has its own subclass."""
         return Usage.of(self.events, len(self.token_ids))
 
 
 class CollaborativeDecoder:
-    """Greedy decoding by the SLM; where its entropy exceeds the policy's threshold, a selector takes the next token.
+    """Greedy decoding by the SLM; where its entropy exceeds the policy's threshold, a selector picks the next token.
 
-    At an event the LLM is asked for its candidates and for the log-probabilities of the SLM's; log p_S and log p_T are
-    known for every candidate of the pool. An end-of-sequence token of either model ends a generation, whoever wrote it.
-    Where spans are longer than a token, the LLM's likeliest candidate carries what the LLM writes behind it, and is
-    chosen with it or not at all; a span is one event and ends where its sequence does.
+    At an event the LLM gives its candidates and the log-probabilities of the SLM's candidates, so log p_S and log p_T
+    are known for the whole pool. An end-of-sequence token of either model ends a generation, whichever model wrote it.
+    If spans may be longer than one token, the LLM continues from its likeliest candidate, and that candidate and its
+    tail are chosen together or not at all. A span is one event and ends at the latest with its sequence.
 
-    Safe to share between threads where `llm` and `selector` are, as this library's own are: it keeps nothing between
-    calls. A transformers model runs in many threads, but must not be scored by its own modules meanwhile: a
-    `CompatibilityScorer` or a span that ends by agreement switches the attention of a family without a native decoder.
+    Safe to share between threads if `llm` and `selector` are, as this library's own are: it keeps nothing between
+    calls. A transformers model may run in many threads, but must not be scored at the same time: for families without a
+    native decoder, a `CompatibilityScorer` or a span that ends by agreement switches the model's attention.
 
     Args:
         slm: the small model, in eval mode; it is never changed.
-        llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`. None for the SLM's own pool,
-            whose llm_logprob is NaN then, or where max_events is 0.
-        selector: takes one candidate of the pool; None where max_events is 0.
-        policy: when to ask; a subclass's own `asks` and `entropy` decide.
+        llm: where candidates come from; a transformers model is wrapped in a `LocalLLM`. May be None for pool "slm",
+            whose llm_logprob is then NaN, or if max_events is 0.
+        selector: picks one candidate of the pool; may be None if max_events is 0.
+        policy: when to ask; a subclass may override `asks` and `entropy`.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
-        slm_k: candidates of the SLM, clamped to the vocabulary.
-        llm_k: candidates of the LLM, clamped likewise.
-        max_events: the first so many admitted events of a generation are served, then the SLM decodes alone.
-        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary: then the
-            models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
-            models must take equally many ids. Texts are decoded by it.
-        batch_tokens: the most tokens, padding and new ones included, that one batch of `generate_many` may hold.
-        max_length: where given, sequences of up to so many tokens (the models' positions bound them too) run in the
-            fast loop: keys and values lie in pages, a step is always the same operations on the device, a reranker of
-            scope "candidate" runs with merged weights over the very same pages, and a large model in this process is
-            kept in step. Tokens and events stay the same, to rounding. Families other than Llama, Mistral, Qwen2 and
-            Qwen3 run as without it; a warning says so. Of threads that share such a decoder one generates at a time
-            and the others wait, `on_token` and streamers being part of that turn (`Engine` takes all of them at once).
+        slm_k: number of SLM candidates, clamped to the vocabulary.
+        llm_k: number of LLM candidates, clamped likewise.
+        max_events: maximum events of a generation; after that many the SLM decodes alone.
+        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary. The models'
+            embeddings may then be padded differently, and ids beyond the tokenizer's are never used. Without a
+            tokenizer, both models must take the same number of ids. It also decodes the texts.
+        batch_tokens: maximum tokens of one batch of `generate_many`, padding and new tokens included.
+        max_length: if given, sequences of up to this many tokens (the models' positions are a limit too) run in the
+            fast loop: keys and values are paged, every step runs the same device operations, a reranker of scope
+            "candidate" runs with merged weights over the same pages, and a large model in this process is kept in step.
+            Tokens and events stay the same, up to rounding. Families other than Llama, Mistral, Qwen2 and Qwen3 run as
+            without it, with a warning. If threads share such a decoder, one generates at a time and the others wait,
+            also for its `on_token` and streamers (an `Engine` runs them all at once).
         max_batch: prompts that `generate_many` runs together in the fast loop.
         kv_memory: bytes for keys and values of the models in this process; None for what `max_batch` sequences of
-            `max_length` tokens need, half of the memory that is free at most.
-        prefill_tokens: of prompts that enter between two steps of the fast loop while others run: what those wait for.
-        on_llm_error: what an LLM that does not answer (an OSError, as `ServerError` is) means: "raise" ends the call
-            with its error; "slm" appends the SLM's own token and marks the event by its `error`. All events of a step
-            are asked for in one call and share its failure. A marked event counts among `max_events`, and the next one
+            `max_length` tokens need, but at most half of the free memory.
+        prefill_tokens: prompt tokens that the fast loop prefills between two steps while other sequences wait.
+        on_llm_error: what to do if the LLM does not answer (an OSError, such as `ServerError`): "raise" ends the call
+            with that error; "slm" appends the SLM's own token and records the error in the event's `error`. All events
+            of a step share one call and its failure. A failed event counts towards `max_events`, and the next event
             asks again.
         span: how much the LLM offers at an event; one token if left out.
 
     Raises:
-        TypeError: `slm` is not a transformers model, or another argument not of its kind.
-        ValueError: another vocabulary, a model in training mode, a reranker made on another model, an argument out of
-            range, or for buffers a policy with its own `asks` or `entropy`, since the device compares with a threshold.
+        TypeError: `slm` is not a transformers model, or another argument has the wrong type.
+        ValueError: models with different vocabularies, a model in training mode, a reranker made on another model, an
+            argument out of range, or, with `max_length`, a policy that overrides `asks` or `entropy` (there the device
+            compares with a threshold).
     """
 
     def __init__(
@@ -188,12 +189,12 @@ class CollaborativeDecoder:
 
     @property
     def llm(self) -> LLM | None:
-        """Where candidates come from: the given one, kept in step where it can be."""
+        """Where candidates come from: the given LLM, kept in step where possible."""
         return self.intervention.llm
 
     @property
     def selector(self) -> Selector | None:
-        """Who takes a candidate: the given one, over the decoder's pages where it can be."""
+        """What picks a candidate: the given selector, run over the decoder's pages where possible."""
         return self.intervention.selector
 
     def generate(
@@ -207,16 +208,16 @@ class CollaborativeDecoder:
 
         Args:
             input_ids: [P] or [1, P] int64 on the SLM's device, at least one.
-            max_new_tokens: the most tokens to generate; the model's positions bound it too.
-            on_token: called with each token as it is appended, and with its event where it is the first of one.
+            max_new_tokens: maximum tokens to generate; the model's positions are a limit too.
+            on_token: called with each token as it is appended, and with its event if it is the first token of one.
 
         Returns:
             The new tokens, the end-of-sequence token included, and the events.
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: no ids, one outside the vocabulary, another device or shape, a prompt that leaves no position
-                for a new token, max_new_tokens below 1, a model in training mode, or logits that are NaN at a step.
+            ValueError: no ids, one outside the vocabulary, the wrong device or shape, a prompt that leaves no position
+                for a new token, max_new_tokens below 1, a model in training mode, or NaN logits at a step.
             OSError: the LLM did not answer, unless `on_llm_error` is "slm". The decoder stays usable.
         """
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1:
@@ -234,15 +235,15 @@ class CollaborativeDecoder:
     def generate_many(
         self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096, *, until: float = float("inf")
     ) -> list[Generation]:
-        """Decode many prompts in lockstep, in left-padded batches; each comes out as `generate` would have it.
+        """Decode many prompts in lockstep, in left-padded batches; each gives the result of `generate`.
 
-        The LLM is asked once a step for all prompts of a batch: where that fails, it fails for each of them. In the
-        fast loop `max_batch` of them run together, each of which asks for itself.
+        The LLM is asked once per step for all prompts of a batch; if the call fails, it fails for each of them. In the
+        fast loop `max_batch` prompts run together and each asks by itself.
 
         Args:
             prompts: [P] int64 each, of any lengths.
-            max_new_tokens: the most tokens to generate for each.
-            until: a generation also ends behind the last token of this event, counted from 1.
+            max_new_tokens: maximum tokens to generate for each.
+            until: a generation also ends after the last token of this event, counted from 1.
 
         Raises:
             TypeError: as `generate`.
@@ -255,8 +256,8 @@ class CollaborativeDecoder:
         """A callable for `decoder.slm.generate(..., custom_generate=decoder.as_custom_generate())`.
 
         The length limits, stopping criteria, EOS tokens, left padding and streamer (one prompt) given to `generate` are
-        honoured. Decoding stays greedy between events, with one beam: logits processors and sampling settings do not
-        act. Returned are the prompts and their new tokens, [B, P + n], padded on the right, as a tensor even where
+        honoured. Decoding stays greedy between events, with one beam; logits processors and sampling settings are
+        ignored. It returns the prompts and their new tokens, [B, P + n], padded on the right, as a tensor even if
         `return_dict_in_generate` is set.
         """
 
@@ -319,16 +320,15 @@ class CollaborativeDecoder:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes set aside beside the models: "buffers" of keys and values, "merged" weights, captured "graphs"."""
+        """Bytes allocated in addition to the models: "buffers" of keys and values, "merged" weights, CUDA "graphs"."""
         return {"buffers": 0, "merged": 0, "graphs": 0} if self.loop is None else self.loop.memory
 
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
-        """Take another reranker, from a PEFT directory, in the memory of the one at work: no graph is captured anew.
+        """Load another reranker from a PEFT directory into the memory of the current one; no graph is recaptured.
 
         Raises:
-            OSError: no adapter there.
-            ValueError: no reranker runs on buffers, the adapter is of scope "sequence" or for another model, or a call
-                from inside a generation.
+            ValueError: no adapter there, a decoder without a merged reranker, an adapter of scope "sequence", for
+                another model or with a chosen recipe, or a call from inside a generation.
         """
         if self.loop is None or self.loop.merged is None:
             raise ValueError(
@@ -344,7 +344,7 @@ class CollaborativeDecoder:
         max_new_tokens: int,
         told: Callable[[hf.Running], bool],
     ) -> Generation:
-        """As `generate`; `told` hears of every token, and True ends it."""
+        """As `generate`; `told` is called after every token, and ends the generation by returning True."""
         return self._decode([input_ids], max_new_tokens, told=told)[0]
 
     def _decode(
@@ -355,7 +355,7 @@ class CollaborativeDecoder:
         events: float = float("inf"),
         told: Callable[[hf.Running], bool] | None = None,
     ) -> list[Generation]:
-        """By either loop; the arguments are those of `hf.Stop`."""
+        """Decode by either loop; the arguments are those of `hf.Stop`."""
         hf.check_decodable("slm", self.slm)
         check_max_new_tokens(max_new_tokens)
         checked = checked_prompts("input_ids", prompts, self.slm, room=1)
@@ -369,12 +369,12 @@ class CollaborativeDecoder:
         return [self.generation(row) for row in rows]
 
     def generation(self, row: hf.Running) -> Generation:
-        """What a sequence has become."""
+        """The result of a sequence."""
         new = torch.tensor(row.new, device=self.slm.device)
         return Generation(new, row.events, self.pair.text(new))
 
     def _choose(self, stop: hf.Stop, step: hf.Step) -> list[int]:
-        """One token a row: a span's next one, greedy, or the selector's where the policy asks; its event is kept."""
+        """One token per row: a span's next one, or greedy, or the selector's where the policy asks (event kept)."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
         asking = [place for place in asking if not step.rows[place].ahead]
@@ -397,7 +397,7 @@ class CollaborativeDecoder:
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:
-        """Continue prompts by the fast loop, as many at once as it has rows."""
+        """Continue prompts in the fast loop, as many at once as it has rows."""
         loop = self.loop
         assert loop is not None
         check_own(self.policy)
@@ -430,7 +430,7 @@ class CollaborativeDecoder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """This thread's turn at the loop."""
+        """This thread's turn to use the loop."""
         me = threading.get_ident()
         if self._at_work == me:  # it would wait for itself
             raise ValueError(
@@ -446,7 +446,7 @@ class CollaborativeDecoder:
 
 
 class LowLatencyDecoder(CollaborativeDecoder):
-    """A `CollaborativeDecoder` on buffers: its `max_length` is 8192 tokens where left out."""
+    """A `CollaborativeDecoder` in the fast loop: its `max_length` is 8192 tokens if left out."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
 
 
 class Judged(NamedTuple):
-    """What a run knows of a state: the output so far, and by the ids of a candidate B_H and the rollout's outcome."""
+    """What a run knows of a state: the output so far, and for each candidate's ids B_H and the rollout's outcome."""
 
     output: list[int]
     compatibility: dict[tuple[int, ...], float]
@@ -68,7 +68,7 @@ class Known:
     states: Mapping[tuple[str, str, int], Judged]
 
     def of(self, row: Row, event: Event) -> Judged | None:
-        """Of an event that stands at one of these states, None of any other."""
+        """What is known of an event at one of these states; None for any other event."""
         found = self.states.get((row.benchmark, row.problem, event.step))
         return found if found is not None and found.output == row.tokens[: event.step] else None
 
@@ -116,7 +116,7 @@ def _by_ids(pool: Pool, found: Sequence[Value]) -> dict[tuple[int, ...], Value]:
 def explain(
     settings: RunSettings, run: Path, problem: str, console: Console, html: Path | None = None, row: str | None = None
 ) -> None:
-    """Show what was made of a problem: the texts with their events, those with their candidates and scores.
+    """Show how a problem was solved: the texts with their events, and the events' candidates and scores.
 
     Args:
         settings: of the run, for its tokenizer.
@@ -142,7 +142,7 @@ def explain(
 
 
 def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
-    """What finished shards hold of one problem, be the evaluation complete or not; greedy first, then by seed.
+    """The rows of one problem in the finished shards of a complete or partial evaluation; greedy first, then by seed.
 
     Args:
         run: the run's folder.
@@ -189,7 +189,7 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def token_text(token: int, tokenizer: hf.Tokenizer) -> str:
-    """One token with its white space visible; U+FFFD for half a character, <id> where it has no text."""
+    """One token with its white space visible; U+FFFD for a partial character, <id> if it has no text."""
     once, twice = _decode([token], tokenizer), _decode([token, token], tokenizer)
     return escaped(twice[len(once) :], IN_TOKEN) or f"<{token}>"  # the first in a text may lose a space
 
@@ -279,7 +279,7 @@ def _cells(row: Row, event: Event, tokenizer: hf.Tokenizer, known: Known, width:
 
 
 def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console, known: Known = NOTHING) -> None:
-    """Print runs of a problem, as ⟦event⟧¹ in the text and a table an event.
+    """Print runs of a problem, with ⟦event⟧¹ in the text and one table per event.
 
     Args:
         rows: as from `find_rows`.
@@ -313,7 +313,7 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console, k
 
 
 def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer, known: Known = NOTHING) -> str:
-    """The same as one HTML file that needs nothing else: hovering over an event shows its table, a click leads to it.
+    """The same as one self-contained HTML page: hovering over an event shows its table, a click leads to it.
 
     Args:
         rows: as from `find_rows`.

@@ -21,13 +21,13 @@ REMEDY = "name a folder that `train` wrote, such as deployed/seed-0 of a run"
 
 
 def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
-    """The files that an adapter is deployed by, with its model card: no others go to the hub.
+    """The files that an adapter needs for deployment, and its model card; only these go to the hub.
 
     Args:
         directory: as `train` writes it: `deployed/seed-0` or `reranker/seed-0` of a run.
 
     Returns:
-        paths inside the directory, sorted; those of the published adapter inside it included, where it has one.
+        paths inside the directory, sorted, including those of the published adapter inside it if there is one.
 
     Raises:
         ValueError: no adapter, one without a model card, damaged files, or a card that the hub would refuse.
@@ -50,18 +50,18 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def push_to_hub(directory: str | os.PathLike[str], repo_id: str, *, private: bool = False) -> str:
-    """Write an adapter's folder to a repository on the hub, which is made if need be.
+    """Upload an adapter's folder to a repository on the hub, which is created if it does not exist.
 
     Args:
-        directory: as for `deployed_files`, whose files are all that is sent.
+        directory: as for `deployed_files`; only those files are sent.
         repo_id: "owner/name".
-        private: whether the repository must be one that others cannot read.
+        private: whether the repository must be private.
 
     Returns:
         the URL of the commit.
 
     Raises:
-        ValueError: as `deployed_files`, no id of a repository, or a public one where `private` is asked for.
+        ValueError: as `deployed_files`, not a repository id, or a public repository if `private` is set.
         OSError: the hub cannot be reached, or it refuses.
     """
     files = deployed_files(directory)
@@ -101,7 +101,7 @@ def _check_weights(path: Path) -> None:
 
 
 def _check_card(path: Path) -> None:
-    """Refuse a card whose head is no YAML, or names a base model that the hub has no name for."""
+    """Refuse a card whose head is not YAML, or whose base model has no name on the hub."""
     try:
         known = ModelCard.load(path).data.to_dict()
     except (ValueError, yaml.YAMLError) as problem:

@@ -1,4 +1,4 @@
-"""What happens at an event: both models' candidates in one pool, of which a selector takes one."""
+"""What happens at an event: both models' candidates go into one pool, and a selector picks one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Intervention:
         return self.events(states, logits, self.pools(states, logits))
 
     def pools(self, states: Sequence[State], logits: Tensor) -> list[Pool] | OSError:
-        """The candidates of every state, with what the LLM writes behind its own; the LLM is asked once for all.
+        """The candidates of every state, with what the LLM writes after its own; one call of the LLM for all states.
 
         Returns:
-            one pool a state, or why the LLM did not answer.
+            one pool per state, or the error if the LLM did not answer.
 
         Raises:
             OSError: it did not answer, where that ends a generation.
@@ -77,7 +77,7 @@ class Intervention:
         return events
 
     def _with_tails(self, states: Sequence[State], pools: list[Pool], vocabulary: int) -> list[Pool]:
-        """What the LLM writes behind its likeliest candidate of every pool, where spans are longer than a token."""
+        """The pools with what the LLM writes after its likeliest candidate, if spans may be longer than a token."""
         places = {} if self.span.single else {row: pool.large for row, pool in enumerate(pools)}
         asked = [(row, place) for row, place in places.items() if place is not None]
         if not asked:

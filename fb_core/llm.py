@@ -23,7 +23,7 @@ Ids = Tensor | Sequence[int]
 
 
 class Candidates(NamedTuple):
-    """A model's most likely next tokens, and what it thinks of those it was asked about."""
+    """A model's most likely next tokens, and the log-probabilities of the tokens that it was asked about."""
 
     ids: Tensor  # [k] int64, by falling probability, ties to the lowest id
     logprob: Tensor  # [k] float32, nats
@@ -31,34 +31,34 @@ class Candidates(NamedTuple):
 
 
 class LLM(ABC):
-    """A source of candidates and continuations; everything passes by token id, never by text.
+    """A source of candidates and continuations; everything is passed as token ids, never as text.
 
-    One that decoders of several threads share must answer calls from each of them at once.
+    An LLM that decoders in several threads share must accept concurrent calls.
     """
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of ids it takes, None where it cannot be known."""
+        """The number of ids it takes; None if unknown."""
         return None
 
     @property
     def device(self) -> torch.device:
-        """Where its results lie."""
+        """The device of its results."""
         return torch.device("cpu")
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end its continuations, none where they cannot be known."""
+        """The ids that end its continuations; empty if unknown."""
         return frozenset()
 
     @abstractmethod
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
-        """The k most likely tokens after ids, with the log-probabilities of `score_ids` beside them.
+        """The k most likely tokens after ids, and the log-probabilities of `score_ids`.
 
         Args:
             ids: [P] the tokens so far, at least one.
             k: number of candidates, 1 or more; clamped to the vocabulary.
-            score_ids: [n] tokens whose log-probability is wanted too.
+            score_ids: [n] tokens whose log-probabilities are wanted too.
         """
 
     @abstractmethod
@@ -68,27 +68,27 @@ class LLM(ABC):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """`candidates` of many prompts, each with its own `score_ids`."""
+        """`candidates` for many prompts, each with its own `score_ids`."""
         asked = [None] * len(prompts) if score_ids is None else score_ids
         return [self.candidates(ids, k, score) for ids, score in zip(prompts, asked, strict=True)]
 
     def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
-        """`complete` of many prompts, in their order."""
+        """`complete` for many prompts, in their order."""
         return [self.complete(ids, max_new_tokens) for ids in prompts]
 
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
-        """`complete` behind each prefix and one token more, for several such tokens.
+        """`complete` for each prefix extended by one token, for several such tokens.
 
         Args:
             prefixes: [P] the tokens of each so far, at least one.
-            branches: [K] tokens for each prefix, any number of them; each goes on behind its prefix on its own.
-            max_new_tokens: the most tokens behind a branch's first.
+            branches: [K] tokens for each prefix, any number of them; each is continued independently.
+            max_new_tokens: maximum tokens after a branch's first.
 
         Returns:
-            for every prefix K int64 tensors of what follows the branch's token, which is not among it; empty behind one
-            of `ends`, and where it took the last position that the model is known to have.
+            for each prefix K int64 tensors of what follows the branch's token, without that token; empty after one of
+            `ends`, and where the branch's token takes the last position that the model is known to have.
 
         Raises:
             ValueError: not one list of branches for each prefix; the rest as `complete_many`.
@@ -111,19 +111,19 @@ class LLM(ABC):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """Sampled continuations of every prompt, n each; no global random state is read or changed.
+        """Sampled continuations, n per prompt; no global random state is read or changed.
 
         Args:
             prompts: token ids of each prompt.
-            n: samples of one prompt.
-            max_new_tokens: the most tokens of a sample.
+            n: samples per prompt.
+            max_new_tokens: maximum tokens of a sample.
             temperature: divides the logits.
-            top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this much of their probability.
+            top_p: nucleus, in (0, 1]: the fewest of the `top_k` tokens that hold this share of their probability.
             top_k: number of largest logits kept, 0 for all.
-            seed: a sample is a function of it, the prompt's tokens, its number among the n, and who samples.
+            seed: a sample is a function of the seed, the prompt's tokens, its index among the n, and the sampler.
 
         Returns:
-            for every prompt n int64 tensors of new tokens, the end-of-sequence token included.
+            for each prompt n int64 tensors of new tokens, the end-of-sequence token included.
 
         Raises:
             TypeError: ids that are not integers.
@@ -133,11 +133,11 @@ class LLM(ABC):
 
 
 def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room: int) -> list[Tensor]:
-    """Prompts as int64 tensors on the model's device; behind each of them `room` positions are left.
+    """Prompts as int64 tensors on the model's device, each checked to leave `room` positions free.
 
     Raises:
         TypeError: ids that are not integers.
-        ValueError: no ids, one outside the vocabulary, another device or shape, or a prompt that is too long.
+        ValueError: no ids, one outside the vocabulary, the wrong device or shape, or a prompt that is too long.
     """
     limit = hf.max_positions(model)
     checked = [hf.token_ids(name, ids, model) for ids in prompts]
@@ -153,7 +153,7 @@ def checked_prompts(name: str, prompts: Sequence[Ids], model: hf.CausalLM, room:
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """TypeError for no int, ValueError below 1."""
+    """TypeError if not an int, ValueError if below 1."""
     if not isinstance(max_new_tokens, Integral):
         raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
     if max_new_tokens < 1:
@@ -161,7 +161,7 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
 
 
 def check_least(name: str, count: int, least: int) -> None:
-    """ValueError for what is no int, or below the least."""
+    """ValueError if not an int, or below the least."""
     if not isinstance(count, Integral) or count < least:
         raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
 
@@ -178,7 +178,7 @@ def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None
 
 
 def _check_branches(prefixes: Sequence[Ids], branches: Sequence[Ids]) -> None:
-    """ValueError where there is not one list of branches for each prefix."""
+    """ValueError if there is not one list of branches for each prefix."""
     if len(branches) != len(prefixes):
         raise ValueError(
             f"branches: expected one list for each of {len(prefixes)} prefixes, got {len(branches)}; pass [] for none"
@@ -196,7 +196,7 @@ def seeded(seed: int, tokens: Sequence[int], stream: int = 0) -> random.Random:
 
 @dataclass
 class _Seen:
-    """The last query: its tokens, their cache and the logits behind them."""
+    """The last query: its tokens, their cache and the logits after them."""
 
     ids: Tensor
     cache: hf.Cache
@@ -207,18 +207,18 @@ class LocalLLM(LLM):
     """A Hugging Face causal LM in this process.
 
     `candidates` keeps the KV cache of its last query: a query that extends it costs one forward of the new tokens, the
-    same query again costs none, any other starts fresh. The `*_many` forms run left-padded batches of similar lengths,
-    and those that write compute equal prompts of a batch once.
+    same query again costs nothing, any other starts afresh. The `*_many` methods run left-padded batches of similar
+    lengths; those that generate compute equal prompts of a batch once.
 
-    Safe to share between threads: `candidates` takes turns, nothing else is kept between calls.
+    Safe to share between threads: calls of `candidates` take turns, and nothing else is kept between calls.
 
     Args:
         model: in eval mode; it is never changed.
-        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
-        valid_vocab: ids from here on are padding of the embedding and are never proposed; None for none.
+        batch_tokens: maximum tokens of one batch, padding and new tokens included.
+        valid_vocab: ids from this one on are padding of the embedding and are never proposed; None if there is none.
 
     Raises:
-        TypeError: not a transformers model, or valid_vocab no int.
+        TypeError: not a transformers model, or a valid_vocab that is not an int.
         ValueError: a model in training mode, or an argument out of range.
     """
 
@@ -248,11 +248,11 @@ class LocalLLM(LLM):
         return hf.eos_ids(self.model)
 
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
-        """As `LLM.candidates`, from the cache of the last query where this one extends it.
+        """As `LLM.candidates`, from the cache of the last query if this one extends it.
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: no ids, one outside the vocabulary, another device, a prompt beyond the model's positions, k
+            ValueError: no ids, one outside the vocabulary, the wrong device, a prompt beyond the model's positions, k
                 below 1, a model in training mode, or NaN logits. The object stays usable.
         """
         prompt, scored = self._checked([ids], k, None if score_ids is None else [score_ids])
@@ -276,11 +276,11 @@ class LocalLLM(LLM):
         return self.complete_many([ids], max_new_tokens)[0]
 
     def complete_many(self, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
-        """As `LLM.complete_many`: the argmax at every step, ties to the lowest id; settings of the model do not act.
+        """As `LLM.complete_many`: the argmax at every step, ties to the lowest id; the model's settings are ignored.
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: no ids, one outside the vocabulary, another device, a prompt that leaves no position for a new
+            ValueError: no ids, one outside the vocabulary, the wrong device, a prompt that leaves no position for a new
                 token, max_new_tokens below 1, a model in training mode, or NaN logits.
         """
         return self._continue(prompts, max_new_tokens, self._greedy)
@@ -288,7 +288,7 @@ class LocalLLM(LLM):
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
-        """As `LLM.complete_branches`: what branches of one batch share of their prefixes is computed once.
+        """As `LLM.complete_branches`; what branches of one batch share of their prefixes is computed once.
 
         Raises:
             TypeError: ids that are not integers.
@@ -320,7 +320,7 @@ class LocalLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """As `LLM.sample_many`, the same samples in any batch; raises as that and `complete_many`."""
+        """As `LLM.sample_many`; samples do not depend on the batch. Raises as `LLM.sample_many` and `complete_many`."""
         check_sampling(n, temperature, top_p, top_k)
         kept = min(top_k or self._valid, self._valid)
         checked = checked_prompts("ids", prompts, self.model, room=1)
@@ -356,7 +356,7 @@ class LocalLLM(LLM):
         return checked, [hf.token_ids("score_ids", ids, self.model) for ids in score_ids]
 
     def _in_step(self, ids: Tensor) -> Tensor:
-        """Logits [1, V] behind ids; what was seen is dropped if anything fails on the way."""
+        """Logits [1, V] after ids; the cached query is dropped if anything fails."""
         seen, self._seen = self._seen, None
         if seen is None or len(seen.ids) > len(ids) or not torch.equal(seen.ids, ids[: len(seen.ids)]):
             seen = _Seen(ids[:0], hf.new_cache(), ids)
@@ -387,7 +387,7 @@ class LocalLLM(LLM):
         return ids.tolist()
 
     def _check_finite(self, largest: Tensor) -> None:
-        """NaN counts as the largest logit of its row."""
+        """ValueError for rows whose largest logit is NaN or infinite; a NaN counts as the largest."""
         if not bool(largest.isfinite().all()):
             raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
 

@@ -1,7 +1,7 @@
-"""The model `futurebridge` of EleutherAI's lm-evaluation-harness: log-likelihoods behind shared contexts, and a pair.
+"""The model `futurebridge` for EleutherAI's lm-evaluation-harness: log-likelihoods with shared contexts, and a pair.
 
 Importing this module registers it with lm-eval, which finds models of other packages in no other way: use
-`import fb_core.lm_eval` ahead of `lm_eval.simple_evaluate(model="futurebridge", ...)`, and on a command line
+`import fb_core.lm_eval` before `lm_eval.simple_evaluate(model="futurebridge", ...)`, and on a command line
 `python -m fb_core.lm_eval run --model futurebridge ...`, which is lm-eval's own command with this model in it.
 """
 
@@ -48,27 +48,28 @@ UNSUPPORTED = ("mixed_precision_dtype", "parallelize", "softmax_dtype", "tp_plan
 
 @register_model("futurebridge")
 class FutureBridgeLM(HFLM):
-    """lm-eval's `hf` model, whose log-likelihoods come from packed forwards: each context runs once, without logits.
+    """lm-eval's `hf` model, with log-likelihoods from packed forwards: each context runs once, without logits.
 
     Tokens, the split into context and continuation, truncation, chat templates and generation are those of `hf`;
-    `batch_size` is for generation alone. Log-probs are float32. With a large model beside it, generations are the
-    pair's, by an `Engine`, and log-likelihoods stay the small one's.
+    `batch_size` applies to generation alone. Log-probs are float32. With a large model, the pair generates in an
+    `Engine`; log-likelihoods are still those of the small model.
 
     Args:
         pretrained: a folder, a name on the hub or a loaded transformers model, as for `hf`.
-        token_budget: rows that a forward takes at most; what half the free memory holds by default.
-        llm: the large model that is asked in generations: a folder, a name on the hub, or one that is loaded.
-        adapter: folder of a reranker; without one the large model's own preference decides.
-        certainty: probability above which the large model's token is taken without asking the adapter, where no recipe
-            was chosen for it.
-        recipe: of an adapter that `train` chose a recipe for: that one, or the published one.
-        threshold: entropy in nats above which the large model is asked; the recipe's, or 1, where left out.
-        max_events: of one generation at most; the recipe's, or 8, where left out.
+        token_budget: maximum rows of a forward; by default what fits in half the free memory.
+        llm: the large model that is asked during generation: a folder, a name on the hub, or a loaded model.
+        adapter: folder of a reranker; without one, the large model's own preference decides.
+        certainty: probability above which the large model's token is taken without asking the adapter; only for an
+            adapter without a chosen recipe.
+        recipe: for an adapter with a recipe that `train` chose, that recipe or the published one.
+        threshold: entropy in nats above which the large model is asked. If left out, the recipe's, or 1.
+        max_events: maximum events of one generation. If left out, the recipe's, or 8.
         max_batch: sequences that the pair continues together.
-        options: as for `hf`, but those that make another forward than the plain one of a whole model.
+        options: as for `hf`, except those that change the plain forward of a whole model.
 
     Raises:
-        ValueError: such an option, a model that packing would get wrong, or models that do not belong together.
+        ValueError: such an option, a model that a packed forward would compute wrongly, or models that do not belong
+            together.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class FutureBridgeLM(HFLM):
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What each context is continued by, up to its stop strings: as `hf` has it, or the pair's.
+        """The continuation of each context up to its stop strings, by `hf` or by the pair.
 
         Raises:
-            ValueError: a request to sample, where a pair decodes.
+            ValueError: a request to sample from a pair.
         """
         if self.engine is None:
             return super().generate_until(requests, disable_tqdm)
@@ -147,7 +148,7 @@ class FutureBridgeLM(HFLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of every text; the windows of one longer than the model are its sum."""
+        """The log-likelihood of every text; for a text longer than the model's context, the sum over its windows."""
         texts = [
             [
                 (None, *make_disjoint_window(window))

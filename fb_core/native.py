@@ -1,14 +1,14 @@
-"""The native decoder: one packed forward of the Llama family with fused neighbours, on a model's own weights.
+"""The native decoder: one packed forward of the Llama family with fused operations, on a model's own weights.
 
-Nine operations a layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
-residual additions are part of the norms. The model is read anew for every forward, so whatever was done to it in the
-meantime counts: other values, dtype or device, new parameters. What is not exactly as the family's modules compute it
+Nine operations per layer: norm, q k v, split-norm-rotate, attention, o, norm, gate and up, gated activation, down; the
+residual additions are part of the norms. The model is read again for every forward, so changes to it take effect: other
+values, dtype or device, new parameters. A model that does not compute exactly what the family's modules compute
 (adapters, hooks, quantised layers) has no native decoder.
 
-The projections that are multiplied together lie one behind the other in one storage: on first sight the parameters'
-`data` are moved there, layer by layer, and stay what they were to every other user of the model. There is no second
-copy. What holds the old storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an
-optimiser's flat buffer, another thread in the midst of a forward. Build scorers before these.
+Projections that are multiplied together are adjacent in one storage: on first use the parameters' `data` are moved
+there, layer by layer, and look the same to every other user of the model. There is no second copy. Anything that holds
+the old storage itself does not follow: a CUDA graph captured before, a `state_dict` taken before, an optimiser's flat
+buffer, another thread in the middle of a forward. Make scorers before any of these.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Layer:
 
     @cached_property
     def weights(self) -> LayerWeights:
-        """All of them."""
+        """The weights as `decoder_layer` takes them."""
         return LayerWeights(
             self.input_norm.weight,
             *self.qkv,
@@ -127,13 +127,13 @@ class NativeDecoder:
 
     @classmethod
     def of(cls, model: Any) -> NativeDecoder | None:
-        """Read a Hugging Face causal LM and pack its weights, where they are not packed yet.
+        """Read a Hugging Face causal LM and pack its weights if they are not packed yet.
 
         Args:
             model: a model whose decoder is `model.base_model`.
 
         Returns:
-            the decoder, or None where not everything is as in an unchanged Llama, Mistral, Qwen2 or Qwen3.
+            the decoder, or None if the model is not an unchanged Llama, Mistral, Qwen2 or Qwen3.
         """
         try:
             reader = _Reader(model.base_model)
@@ -147,13 +147,13 @@ class NativeDecoder:
             return None
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's own rotary table in float32, (cos, sin), a row [E] for each of the positions [T]."""
+        """The model's own rotary table in float32: (cos, sin), one row [E] for each of the positions [T]."""
         cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])
         return cos[0], sin[0]
 
     @property
     def frequencies(self) -> tuple[Tensor, float]:
-        """What `rope` is made of: the inverse frequencies [E / 2] and the scale of the tables."""
+        """What `rope` is computed from: the inverse frequencies [E / 2] and the scale of the tables."""
         return self.rotary.inv_freq, self.rotary.attention_scaling  # type: ignore[return-value]
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -331,7 +331,7 @@ def _pack(parts: Sequence[nn.Parameter]) -> None:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether they lie one behind the other in one storage."""
+    """Whether the parts are adjacent in one storage, in order."""
     end, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for part in parts:
         if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():

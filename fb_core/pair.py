@@ -11,21 +11,21 @@ from fb_core.llm import LLM, LocalLLM
 
 
 class Pair:
-    """SLM, LLM and tokenizer, checked once to mean the same by a token id.
+    """SLM, LLM and tokenizer, checked once to share the meaning of token ids.
 
     Args:
         slm: the small model, in eval mode; it is never changed.
-        llm: the large one; a transformers model is wrapped in a `LocalLLM`. None where nobody is asked.
-        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary: then the
-            models' embeddings may be padded differently, and ids beyond the tokenizer's never count. Without one, the
-            models must take equally many ids.
+        llm: the large one; a transformers model is wrapped in a `LocalLLM`. None if no LLM is asked.
+        tokenizer: the one both models use, or the pair (SLM's, LLM's), which must have the same vocabulary. The models'
+            embeddings may then be padded differently, and ids beyond the tokenizer's are never used. Without a
+            tokenizer, both models must take the same number of ids.
 
     Attributes:
         vocabulary: the number of ids that count.
 
     Raises:
-        TypeError: an argument not of its kind.
-        ValueError: another vocabulary, or a model in training mode.
+        TypeError: an argument of the wrong type.
+        ValueError: models with different vocabularies, or a model in training mode.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class Pair:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end what either model writes."""
+        """The ids that end a continuation of either model."""
         return hf.eos_ids(self.slm) | (frozenset() if self.llm is None else self.llm.ends)
 
     def large(self) -> LLM:
-        """The LLM; TypeError where there is none."""
+        """The LLM; TypeError if there is none."""
         if self.llm is None:
             raise TypeError("llm: expected type LLM, got NoneType; pass a LocalLLM or a transformers causal LM")
         return self.llm
 
     def text(self, token_ids: Tensor) -> str | None:
-        """token_ids [n] as text without special tokens, None without a tokenizer."""
+        """token_ids [n] as text without special tokens; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 def known_ids(tokenizer: hf.Tokenizer) -> int:
-    """The number of ids that a tokenizer knows, those between its own included."""
+    """The number of ids that a tokenizer knows, unused ids between them included."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def _common_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None) -> int | None:
-    """The number of ids that both tokenizers know, None without one."""
+    """The number of ids that both tokenizers know; None without a tokenizer."""
     if tokenizer is None:
         return None
     given = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AskHead:
-    """Tells from the SLM's own state, before the LLM is asked, what asking is worth (`fb_core.value.fit_ask`).
+    """Predicts from the SLM's own state, before the LLM is asked, what asking is worth (`fb_core.value.fit_ask`).
 
     Attributes:
-        weight: [D] float32, of the hidden state behind the SLM's final norm.
+        weight: [D] float32, of the hidden state after the SLM's final norm.
         entropy_weight: of the entropy in nats.
         bias: added.
-        least: a state is asked about where its worth is above that.
+        least: the LLM is asked only where the worth is above this.
 
     Raises:
         ValueError: a weight of another shape, or a number that is not finite.
@@ -45,11 +45,11 @@ class AskHead:
             )
 
     def to(self, device: torch.device) -> AskHead:
-        """The head beside a model."""
+        """The head on a device."""
         return replace(self, weight=self.weight.to(device))
 
     def worth(self, hidden: Tensor, entropy: Tensor) -> Tensor:
-        """[n] expected gain in success over the SLM's own token, of hidden [n, D] and entropy [n]."""
+        """[n] expected gain in success over the SLM's own token, from hidden [n, D] and entropy [n]."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return hidden.to(wide) @ self.weight.to(wide) + self.entropy_weight * entropy + self.bias
 
@@ -58,16 +58,16 @@ class AskHead:
 class RequestPolicy:
     """Ask where the entropy of the SLM's `top_k` largest logits exceeds a threshold (strictly).
 
-    A subclass may have its own `entropy` and `asks`: a decoder follows them, but on buffers it refuses.
+    A subclass may override `entropy` and `asks`; a decoder with `max_length` (the fast loop) refuses such a policy.
 
     Attributes:
         threshold: nats; inf never asks, -inf always does.
         top_k: number of largest logits that count, clamped to the vocabulary.
-        ask: where given, also the worth that it sees in asking must be above its least.
+        ask: if given, the worth that it predicts must also be above its `least`.
 
     Raises:
-        TypeError: a threshold that is no number.
-        ValueError: a NaN threshold or one that no float holds, or top_k below 1.
+        TypeError: a threshold that is not a number.
+        ValueError: a NaN threshold or one that a float cannot hold, or top_k below 1.
     """
 
     threshold: float
@@ -93,11 +93,11 @@ class RequestPolicy:
 
         Args:
             entropies: nats at every position of every calibration trajectory, in any shape.
-            quantile: 0 to 1; positions between two samples are interpolated linearly.
+            quantile: 0 to 1; interpolated linearly between two samples.
             top_k: the number of logits that the entropies were taken over.
 
         Raises:
-            TypeError: a quantile that is no number.
+            TypeError: a quantile that is not a number.
             ValueError: no entropies, one that is not finite, or a quantile outside [0, 1].
         """
         if not isinstance(quantile, Real):
@@ -126,10 +126,10 @@ class RequestPolicy:
 
 
 def check_ask(ask: AskHead, slm: hf.CausalLM) -> AskHead:
-    """The head beside the SLM.
+    """The head on the SLM's device.
 
     Raises:
-        ValueError: made for hidden states of another width.
+        ValueError: a head made for hidden states of another width.
     """
     width = slm.get_input_embeddings().weight.shape[1]
     if len(ask.weight) != width:
@@ -141,13 +141,13 @@ def check_ask(ask: AskHead, slm: hf.CausalLM) -> AskHead:
 
 
 def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) -> tuple[list[float], list[int]]:
-    """(entropy of every row in nats, places of the rows that the policy admits and that have events left).
+    """(entropy of every row in nats, indices of the rows that the policy admits and that have events left).
 
     Args:
         policy: when to ask.
-        step: of the rows.
-        logits: [B, V] its logits over the ids that count.
-        budget: the most events of a row.
+        step: the rows' current step.
+        logits: [B, V] the step's logits over the ids that count.
+        budget: maximum events of a row.
 
     Raises:
         ValueError: a row without a softmax.
@@ -166,7 +166,7 @@ def gate(policy: RequestPolicy, step: hf.Step, logits: Tensor, budget: float) ->
 
 
 def not_finite(step: int, prompt: int) -> ValueError:
-    """What a small model without a distribution is told."""
+    """The error for a small model whose logits have no softmax."""
     return ValueError(
         f"slm: expected finite logits, got NaN or infinite ones at step {step} of prompt {prompt}; check its weights "
         "and dtype"

@@ -20,7 +20,7 @@ SLM, LARGE = 1, 2  # source bits
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """The candidates of one event, the SLM's first, none twice."""
+    """The candidates of one event, the SLM's first, no two alike."""
 
     ids: Tensor  # [K] int64
     sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
@@ -33,7 +33,7 @@ class Pool:
 
     @property
     def large(self) -> int | None:
-        """The place of the LLM's likeliest candidate, ties to the lowest id; None where it proposed none."""
+        """The index of the LLM's likeliest candidate, ties to the lowest id; None if the LLM proposed none."""
         proposed = (self.sources & LARGE).bool()
         if not bool(proposed.any()):
             return None
@@ -41,7 +41,7 @@ class Pool:
         return int(self.ids.where(best, self.ids.max() + 1).argmin())
 
     def with_tail(self, place: int, tail: Sequence[int]) -> Pool:
-        """The same with this tail of one candidate and none of the others."""
+        """The same pool with this tail for the candidate at `place` and none for the others."""
         tails = tuple(tuple(tail) if index == place else () for index in range(len(self)))
         return replace(self, tails=tails if tail else ())
 
@@ -68,17 +68,17 @@ class Event:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that were appended, as far as the sequence went on: the chosen one with its tail."""
+        """The chosen id and its tail; fewer of them were appended if the sequence ended before."""
         return [self.token, *(self.tails[self.choice] if self.tails else ())]
 
     @property
     def asked(self) -> bool:
-        """Whether the LLM said anything."""
+        """Whether the LLM answered."""
         return not all(map(math.isnan, self.llm_logprob))
 
     @classmethod
     def of(cls, step: int, entropy: float, pool: Pool, choice: int, scores: Tensor | None = None) -> Event:
-        """Of a choice from a pool."""
+        """The event of a choice from a pool."""
         return cls(
             step,
             entropy,
@@ -93,7 +93,7 @@ class Event:
 
     @classmethod
     def alone(cls, step: int, entropy: float, logits: Tensor, error: str | None = None) -> Event:
-        """Of the SLM's own token, the LLM not heard; logits [V] are the SLM's."""
+        """The event of the SLM's own token, without the LLM; logits [V] are the SLM's."""
         token = int(logits.argmax())  # the first of equal ones
         logprob = float(logits.float().log_softmax(-1)[token])
         return cls(step, entropy, [token], [SLM], [logprob], [math.nan], None, 0, error)
@@ -107,25 +107,25 @@ def candidate_pool(
     slm_k: int = 8,
     llm_k: int = 8,
 ) -> list[Pool]:
-    """The candidates of many states, both models' log-probabilities beside each of them.
+    """The candidates of many states, each with both models' log-probabilities.
 
     A single prompt goes through `llm.candidates`, so that its cache stays in step with the sequence.
 
     Args:
         logits: [n, V] the SLM's at each state, over the ids that both models share.
-        llm: asked for its candidates and for the log-probabilities of the SLM's; None for pool "slm" alone, whose
-            llm_logprob is NaN then.
+        llm: gives its candidates and the log-probabilities of the SLM's; may be None for pool "slm" only, whose
+            llm_logprob is then NaN.
         prompts: the [P] tokens of each state.
         pool: "joint" (the SLM's top slm_k, then what is new in the LLM's top llm_k), "slm" or "llm" (one side alone).
-        slm_k: candidates of the SLM, clamped to V.
-        llm_k: candidates of the LLM, clamped likewise.
+        slm_k: number of SLM candidates, clamped to V.
+        llm_k: number of LLM candidates, clamped likewise.
 
     Returns:
-        one pool a state, on the device of logits.
+        one pool per state, on the device of logits.
 
     Raises:
-        TypeError: no LLM where the pool has candidates of it.
-        ValueError: the LLM proposes nothing below V where the pool is its own, or leaves out log-probabilities.
+        TypeError: no LLM for a pool with candidates of the LLM.
+        ValueError: the LLM proposes no id below V for pool "llm", or leaves out log-probabilities.
     """
     size = logits.shape[-1]
     slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
@@ -154,11 +154,11 @@ def merge_candidates(
 
     Args:
         slm_ids: [n, Ks] int64, by falling probability.
-        answers: the LLM's of each state, with its log-probabilities of the SLM's candidates.
-        vocabulary: ids from here on are not shared and are left out.
+        answers: the LLM's answer for each state, with its log-probabilities of the SLM's candidates.
+        vocabulary: ids from this one on are not shared and are left out.
 
     Returns:
-        (ids [K] int64, source bits [K] int32, log p_T [K] float32) of each state, on the device of slm_ids.
+        for each state (ids [K] int64, source bits [K] int32, log p_T [K] float32), on the device of slm_ids.
 
     Raises:
         ValueError: a state without candidates, or an answer that leaves out log-probabilities.

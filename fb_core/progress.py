@@ -12,7 +12,7 @@ class Board:
     """A bar for every name.
 
     Args:
-        columns: what stands behind each bar and its words.
+        columns: what follows each bar and its words.
         transient: whether the bars go away at the end.
     """
 
@@ -40,7 +40,7 @@ class Board:
         self._bars.stop()
 
     def show(self, name: str, done: int, of: int, words: str | None = None) -> None:
-        """Move a name's bar; words stand behind it until there are others."""
+        """Move a name's bar; the words after it stay until there are others."""
         if self._terminal:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=of, completed=done, words="")
@@ -49,7 +49,7 @@ class Board:
                 self._bars.update(self._tasks[name], words=words)
 
     def say(self, name: str, text: str, *, always: bool = False) -> None:
-        """A line, once as long as a name's text stays the same; on a terminal only if it is said always."""
+        """Print a line, but not again while a name's text stays the same; on a terminal only with `always`."""
         if self._terminal and always:
             self._bars.console.print(f"{name}: {text}", markup=False)
         elif not self._terminal and self._said.get(name) != text:

@@ -1,4 +1,4 @@
-"""Which recipe decides at events: what training chose by evidence, kept with the adapter, and what decodes by it."""
+"""The recipe that decides at events: chosen by training on evidence, saved with the adapter, loaded to decode."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Recipe(BaseModel):
 
     Attributes:
         scores: what ranks the candidates: "slm" log p_S, "llm" log p_T (the direct LLM score), "own" the run's own
-            reranker, as published, or one trained with candidate features or a calibrated target.
-        value: the head that turns scores into worth, None for the scores themselves.
-        certainty: the LLM's token is taken where its probability is above that.
-        ask: whether the LLM is asked only where the SLM's state tells that it is worth it.
+            reranker, as published; the others are rerankers with candidate features or a calibrated target.
+        value: the head that turns scores into worth; None for the scores themselves.
+        certainty: the LLM's token is taken if its probability is above this; None for never.
+        ask: whether the LLM is asked only where the SLM's state predicts that it is worth it.
     """
 
     model_config = _FROZEN
@@ -60,7 +60,7 @@ class Recipe(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        """Whether it is the SLM by itself, which asks nobody."""
+        """Whether it is the SLM alone, which never asks the LLM."""
         return self.scores == "slm" and self.value is None and self.certainty is None
 
     @property
@@ -70,7 +70,7 @@ class Recipe(BaseModel):
 
     @property
     def label(self) -> str:
-        """In words, one for each."""
+        """The recipe in words; no two recipes have the same."""
         if self.greedy:
             return "SLM greedy"
         words = [{"slm": "SLM's token", "llm": "direct LLM score", "own": "plain"}.get(self.scores, self.scores)]
@@ -79,11 +79,11 @@ class Recipe(BaseModel):
         return " + ".join([*words, *(["ask gate"] if self.ask else [])])
 
     def selector(self, reranker: TokenReranker | None = None, value: ValueHead | None = None) -> Selector | None:
-        """What takes a candidate; None of the recipe that asks nobody.
+        """The selector; None for the recipe that never asks.
 
         Args:
-            reranker: of its scores, where one decides.
-            value: the head of its form.
+            reranker: the one whose scores the recipe uses, if it uses one.
+            value: the recipe's head, if it has one.
         """
         if self.greedy:
             return None
@@ -110,18 +110,18 @@ class Difference(BaseModel):
 
 
 class Evidence(BaseModel):
-    """What a recipe was chosen on.
+    """The evidence that a recipe was chosen on.
 
     Attributes:
-        problems: certified on, none of them used for anything before.
-        delta: how far below another recipe it may be, as a share of the problems.
-        level: one less the chance that any recipe that is worse than that may be deployed, for one adapter.
-        tests: recipes among which the error was divided.
+        problems: number of certification problems, not used for anything before.
+        delta: how far below greedy decoding and the direct LLM score it may be, as a share of the problems.
+        level: 1 minus the allowed probability of deploying a recipe that is worse than that, per adapter.
+        tests: number of recipes among which that error was divided.
         accuracy: on these problems.
-        minus_greedy: paired difference to the SLM by itself; its bound has a share of that error, by `tests`.
-        minus_direct: to the direct LLM score.
-        calls: of the LLM, a problem.
-        llm_tokens: that it chose or wrote, a problem.
+        minus_greedy: paired difference to the SLM alone; its bound uses the error divided by `tests`.
+        minus_direct: paired difference to the direct LLM score, likewise.
+        calls: of the LLM, per problem.
+        llm_tokens: that the LLM chose or wrote, per problem.
         words: why it was chosen, in a sentence.
     """
 
@@ -148,7 +148,7 @@ class _Span(BaseModel):
 
 
 class _Pools(BaseModel):
-    """What competes at an event, as for `CollaborativeDecoder`."""
+    """The pool options of `CollaborativeDecoder`."""
 
     model_config = _FROZEN
 
@@ -167,7 +167,7 @@ class _Pools(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a decoder."""
+        """As a decoder's options."""
         span = Span(self.span.tokens, frozenset(self.span.ends), self.span.agree)
         return self.model_dump() | {"span": span}
 
@@ -181,7 +181,7 @@ class _Ask(BaseModel):
 
 
 class _Stored(BaseModel):
-    """As the description of an adapter has it, under "recipe"."""
+    """A recipe as stored under "recipe" in an adapter's description."""
 
     model_config = _FROZEN
 
@@ -196,14 +196,14 @@ class _Stored(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class Deployed:
-    """A recipe with all that it decodes with but the adapter.
+    """A recipe with everything that it decodes with, except the adapter.
 
     Attributes:
-        recipe: which.
-        value: its head.
-        policy: when it asks; with the `AskHead` where it has one.
+        recipe: the recipe.
+        value: its head, if it has one.
+        policy: when it asks; includes the `AskHead` if it has one.
         options: `pool`, `slm_k`, `llm_k`, `max_events` and `span` of a decoder.
-        evidence: what it was chosen on, None where nobody chose.
+        evidence: what it was chosen on; None if there was no choice.
     """
 
     recipe: Recipe
@@ -213,7 +213,7 @@ class Deployed:
     evidence: Evidence | None
 
     def described(self) -> dict[str, Any]:
-        """All but the `AskHead`'s weight, as JSON holds it."""
+        """Everything but the `AskHead`'s weight, ready for JSON."""
         ask = self.policy.ask
         stored = _Stored(
             recipe=self.recipe,
@@ -229,10 +229,10 @@ class Deployed:
 
     @classmethod
     def read(cls, described: Any, weight: Callable[[], Tensor]) -> Deployed:
-        """From what `described` gave, and where the `AskHead`'s weight is if it has one.
+        """From the output of `described`, and a function that loads the `AskHead`'s weight if there is one.
 
         Raises:
-            ValueError: other values, or heads that do not belong to the recipe.
+            ValueError: values that do not fit, or heads that do not belong to the recipe.
         """
         stored = _Stored.model_validate_json(json.dumps(described), strict=True)
         value = stored.value
@@ -243,7 +243,7 @@ class Deployed:
         return cls(stored.recipe, value, policy, stored.pools.options, stored.evidence)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Beside an adapter, in its description; raises ValueError where there is none."""
+        """Save it in the description of the adapter in a folder; raises ValueError if there is none."""
         path, ask = Path(folder), self.policy.ask
         if ask is not None:
             tensors = {WEIGHT: ask.weight.detach().cpu().contiguous()}
@@ -253,7 +253,7 @@ class Deployed:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Deployed | None:
-        """What `save` wrote, None where an adapter has none.
+        """Load what `save` wrote; None if the adapter has no recipe.
 
         Raises:
             ValueError: no adapter there, or a damaged recipe.
@@ -283,7 +283,7 @@ def _weight(path: Path) -> Tensor:
 
 
 class Deployment(NamedTuple):
-    """What a decoder or an engine is made with beside the pair."""
+    """What a decoder or an engine is made with, in addition to the pair."""
 
     selector: Selector | None
     policy: RequestPolicy
@@ -300,21 +300,21 @@ def deployment_of(
     max_events: int | None = None,
     span: int | None = None,
 ) -> Deployment:
-    """What decodes by the folder of an adapter: as `train` chose, or as published.
+    """How to decode with an adapter's folder: by the recipe that `train` chose, or as published.
 
     Args:
-        adapter: the folder; without one the LLM decides.
+        adapter: the folder; if None, the LLM's likeliest candidate is taken.
         slm: the small model.
-        recipe: "chosen", where the folder says what that is, else the plain reranker; "published" for the reranker as
-            the paper has it.
-        certainty: of an override, where no recipe says it.
-        threshold: in nats instead of the recipe's.
-        max_events: instead of the recipe's, whose number is the most.
-        span: tokens that the LLM offers at an event at most, 0 for any number, instead of the recipe's; what else ends
-            the recipe's spans stays.
+        recipe: "chosen" for the recipe that the folder names, or the plain reranker if it names none; "published" for
+            the reranker as in the paper.
+        certainty: the LLM's token is taken if its probability is above this; only where no chosen recipe decides.
+        threshold: nats, instead of the recipe's.
+        max_events: instead of the recipe's, which is the maximum.
+        span: maximum tokens that the LLM offers at an event, 0 for any number, instead of the recipe's; the other
+            conditions that end the recipe's spans stay.
 
     Raises:
-        ValueError: an adapter that is not there, damaged or made for another model, or a certainty beside a recipe.
+        ValueError: an adapter that is missing, damaged or made for another model, or a certainty with a chosen recipe.
     """
     if recipe not in get_args(Wanted):
         raise ValueError(f"recipe: expected chosen or published, got {recipe!r}; leave it out for the chosen one")
@@ -354,6 +354,6 @@ def deployment_of(
 
 
 def _reranker(folder: Path, slm: hf.CausalLM) -> TokenReranker:
-    """Of the scope that it was trained in."""
+    """The reranker in a folder, in the scope that it was trained in."""
     scope = read_description(folder).get("scope")
     return TokenReranker.from_pretrained(folder, slm, scope="sequence" if scope == "sequence" else "candidate").eval()

@@ -27,13 +27,13 @@ FEATURES = ("slm", "llm", "in_slm", "in_llm", "slm_certain", "llm_certain")
 
 
 class TokenReranker(nn.Module):
-    """Scores of candidates: head(h_c), plus w . f where it was trained with candidate features.
+    """Scores candidates: head(h_c), plus w . f if it was trained with candidate features.
 
     h_c is the candidate's hidden state after the final norm. In scope "candidate" the prefix is the frozen model's own
-    KV and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only adapter,
-    head and feature weights train. The adapter sits in a copy of the module tree that shares the base weights' storage:
-    the given model computes what it did (see `fb_core.native` about its storage). Make it with `from_base` or
-    `from_pretrained`. In eval mode it is safe to share between threads.
+    KV cache and the adapter acts on the candidate token alone; in scope "sequence" it acts on the prefix too. Only the
+    adapter, the head and the feature weights are trained. The adapter sits in a copy of the module tree that shares the
+    base weights' storage, so the given model's outputs do not change (`fb_core.native` says what changes in its
+    storage). Make one with `from_base` or `from_pretrained`. In eval mode it is safe to share between threads.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TokenReranker(nn.Module):
         return self._base[0]
 
     def train(self, mode: bool = True) -> TokenReranker:
-        """Only the adapter's dropout knows training; the frozen model stays in eval mode."""
+        """Switches the adapter's dropout alone; the frozen model stays in eval mode."""
         super().train(mode)
         self.adapted.eval()
         for layer in hf.adapter_dropouts(self.adapted):
@@ -99,7 +99,7 @@ class TokenReranker(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TokenReranker:
-        """Behind `to`, `half`, `cuda` and the like: refuses what would tear the shared base weights apart."""
+        """What `to`, `half`, `cuda` and the like call: refuses a change that would unshare the base weights."""
         for parameter in self.parameters():
             after = fn(parameter.detach())
             if (after.dtype, after.device) != (parameter.dtype, parameter.device):
@@ -117,25 +117,25 @@ class TokenReranker(nn.Module):
         features: Tensor | None = None,
         tails: Sequence[Sequence[int]] = (),
     ) -> Tensor:
-        """Score the candidates of one state, each by its last token where it has a tail.
+        """Score the candidates of one state; a candidate with a tail is scored at the tail's last token.
 
         Args:
             prefix: [P] token ids, at least one.
             candidates: [K] token ids, no two alike.
-            cache: the frozen model's cache of exactly the prefix; read, left as it was. Scope "sequence" computes its
-                own prefix and does not look at it.
-            features: [K, F] float32 as from `candidate_features`, where the reranker was trained with features.
-            tails: K sequences of ids that stand behind the candidates, on which the adapter acts as on these; () for
-                none of any.
+            cache: the frozen model's cache of exactly the prefix; it is read, not changed. Scope "sequence" computes
+                the prefix itself and ignores it.
+            features: [K, F] float32 as from `candidate_features`, if the reranker was trained with features.
+            tails: K sequences of ids that follow the candidates; the adapter acts on them as on the candidates. () if
+                no candidate has a tail.
 
         Returns:
-            float32 [K]; higher is better, differences count.
+            float32 [K]; higher is better, and only differences matter.
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, another device, a
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, the wrong device, a
                 prefix beyond the model's positions, a cache of another length, features missing or of another shape, or
-                tails of another number of candidates.
+                not one tail per candidate.
         """
         tokens = hf.token_ids("prefix", prefix, self.base)
         pool = hf.check_group(self.base, len(tokens), candidates, tails=tails)
@@ -158,13 +158,13 @@ class TokenReranker(nn.Module):
         """Score the candidates of many states in one packed forward over their cached prefixes (scope "candidate").
 
         Args:
-            prefixes: one slice a state, all of one `PrefixKV`.
-            candidates: one [K] of token ids a state.
-            features: one [K, F] a state where the reranker was trained with features.
-            tails: as for `scores`, of every state; () for none of any.
+            prefixes: one slice per state, all of one `PrefixKV`.
+            candidates: one [K] of token ids per state.
+            features: one [K, F] per state, if the reranker was trained with features.
+            tails: per state, as for `scores`; () if no state has tails.
 
         Returns:
-            one float32 [K] a state.
+            one float32 [K] per state.
 
         Raises:
             TypeError: as `scores`.
@@ -188,7 +188,7 @@ class TokenReranker(nn.Module):
         features: Sequence[Tensor] | None,
         tails: Sequence[Sequence[Sequence[int]]],
     ) -> Tensor:
-        """[sum K]: a branch a candidate, adapters on; gradients reach adapter, head and feature weights."""
+        """[sum K]: one branch per candidate, adapters on; gradients reach adapter, head and feature weights."""
         kv = prefixes[0].kv
         paged = kv.layers[0][0].ndim == 4
         branches = CandidateBranches.of([prefix.length for prefix in prefixes], pools, tails)
@@ -213,11 +213,11 @@ class TokenReranker(nn.Module):
         return hidden[torch.arange(len(pool), device=pool.device), last]
 
     def score_hidden(self, hidden: Tensor, features: Sequence[Tensor] | None) -> Tensor:
-        """Scores of candidates from their hidden states: head(h_c), plus w . f where there are features.
+        """Scores of candidates from their hidden states: head(h_c), plus w . f if there are features.
 
         Args:
-            hidden: [N, D] after the final norm, the adapter acting.
-            features: [K, F] of one state after the other, N rows together, where the reranker was trained with them.
+            hidden: [N, D] after the final norm, computed with the adapter.
+            features: one [K, F] per state, N rows in total, if the reranker was trained with them.
 
         Returns:
             float32 [N].
@@ -247,19 +247,19 @@ class TokenReranker(nn.Module):
         return rows.to(self.feature_weight) @ self.feature_weight
 
     def merged(self) -> dict[str, Tensor]:
-        """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter folded in, for deployment."""
+        """`layers.<i>.self_attn.<projection>` -> [out, in] weight with the adapter merged, for deployment."""
         return hf.merged_projections(self.adapted)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adapter and head by the names of a PEFT checkpoint; they share the parameters' storage."""
+        """Adapter and head under the names of a PEFT checkpoint; the tensors share the parameters' storage."""
         return {**hf.adapter_tensors(self.adapted), HEAD_KEY: self.head.detach()[None]}
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write a PEFT directory of a one-label sequence classifier, and beside it what PEFT has no place for.
+        """Write a PEFT directory of a one-label sequence classifier, plus one file for what PEFT has no place for.
 
         adapter_config.json and adapter_model.safetensors (adapter and scalar head) load with PEFT; futurebridge.json
-        holds the scope, the base model's fingerprint and the feature weights. Files are written to temporary names and
-        renamed.
+        holds the scope, the base model's fingerprint and the feature weights. Each file is written under a temporary
+        name and then renamed.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -283,17 +283,17 @@ class TokenReranker(nn.Module):
     def from_pretrained(
         cls, directory: str | os.PathLike[str], model: hf.CausalLM, *, scope: Scope = "candidate"
     ) -> TokenReranker:
-        """Load what `save_pretrained` wrote, on the base model that it was trained on.
+        """Load what `save_pretrained` wrote, onto the base model that it was trained on.
 
         Args:
             directory: the PEFT directory.
             model: the frozen base model.
-            scope: the scope it will be used under.
+            scope: the scope in which it will be used.
 
         Raises:
             TypeError: not a transformers model.
-            ValueError: missing or damaged files, another scope, another base model, a rank other than stated, or an
-                adapter other than plain LoRA.
+            ValueError: missing or damaged files, another scope, another base model, a rank that is not the stated one,
+                or an adapter that is not plain LoRA.
         """
         hf.check_supported(model)
         folder = Path(directory)
@@ -354,7 +354,7 @@ class TokenReranker(nn.Module):
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """What an adapter's folder says of itself beyond PEFT.
+    """The description in an adapter's folder: what it says beyond PEFT's files.
 
     Raises:
         ValueError: no adapter there, a damaged description, or one of another format.
@@ -378,10 +378,10 @@ class CandidateBranches:
     """The candidates of some states, with their tails, as rows of a packed forward; make it with `of`.
 
     Attributes:
-        ids: [N] int64, every candidate's followed by those of its tail.
+        ids: [N] int64, each candidate followed by its tail.
         positions: [N] int64.
-        lengths: rows of every candidate of each state.
-        last: [sum K] the last row of every candidate; None where each has one row.
+        lengths: for each state, the rows of each candidate.
+        last: [sum K] the last row of each candidate; None if each has one row.
     """
 
     ids: Tensor
@@ -393,7 +393,7 @@ class CandidateBranches:
     def of(
         cls, positions: Sequence[int], pools: Sequence[Tensor], tails: Sequence[Sequence[Sequence[int]]]
     ) -> CandidateBranches:
-        """From the position, the candidates [K] and their K tails (or () for none of any) of every state."""
+        """From each state's position, candidates [K] and K tails (or () if none has a tail)."""
         device = pools[0].device
         each = [own or [()] * len(pool) for pool, own in zip(pools, tails, strict=True)]
         lengths = [[1 + len(tail) for tail in own] for own in each]
@@ -413,14 +413,14 @@ class CandidateBranches:
 def candidate_features(
     slm_logprob: Tensor, llm_logprob: Tensor, source: Tensor, names: Sequence[str] = FEATURES
 ) -> Tensor:
-    """What deployment knows of a candidate for nothing.
+    """Candidate features that deployment has at no extra cost.
 
     Args:
         slm_logprob: [K] log p_S of the pool, nats.
         llm_logprob: [K] log p_T.
         source: [K] bits, 1 = SLM, 2 = LLM.
-        names: columns among `FEATURES`: slm, llm are log-probs standardised in the group, in_slm, in_llm the source
-            bits, slm_certain and llm_certain the standardised ones times the LLM's largest probability.
+        names: columns among `FEATURES`: slm and llm are the log-probs standardised within the group, in_slm and in_llm
+            the source bits, slm_certain and llm_certain the standardised log-probs times the LLM's largest probability.
 
     Returns:
         float32 [K, F].
@@ -456,7 +456,7 @@ def _shape(tensor: Tensor | None) -> str:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under a temporary name, then give it its own."""
+    """Write a file under a temporary name, then rename it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write(temporary)
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""CompatibilityScorer: teacher-force continuations behind shared prefixes, many in one packed forward."""
+"""CompatibilityScorer: teacher-forces continuations of shared prefixes, many in one packed forward."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BranchGroup:
         position: the state's prefix is tokens[:position] of its trajectory.
         candidates: [K] token ids, no two alike.
         future: [F] token ids that follow every candidate.
-        tails: of every candidate [K], how many of the future's first tokens are its own: it is scored behind them. ()
-            for none of any.
-        horizon: H, tokens that are scored; None for all F. Where fewer are left the rest scores 0: nothing of it is
-            unlikely.
+        tails: for each of the K candidates, how many of the future's first tokens belong to it; scoring starts after
+            them. () if no candidate has a tail.
+        horizon: H, the number of tokens to score; None for all F. Where fewer are left, the missing ones score 0, the
+            log-probability of a certain token.
     """
 
     position: int
@@ -41,7 +41,7 @@ class BranchGroup:
 
     @property
     def columns(self) -> int:
-        """H."""
+        """H, the number of tokens scored for each candidate."""
         return len(self.future) if self.horizon is None else self.horizon
 
 
@@ -50,25 +50,25 @@ Trajectories: TypeAlias = Sequence[tuple[Tensor | Sequence[int], Sequence[Branch
 
 
 class CompatibilityScorer:
-    """Log-likelihoods of continuations behind shared prefixes, such as candidates with one future, under a frozen LM.
+    """Log-likelihoods of continuations of shared prefixes, such as candidates with one future, under a frozen LM.
 
     l[k, h] = log p(f_h | prefix, c_k, f_<h). The trajectory and all branches [c_k, f_1 .. f_(H-1)] of its states run as
-    packed rows of one forward: every decoder layer once, one `branch_attention` a layer with the trajectory's own keys
-    and values as the prefix, no copied cache and no logits. Llama, Mistral, Qwen2 and Qwen3 run in the native decoder
-    (`fb_core.native`), which lays weights that are multiplied together side by side in memory; nothing else about the
-    model changes. Safe to share between threads.
+    packed rows of one forward. Each decoder layer runs once, with one `branch_attention` whose prefix is the
+    trajectory's own keys and values; no cache is copied and no logits are stored. Llama, Mistral, Qwen2 and Qwen3 run
+    in the native decoder (`fb_core.native`), which moves weights that are multiplied together next to each other in
+    memory; nothing else about the model changes. Safe to share between threads.
 
     Args:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes
             through `AttentionInterface`).
-        valid_vocab: ids from here on are padding of the embedding: they are no candidate and no target, and take no
-            probability; None for none.
-        tokenizer: the model's own, for `score_texts`; None where token ids are scored alone.
+        valid_vocab: ids from this one on are padding of the embedding: they cannot be candidates or targets and get no
+            probability; None if there is no padding.
+        tokenizer: the model's own, for `score_texts`; None if only token ids are scored.
 
     Raises:
-        TypeError: not a transformers model, valid_vocab no int, or no tokenizer of transformers.
-        ValueError: a model that packing would get wrong (refused by name), one whose logits are NaN, or valid_vocab out
-            of range.
+        TypeError: not a transformers model, a valid_vocab that is not an int, or not a transformers tokenizer.
+        ValueError: a model that a packed forward would compute wrongly (refused by name), one whose logits are NaN, or
+            valid_vocab out of range.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class CompatibilityScorer:
             prefix: [P] token ids, at least one.
             candidates: [K] token ids, no two alike.
             future: [H] token ids, at least one.
-            cache: a Hugging Face cache that holds exactly the prefix and no other sequence; read, left as it was.
+            cache: a Hugging Face cache that holds exactly the prefix and no other sequence; it is read, not changed.
 
         Returns:
             float32 [K, H]: log p(f_h | prefix, c_k, f_<h), in nats.
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary or in its padding,
-                another device, more positions than the model has, a cache of another length, model or batch, or active
+            ValueError: an empty argument, a candidate given twice, an id outside the vocabulary or in its padding, the
+                wrong device, more positions than the model has, a cache of another length, model or batch, or active
                 dropout.
         """
         tokens = hf.token_ids("prefix", prefix, self.model)
@@ -122,12 +122,12 @@ class CompatibilityScorer:
             groups: states of this trajectory; the prefix of each is tokens[:position].
 
         Returns:
-            one float32 [K, H] a group, in nats.
+            one float32 [K, H] per group, in nats.
 
         Raises:
             TypeError: as `score`.
-            ValueError: as `score`, a position outside 1..T, a horizon below 1, or tails of another number of candidates
-                or beyond the future.
+            ValueError: as `score`, a position outside 1..T, a horizon below 1, or tails that are not one number per
+                candidate or reach beyond the future.
         """
         return self.score_trajectories([(tokens, groups)])[0]
 
@@ -146,15 +146,15 @@ class CompatibilityScorer:
     ) -> list[list[Tensor]] | list[list[tuple[Tensor, Tensor]]]:
         """Score many trajectories, several of them packed into each forward.
 
-        Where memory runs out a forward is halved and tried again, down to a single group.
+        A forward that runs out of memory is halved and tried again, down to a single continuation.
 
         Args:
             trajectories: (tokens[T], groups) pairs as for `score_trajectory`.
-            token_budget: rows a forward takes at most; a longer trajectory goes alone.
-            return_local: also give log p(c_k | prefix) of every candidate.
+            token_budget: maximum rows of a forward; a longer trajectory runs alone.
+            return_local: also return log p(c_k | prefix) of every candidate.
 
         Returns:
-            for every trajectory one float32 [K, H] a group, in nats; with return_local pairs of it and float32 [K].
+            for each trajectory one float32 [K, H] per group, in nats; with return_local a pair of it and float32 [K].
 
         Raises:
             TypeError: as `score`.
@@ -178,27 +178,27 @@ class CompatibilityScorer:
     def score_texts(
         self, prefix: str, candidates: Sequence[str], future: str, *, reduction: Reduction = "mean"
     ) -> Tensor:
-        """Score one group of texts: how likely the future is behind prefix and candidate.
+        """Score one group of texts: how likely the future is after prefix and candidate.
 
-        prefix + candidate + future is tokenized as one text, with the special tokens that the tokenizer puts ahead of a
-        text (unless the prefix begins with them, as a chat template's does) and none behind. Candidate and future must
-        begin where a token begins: a space that belongs to the next word goes there. What begins inside a token is
-        refused, and so is a future whose tokens are not the same behind every candidate. A candidate may be of any
-        number of tokens.
+        prefix + candidate + future is tokenized as one text. The tokenizer's special tokens are added before it (unless
+        the prefix begins with them, as a chat template's does) and none after it. Candidate and future must begin at a
+        token boundary, so a leading space belongs to the word that it precedes. A text that begins inside a token is
+        refused, and so is a future whose tokens are not the same after every candidate. A candidate may have any number
+        of tokens.
 
         Args:
-            prefix: what all candidates follow.
+            prefix: the text before every candidate.
             candidates: K texts.
-            future: what follows each of them, H tokens.
+            future: the text after each candidate, H tokens.
             reduction: "mean" or "sum" over the future's tokens, or "none".
 
         Returns:
-            float32 [K], in nats ("mean": a token); [K, H] without reduction.
+            float32 [K], in nats (per token for "mean"); [K, H] for "none".
 
         Raises:
-            TypeError: no texts.
-            ValueError: no tokenizer, another reduction, texts that are refused, more positions than the model has, or
-                active dropout.
+            TypeError: arguments that are not texts.
+            ValueError: no tokenizer, an unknown reduction, texts that are refused, more positions than the model has,
+                or active dropout.
         """
         return self._score_texts([(prefix, candidates, future)], TOKEN_BUDGET, reduction, [""])[0]
 
@@ -209,7 +209,7 @@ class CompatibilityScorer:
         *,
         reduction: Reduction = "mean",
     ) -> list[Tensor]:
-        """`score_texts` of many groups, several of them packed into each forward.
+        """`score_texts` for many groups, several of them packed into each forward.
 
         Args:
             groups: (prefix, candidates, future) as for `score_texts`.
@@ -217,7 +217,7 @@ class CompatibilityScorer:
             reduction: as for `score_texts`.
 
         Returns:
-            of every group what `score_texts` returns.
+            for each group what `score_texts` returns.
 
         Raises:
             TypeError: as `score_texts`.
@@ -269,25 +269,25 @@ class CompatibilityScorer:
         return_entropy: bool = False,
         return_greedy: bool = False,
     ) -> list[Tensor] | list[tuple[Tensor, ...]]:
-        """Log-probs of continuations of any lengths behind one prefix, in one forward.
+        """Log-probs of continuations of one prefix, of any lengths, in one forward.
 
-        log p(c_i | prefix, c_<i) of every token of every continuation. The candidates with one future of `score` are a
-        case of it. A continuation of one token costs no row of its own.
+        Computes log p(c_i | prefix, c_<i) for every token of every continuation. `score` is the special case of
+        candidates that share one future. A continuation of one token adds no row to the forward.
 
         Args:
             prefix: [P] token ids, at least one.
-            continuations: K sequences [R_k] of token ids, each of its own length; none may be given, and empty ones.
-            return_entropy: also give the entropies of the distributions that the tokens are drawn from, in nats.
-            return_greedy: also say which tokens are the likeliest of their distributions (ties count).
+            continuations: K sequences [R_k] of token ids, of any lengths; K and R_k may be 0.
+            return_entropy: also return the entropy of the distribution at each token, in nats.
+            return_greedy: also return which tokens are the likeliest under their distribution (ties count).
 
         Returns:
-            one float32 [R_k] a continuation, in nats; with a flag a tuple of it, the entropies float32 [R_k] and the
-            greedy ones bool [R_k], as asked.
+            one float32 [R_k] per continuation, in nats; with a flag, a tuple of it and, as requested, the entropies
+            float32 [R_k] and the greedy flags bool [R_k].
 
         Raises:
             TypeError: ids that are not integers.
-            ValueError: an empty prefix, an id outside the vocabulary or in its padding, another device, more positions
-                than the model has, or active dropout.
+            ValueError: an empty prefix, an id outside the vocabulary or in its padding, the wrong device, more
+                positions than the model has, or active dropout.
         """
         asked = {"return_entropy": return_entropy, "return_greedy": return_greedy}
         return self.logprobs_many([(prefix, continuations)], **asked)[0]
@@ -315,19 +315,19 @@ class CompatibilityScorer:
         return_entropy: bool = False,
         return_greedy: bool = False,
     ) -> list[list[Tensor]] | list[list[tuple[Tensor, ...]]]:
-        """`logprobs` of many prefixes, several of them packed into each forward.
+        """`logprobs` for many prefixes, several of them packed into each forward.
 
-        Where memory runs out a forward is halved and tried again, down to a single continuation.
+        A forward that runs out of memory is halved and tried again, down to a single continuation.
 
         Args:
             requests: (prefix, continuations) pairs as for `logprobs`.
-            token_budget: rows that a forward takes at most. A request with more is cut into as many as it takes, each
-                with the prefix again, and with no fewer rows of continuations than of the prefix.
+            token_budget: maximum rows of a forward. A larger request is split over several; each repeats the prefix and
+                has room for at least as many rows of continuations as the prefix has.
             return_entropy: as `logprobs`.
             return_greedy: as `logprobs`.
 
         Returns:
-            for every request what `logprobs` returns.
+            for each request what `logprobs` returns.
 
         Raises:
             TypeError: as `logprobs`.
@@ -365,7 +365,7 @@ class CompatibilityScorer:
         return Branches(position, [torch.cat([first, future[: tail + group.columns]]) for first, tail in spans], 1)
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
-        """The results of any amount of work, forward by forward."""
+        """The results of any amount of work, computed one forward at a time."""
         if not budget >= 1:
             raise ValueError(f"token_budget: expected 1 row or more, got {budget}; leave it out for {TOKEN_BUDGET}")
         rows = [len(tokens) + sum(group.rows for group in groups) for tokens, groups in work]
@@ -375,7 +375,7 @@ class CompatibilityScorer:
         return results
 
     def _forward_in_halves(self, pack: Sequence[tuple[Tensor, Sequence[Branches]]], asked: dict[str, bool]) -> Results:
-        """`_forward`, in as many parts as memory wants."""
+        """`_forward`, split into as many parts as memory requires."""
         try:
             return self._forward(pack, **asked)
         except (RuntimeError, MemoryError) as problem:
@@ -405,7 +405,7 @@ class CompatibilityScorer:
 
 
 def _matrix(found: Sequence[tuple[Tensor, ...]], group: BranchGroup, local: bool = False) -> Tensor:
-    """float32 [K, H] of a group's candidates; with `local` [K, 1 + H], of the candidates themselves first."""
+    """float32 [K, H] of a group's candidates; with `local` [K, 1 + H], the candidates' own log-probs first."""
     rows = [logprob for logprob, *_ in found]
     if group.tails:
         rows = [torch.cat([row[:local], row[local + tail :]]) for row, tail in zip(rows, group.tails, strict=True)]
@@ -418,7 +418,7 @@ def _float32(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def token_budget(model: hf.CausalLM) -> int:
-    """Rows that a packed forward of the model can take in half the memory that is free now; 1,024 to 65,536."""
+    """The rows of a packed forward that fit in half the memory that is free now; 1,024 to 65,536."""
     config = hf.text_config(model)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,4 +1,4 @@
-"""Who takes one candidate of a pool: the models' own preferences, chance, the reranker."""
+"""What picks one candidate of a pool: the models' own preferences, chance, the reranker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fb_core.value import ValueHead
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Where a token is to be chosen."""
+    """The point in a sequence where a token is to be chosen."""
 
     tokens: Tensor  # [P] int64, prompt and prefix
     step: int  # number of tokens generated so far
@@ -29,22 +29,22 @@ class State:
 
 
 class Selector(ABC):
-    """Takes one candidate of a pool."""
+    """Picks one candidate of a pool."""
 
     def check_slm(self, slm: hf.CausalLM) -> None:  # noqa: B027
-        """Called when a decoder is made. Raises ValueError where the selector was made for another small model."""
+        """Called when a decoder is made. Raises ValueError if the selector was made for another small model."""
 
     @abstractmethod
     def choose(self, state: State, pool: Pool) -> int:
         """The index of the candidate to append."""
 
     def choose_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[tuple[int, Tensor | None]]:
-        """(index, scores[K] or None) for every state; each as `choose` would have it."""
+        """(index, scores[K] or None) for every state; the index is that of `choose`."""
         return [(self.choose(state, pool), None) for state, pool in zip(states, pools, strict=True)]
 
 
 class ScoringSelector(Selector):
-    """Takes the candidate of the highest score, ties to the first in the pool."""
+    """Picks the candidate with the highest score, ties to the first in the pool."""
 
     @abstractmethod
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
@@ -80,14 +80,14 @@ class ScoringSelector(Selector):
 
 
 class LLMPreference(ScoringSelector):
-    """The LLM's most likely candidate, ties to the lowest id: on the joint pool its argmax, on the SLM's own "S2T"."""
+    """The LLM's likeliest candidate, ties to the lowest id: its argmax on the joint pool, "S2T" on the SLM's pool."""
 
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
         """The candidates' log p_T."""
         return [pool.llm_logprob for pool in pools]
 
     def best(self, scores: Tensor, pool: Pool) -> Tensor:
-        """Of equal ones the lowest id, which is the LLM's own rule."""
+        """The index of the highest score, ties to the lowest id, as the LLM itself breaks them."""
         return pool.ids.where(scores == scores.max(), pool.ids.max() + 1).argmin()
 
 
@@ -100,10 +100,10 @@ class SLMPreference(ScoringSelector):
 
 
 class RandomChoice(Selector):
-    """A uniformly random candidate: a function of the seed and the state's tokens alone, whatever the batch.
+    """A uniformly random candidate: a function of the seed and the state's tokens alone, independent of the batch.
 
     Args:
-        seed: another seed, another draw.
+        seed: of the draws.
     """
 
     def __init__(self, seed: int) -> None:
@@ -118,9 +118,8 @@ class CertainLLM(Selector):
     """The LLM's token where it is certain of it, another selector's otherwise.
 
     Args:
-        selector: asked where the LLM is not certain, or its token is not in the pool.
-        certainty: the probability that the LLM's token must exceed; how the default was chosen is told in
-            docs/worlds.md.
+        selector: picks where the LLM is not certain, or its token is not in the pool.
+        certainty: the probability that the LLM's token must exceed; docs/worlds.md says how the default was chosen.
 
     Raises:
         ValueError: a certainty outside [0, 1].
@@ -153,16 +152,16 @@ class CertainLLM(Selector):
 
 
 def overridden(selector: Selector, certainty: float | None) -> Selector:
-    """The selector under a `CertainLLM` of that certainty; itself where that is None."""
+    """The selector wrapped in a `CertainLLM` of that certainty; the selector itself if it is None."""
     return selector if certainty is None else CertainLLM(selector, certainty)
 
 
 class ValueSelector(ScoringSelector):
-    """The candidate that is worth most by a head fitted to rollouts, over another selector's scores.
+    """The candidate of the highest worth, according to a head fitted to rollouts on another selector's scores.
 
     Args:
         selector: whose scores the head was fitted to.
-        head: says what the candidates are worth.
+        head: predicts what the candidates are worth.
     """
 
     def __init__(self, selector: ScoringSelector, head: ValueHead) -> None:
@@ -182,7 +181,7 @@ class ValueSelector(ScoringSelector):
 
 
 class FutureBridgeSelector(ScoringSelector):
-    """The candidate that the reranker expects the SLM to continue from best.
+    """The candidate from which the reranker expects the SLM to continue best.
 
     Args:
         reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
@@ -193,7 +192,7 @@ class FutureBridgeSelector(ScoringSelector):
         self.reranker = reranker
 
     def check_slm(self, slm: hf.CausalLM) -> None:
-        """ValueError where the reranker was made on a model of other weights."""
+        """ValueError if the reranker was made on a model with other weights."""
         base = self.reranker.base
         if base is not slm and hf.fingerprint(base) != hf.fingerprint(slm):
             raise ValueError(
@@ -203,7 +202,7 @@ class FutureBridgeSelector(ScoringSelector):
 
     @torch.no_grad()
     def scores_many(self, states: Sequence[State], pools: Sequence[Pool]) -> list[Tensor]:
-        """The reranker's scores, candidate features included where it was trained with them.
+        """The reranker's scores, with candidate features if it was trained with them.
 
         Raises:
             ValueError: a reranker in training mode.

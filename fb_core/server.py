@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 def key_in(variable: str | None) -> str | None:
-    """The `api_key` that an environment variable holds, None for none; raises ValueError where it is not set."""
+    """The `api_key` in an environment variable; None if no variable is named, ValueError if it is not set."""
     if variable is None:
         return None
     if variable not in os.environ:
@@ -48,45 +48,46 @@ def key_in(variable: str | None) -> str | None:
 
 
 class ServerLLM(LLM):
-    r"""A large model behind a server, greedy unless told to sample, with no penalties, whatever the server's defaults.
+    r"""A large model on a server: greedy unless asked to sample, without penalties, whatever the server's defaults.
 
-    A request that fails (no connection, no whole answer in time, status 429 or 5xx) is sent again up to `retries` times
-    with growing pauses; any other failure is final. All calls share one pool of threads and its connections,
-    which are kept, but not to llama.cpp: there each would hold one of a few threads. How each flavour is asked:
+    A request that fails (no connection, no complete answer in time, status 429 or 5xx) is sent again up to `retries`
+    times with growing pauses; any other failure is final. All calls share one pool of threads and connections.
+    Connections are kept open, except to llama.cpp, where each would hold one of its few threads. The requests by
+    flavour:
 
-    - "vllm": `/v1/completions` with `logprobs=k`, which the server bounds (`--max-logprobs`, 20 unless told). It lists
-      its top tokens alone, so the `score_ids` that are not among them are asked for by `logprob_token_ids` (at most 128
-      of them). A server that does not know that field ignores it; then, and from there on, each is appended to the
-      prompt and its `prompt_logprobs` read, all in one request: exact too, but the server prefills the prompt once an
-      id. Completions need `return_token_ids` (0.10.2 or later).
+    - "vllm": `/v1/completions` with `logprobs=k`, which the server limits (`--max-logprobs`, 20 by default). It lists
+      its top tokens only, so the other `score_ids` are requested with `logprob_token_ids` (at most 128 of them). A
+      server that does not know that field ignores it; then, and from then on, each id is appended to the prompt and its
+      `prompt_logprobs` are read, all in one request. That is exact too, but the server prefills the prompt once per id.
+      Completions need `return_token_ids` (0.10.2 or later).
     - "sglang": `/generate` with `top_logprobs_num` and `token_ids_logprob`.
-    - "llama.cpp": `/completion` with `n_probs`, before sampling. There is no way to ask for given ids, so `n_probs`
-      grows from 128 by factors of 16, up to the vocabulary, until it holds the `score_ids`; the prompt stays cached.
+    - "llama.cpp": `/completion` with `n_probs`, before sampling. Given ids cannot be requested, so `n_probs` grows from
+      128 by factors of 16, up to the vocabulary, until the answer contains the `score_ids`; the prompt stays cached.
 
-    Samples are drawn by the server, each by a request with a seed of its own: they are not those of a `LocalLLM`, and
-    whether they come again is up to the server, where each batch may round differently. SGLang heeds the seeds only
-    under `--enable-deterministic-inference` (a version without `sampling_seed` refuses them) and takes `top_p` of all
-    probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to it.
+    Samples are drawn by the server, one request per sample, each with its own seed. They are not those of a `LocalLLM`,
+    and whether they can be reproduced depends on the server, where each batch may round differently. SGLang uses the
+    seeds only under `--enable-deterministic-inference` (a version without `sampling_seed` refuses them) and applies
+    `top_p` to all probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to 0.01.
 
-    A continuation ends where the server ends it (its model's end-of-sequence tokens), or behind one of `ends`.
-    Where a server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103)
-    the floor is what comes.
+    A continuation ends where the server ends it (its model's end-of-sequence tokens), or after one of `ends`. If a
+    server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103), the
+    floor is returned.
 
     Safe to share between threads, which share its `in_flight`.
 
     Args:
-        url: of the server, http or https, e.g. "http://localhost:8000"; a path is put before the server's own.
-        flavour: the dialect that it speaks.
-        model: the name that requests carry, None where the server has one model.
+        url: of the server, http or https, e.g. "http://localhost:8000"; its path is put before the server's own paths.
+        flavour: the server's API.
+        model: the model name in requests; None if the server has one model.
         vocabulary: number of ids that the served model takes.
         ends: ids that end a continuation.
-        timeout: seconds of one request, from connecting to the whole of its answer.
+        timeout: seconds for one request, from connecting to the complete answer.
         retries: how often a failed request is sent again.
-        in_flight: the most requests under way at once.
-        api_key: sent as `Authorization: Bearer ...`, and shown nowhere; None where the server asks for none.
+        in_flight: maximum concurrent requests.
+        api_key: sent as `Authorization: Bearer ...`, and never shown; None if the server needs none.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong type.
         ValueError: an argument out of range.
     """
 
@@ -156,14 +157,14 @@ class ServerLLM(LLM):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """As `LLM.candidates_many`, at most `in_flight` requests at once; ties go to the lowest of the ids answered.
+        """As `LLM.candidates_many`, at most `in_flight` requests at once; ties go to the lowest of the ids returned.
 
         Raises:
             TypeError: ids that are not integers.
             ValueError: no ids, one outside the vocabulary, or k below 1.
-            ServerError: the server did not answer, or not with k candidates and all of `score_ids` in log-probabilities
-                that are numbers up to 0 of ids inside the vocabulary, each once, the most likely with a chance worth
-                the name (half of one in so many ids). The object stays usable.
+            ServerError: no answer, or one that lacks any of the k candidates or `score_ids`, repeats an id, has an id
+                outside the vocabulary, a log-probability that is not a number up to 0, or a likeliest token with less
+                than half the probability of a uniform distribution over the ids. The object stays usable.
         """
         if k < 1:
             raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
@@ -188,8 +189,8 @@ class ServerLLM(LLM):
         Raises:
             TypeError: ids or max_new_tokens that are not integers.
             ValueError: no ids, one outside the vocabulary, or max_new_tokens below 1.
-            ServerError: the server did not answer, or not with ids inside the vocabulary; one that refuses a prompt too
-                long for it is among these. The object stays usable.
+            ServerError: no answer, a prompt that the server refuses as too long, or an answer without ids or with ids
+                outside the vocabulary. The object stays usable.
         """
         check_max_new_tokens(max_new_tokens)
         return list(self._pool.map(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts)))
@@ -205,7 +206,7 @@ class ServerLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """As `LLM.sample_many`, one request a sample, at most `in_flight` at once.
+        """As `LLM.sample_many`, one request per sample, at most `in_flight` at once.
 
         Raises:
             TypeError: ids or max_new_tokens that are not integers.
@@ -224,19 +225,19 @@ class ServerLLM(LLM):
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
-        """Refuse a server of another flavour, or whose tokenizer, by its `/tokenize`, disagrees with this one.
+        """Refuse a server of another flavour, or one whose tokenizer (its `/tokenize`) disagrees with this one.
 
         All three flavours document that endpoint; an SGLang from before it was added answers 404, a ServerError. A
-        server is of another flavour where it answers a request for one candidate in that one's way and not in its own.
+        server is of another flavour if it answers a request for one candidate in that flavour and not in the given one.
 
         Args:
-            tokenizer: the one whose ids this object will be asked with.
-            texts: what both are to turn into the same ids, without special tokens around; None for a few in several
-                scripts and the tokenizer's own special tokens.
+            tokenizer: the tokenizer whose ids this object will be given.
+            texts: texts that both must turn into the same ids, without surrounding special tokens; None for a few in
+                several scripts and the tokenizer's own special tokens.
 
         Raises:
-            ValueError: another flavour, ids beyond the vocabulary, or other ids for a text.
-            ServerError: the server did not answer, or not with ids.
+            ValueError: another flavour, ids beyond the vocabulary, or different ids for a text.
+            ServerError: no answer, or an answer without ids.
         """
         self._check_process()
         most = known_ids(tokenizer)
@@ -261,7 +262,7 @@ class ServerLLM(LLM):
                 )
 
     def close(self) -> None:
-        """Wait for what is under way; connections close soon behind it, as they do too when the object goes.
+        """Wait for running requests; connections close soon after, as they also do when the object is collected.
 
         Calls on a closed object raise RuntimeError.
         """
@@ -269,7 +270,7 @@ class ServerLLM(LLM):
         self._closing()
 
     def _check_process(self) -> None:
-        """Refuse a fork: the threads stayed behind, and a request would wait for ever."""
+        """Refuse to run in a forked process: the threads stayed in the parent, so a request would wait for ever."""
         if os.getpid() != self._process:
             raise ValueError("ServerLLM: expected the process that made it, got a fork of it; make one in each process")
 
@@ -324,7 +325,7 @@ class ServerLLM(LLM):
             ) from None
 
     def _recognised(self, prompt: list[int]) -> str:
-        """The flavour that the server speaks; its own too where it speaks none that is known, or not at all now."""
+        """The server's flavour; the given one if the server answers in no known flavour or not at all."""
         for flavour in (self.flavour, *DIALECTS):
             try:
                 DIALECTS[flavour](self._post_once, self._vocabulary, []).candidates(prompt, 1, [])
@@ -336,7 +337,7 @@ class ServerLLM(LLM):
         return self.flavour
 
     def _post_once(self, path: str, fields: dict[str, Any]) -> Any:
-        """The JSON that comes for a JSON; another status than 200 is a LookupError."""
+        """The JSON answer to a JSON request; a status other than 200 is a LookupError."""
         status, answer = self._connections.post(path, self._body(fields))
         if status != 200:
             raise LookupError(f"status {status}")
@@ -346,7 +347,7 @@ class ServerLLM(LLM):
         return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
 
     def _post(self, path: str, fields: dict[str, Any]) -> Any:
-        """The JSON that comes for a JSON, with retries."""
+        """The JSON answer to a JSON request, with retries."""
         body = self._body(fields)
         for attempt in range(self.retries + 1):
             if attempt:
@@ -381,11 +382,11 @@ class ServerLLM(LLM):
             ) from problem
 
     def _quoted(self, text: str) -> str:
-        """The beginning of what a server said, without the key should it repeat that."""
+        """The beginning of a server's answer, with the key removed."""
         return repr(self._keyless(text)[:300])
 
     def _keyless(self, text: str) -> str:
-        """Text without the key; none at all where it still holds a part of it."""
+        """Text with the key removed; "***" alone if it still contains a part of the key."""
         key = self._api_key or ""
         text = text.replace(key, "***") if key else text
         return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text

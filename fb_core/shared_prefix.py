@@ -1,4 +1,4 @@
-"""Log-probs of continuations behind shared prefixes in one packed forward: each prefix runs once, no logits exist."""
+"""Log-probs of continuations of shared prefixes in one packed forward: each prefix runs once, no logits are stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Requests: TypeAlias = Sequence[tuple[Ids, Sequence[Ids]]]
 
 
 class Branches(NamedTuple):
-    """Continuations [R] behind tokens[:position]; of each the log-probs from its token `first` on are wanted."""
+    """Continuations [R] of tokens[:position]; each is scored from its token `first` on."""
 
     position: int
     continuations: Sequence[Tensor]
@@ -25,7 +25,7 @@ class Branches(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """What they add to a forward: a continuation's last token is nobody's context."""
+        """Rows that they add to a forward; a continuation's last token needs none, since no token follows it."""
         return sum(max(0, len(tokens) - 1) for tokens in self.continuations)
 
 
@@ -42,19 +42,19 @@ def forward(
     return_entropy: bool = False,
     return_greedy: bool = False,
 ) -> Results:
-    """One packed forward: every trajectory's tokens once, behind them all branches of all its states.
+    """One packed forward: each trajectory's tokens once, followed by the branches of all its states.
 
     Args:
-        model: a causal LM that `hf.check_supported` lets pass.
-        pack: (tokens [T], branches behind them) pairs; or all of them with prefixes that are
-            cached in one paged `PrefixKV` instead, then with `first` of 1 or more.
+        model: a causal LM that `hf.check_supported` accepts.
+        pack: (tokens [T], branches that follow them) pairs. Instead of tokens, all pairs may have prefixes cached in
+            one paged `PrefixKV`; `first` must then be 1 or more.
         valid_vocab: as in `linear_logprob`.
         temperature: as in `linear_logprob`.
-        return_entropy: also give the entropies.
-        return_greedy: also say which tokens are the model's own choice.
+        return_entropy: also return the entropies.
+        return_greedy: also return which tokens are the model's own choice.
 
     Returns:
-        of every pair, of every group, of every continuation (log-prob [R - first], then entropies and bool as asked).
+        for each pair, group and continuation: (log-prob [R - first], then entropies and bool, as requested).
     """
     device = model.device
     ids: list[Tensor] = []
@@ -114,7 +114,7 @@ def forward(
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """An entropy that refuses a backward pass through it: it has no gradient, and no loss may miss that in silence."""
+    """An entropy that refuses a backward pass: it has no gradient, and a loss must not miss that silently."""
 
     @staticmethod
     def forward(ctx: Any, entropy: Tensor, logprob: Tensor) -> Tensor:  # depends on what leads to the parameters
@@ -129,7 +129,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def _numbers(spans: Sequence[range], device: torch.device) -> Tensor:
-    """int64 [n]: all numbers of the spans."""
+    """int64 [n]: the numbers of all spans, concatenated."""
     return torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(device)
 
 
@@ -138,7 +138,7 @@ def checked(model: hf.CausalLM, requests: Requests, valid_vocab: int) -> list[tu
 
     Raises:
         TypeError: ids that are not integers.
-        ValueError: an empty prefix, an id outside the vocabulary or in its padding, another device, or more positions
+        ValueError: an empty prefix, an id outside the vocabulary or in its padding, the wrong device, or more positions
             than the model has.
     """
     pairs = []
@@ -186,32 +186,33 @@ def shared_prefix_logprobs(
     valid_vocab: int | None = None,
     return_entropy: bool = False,
 ) -> list[Tensor] | list[tuple[Tensor, Tensor]]:
-    """Log-probs of continuations behind one prefix for training: one forward that runs the prefix once.
+    """Log-probs of continuations of one prefix for training: one forward that runs the prefix once.
 
-    What K forwards over prefix + continuation give, values and parameters' gradients alike, from P + sum R tokens
-    instead of K P + sum R. Gradients also go through the prefix. Under `torch.autocast` as the model's own forward;
-    with `model.gradient_checkpointing_enable()` and `model.train()` layers are run anew in the backward pass; adapters
-    of a PEFT model are active. Under `torch.no_grad()` nothing is kept and a model of the Llama family runs in its
-    native decoder.
+    Gives the same values and parameter gradients as K forwards over prefix + continuation, from P + sum R tokens
+    instead of K P + sum R. Gradients also flow through the prefix. `torch.autocast` acts as on the model's own forward.
+    With `model.gradient_checkpointing_enable()` and `model.train()`, layers are recomputed in the backward pass. The
+    adapters of a PEFT model are active. Under `torch.no_grad()` no activations are kept, and a model of the Llama
+    family runs in its native decoder.
 
     Args:
         model: a transformers causal LM whose attention goes through `AttentionInterface`, or a PEFT model of one; on
-            first sight a packed forward of a few tokens is compared with a plain one.
+            first use, a packed forward of a few tokens is compared with a plain one.
         prefix: [P] token ids, at least one.
-        continuations: K sequences [R_k] of token ids, each of its own length.
+        continuations: K sequences [R_k] of token ids, of any lengths.
         temperature: divides the logits.
-        valid_vocab: ids from here on are padding of the embedding; None for none.
-        return_entropy: also give the entropies, in nats; a backward pass through them is refused, since they carry no
+        valid_vocab: ids from this one on are padding of the embedding; None if there is no padding.
+        return_entropy: also return the entropies, in nats; a backward pass through them is refused, since they carry no
             gradient.
 
     Returns:
-        one [R_k] a continuation: log p(c_i | prefix, c_<i), in nats, float32 (float64 for a float64 model); with
-        return_entropy pairs of it and the entropies [R_k].
+        one [R_k] per continuation: log p(c_i | prefix, c_<i), in nats, float32 (float64 for a float64 model); with
+        return_entropy a pair of it and the entropies [R_k].
 
     Raises:
         TypeError: not a transformers model, or ids that are not integers.
-        ValueError: a model that packing would get wrong (refused by name), active dropout, an adapter on the LM head,
-            an empty prefix, an id outside the vocabulary, another device, or more positions than the model has.
+        ValueError: a model that a packed forward would compute wrongly (refused by name), active dropout, an adapter on
+            the LM head, an empty prefix, an id outside the vocabulary, the wrong device, or more positions than the
+            model has.
     """
     return shared_prefix_logprobs_many(  # type: ignore[call-overload, no-any-return]
         model,
@@ -252,21 +253,21 @@ def shared_prefix_logprobs_many(
     valid_vocab: int | None = None,
     return_entropy: bool = False,
 ) -> list[list[Tensor]] | list[list[tuple[Tensor, Tensor]]]:
-    """`shared_prefix_logprobs` of several prefixes, all in one forward.
+    """`shared_prefix_logprobs` for several prefixes, all in one forward.
 
     Args:
-        model: as there.
+        model: as for `shared_prefix_logprobs`.
         requests: (prefix, continuations) pairs.
-        temperature: as there.
-        valid_vocab: as there.
-        return_entropy: as there.
+        temperature: as for `shared_prefix_logprobs`.
+        valid_vocab: as for `shared_prefix_logprobs`.
+        return_entropy: as for `shared_prefix_logprobs`.
 
     Returns:
-        for every request what `shared_prefix_logprobs` returns.
+        for each request what `shared_prefix_logprobs` returns.
 
     Raises:
-        TypeError: as there.
-        ValueError: as there.
+        TypeError: as `shared_prefix_logprobs`.
+        ValueError: as `shared_prefix_logprobs`.
     """
     inner = check_trainable(model)
     pack = [(tokens, [branches]) for tokens, branches in checked(inner, requests, hf.valid_ids(valid_vocab, inner))]
@@ -276,7 +277,7 @@ def shared_prefix_logprobs_many(
 
 
 def check_trainable(model: hf.Trainable) -> hf.CausalLM:
-    """The causal LM, whose packed forward is known to be right; raises as `shared_prefix_logprobs`."""
+    """The causal LM, once its packed forward is known to be right; raises as `shared_prefix_logprobs`."""
     inner = hf.causal_lm(model)
     hf.check_supported(inner)
     head = inner.get_output_embeddings()

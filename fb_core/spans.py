@@ -1,4 +1,4 @@
-"""Spans: what the LLM writes on behind its own candidate at an event, so that several tokens are one choice."""
+"""Spans: what the LLM writes after its own candidate at an event, so that several tokens are one choice."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ PIECE = 16
 
 @dataclass(frozen=True)
 class Span:
-    """How far the LLM writes on behind its likeliest candidate: the candidate's tail, which is appended with it.
+    """How far the LLM writes on after its likeliest candidate; what it writes is the candidate's tail.
 
-    A span also ends with its sequence, and where there is no room for more. One token is the published method; with no
-    bound at all and the LLM's own preference the first event is a takeover.
+    The tail is appended together with its candidate. A span also ends with its sequence, and where there is no room for
+    more. One token is the published method. With no bound at all and the LLM's own preference, the first event is a
+    takeover.
 
     Attributes:
-        tokens: at most, the candidate itself included; None for any number.
-        ends: ids that a span ends behind.
-        agree: whether it ends ahead of the first token of its tail that the SLM would have written itself.
+        tokens: maximum tokens, the candidate included; None for any number.
+        ends: ids after which a span ends.
+        agree: whether a span ends before the first token of its tail that the SLM would have written itself.
 
     Raises:
         ValueError: tokens below 1.
@@ -46,11 +47,11 @@ class Span:
         return self.tokens == 1
 
     def tail(self, first: int, written: Sequence[int]) -> tuple[int, ...]:
-        """What of the LLM's tokens behind its candidate belongs to the span, whatever the SLM would write.
+        """The part of the LLM's tokens after its candidate that belongs to the span; `agree` is not applied.
 
         Args:
             first: the candidate's id.
-            written: ids behind it, those past the span among them.
+            written: ids after it; they may go beyond the span.
         """
         if first in self.ends:
             return ()
@@ -60,7 +61,7 @@ class Span:
 
 
 def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:
-    """The ids whose text holds a delimiter.
+    """The ids whose text contains a delimiter.
 
     Raises:
         ValueError: there are none.
@@ -78,18 +79,18 @@ def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:
 def write_tails(
     llm: LLM, prompts: Sequence[Tensor], firsts: Sequence[int], rooms: Sequence[int], span: Span, vocabulary: int
 ) -> list[tuple[int, ...]]:
-    """What the LLM writes behind its own candidate of each state, as far as the span goes without the SLM.
+    """What the LLM writes after its own candidate of each state, as far as the span goes; `agree` is not applied.
 
     Args:
         llm: the large model.
         prompts: the [P] tokens of each state.
-        firsts: its candidate there.
-        rooms: tokens that each sequence takes at most, the candidate included.
+        firsts: the LLM's candidate in each state.
+        rooms: maximum tokens for which each sequence has room, the candidate included.
         span: how far.
-        vocabulary: ids from here on are not shared; a tail ends ahead of one.
+        vocabulary: ids from this one on are not shared; a tail ends before one.
 
     Returns:
-        a tail of each, the end-of-sequence token included; raises as `LLM.complete_branches`.
+        one tail per state, the end-of-sequence token included; raises as `LLM.complete_branches`.
     """
     positions = hf.max_positions(llm.model) if isinstance(llm, LocalLLM) else None
     limits = [room if span.tokens is None else min(room, span.tokens) for room in rooms]
@@ -124,14 +125,14 @@ def until_agreement(
     tails: Sequence[Sequence[int]],
     vocabulary: int,
 ) -> list[tuple[int, ...]]:
-    """The tails up to the first token of each that the SLM would have written itself, by one packed forward.
+    """Each tail cut before its first token that the SLM would have written itself, by one packed forward.
 
     Args:
         slm: the small model.
-        prefixes: its keys and values of each state, of one `PrefixKV`.
-        firsts: the LLM's candidate there.
-        tails: what the LLM wrote behind it.
-        vocabulary: how many ids count.
+        prefixes: its keys and values of each state, all of one `PrefixKV`.
+        firsts: the LLM's candidate in each state.
+        tails: what the LLM wrote after each candidate.
+        vocabulary: the number of ids that count.
     """
     pack = [
         (prefix, [Branches(prefix.length, [torch.tensor([first, *tail], device=slm.device)], 1)])
@@ -142,5 +143,5 @@ def until_agreement(
 
 
 def agreed(tail: Sequence[int], own: Tensor) -> tuple[int, ...]:
-    """A tail up to its first token that is the SLM's own; `own` bool [n] says which are."""
+    """A tail cut before its first token that is the SLM's own; `own`, bool [n], says which tokens are."""
     return tuple(tail[: [*own.tolist(), True].index(True)])

@@ -1,4 +1,4 @@
-"""What results are reported with: intervals over problems, and how well scores order candidates by their outcomes."""
+"""Statistics of reported results: intervals over problems, and how well scores order candidates by outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def interval(a: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed
         no spread, not that there is none.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: `a` is empty, not one-dimensional or not finite, or an option is out of its range.
     """
     values = _vector("interval", "a", a)
@@ -64,7 +64,7 @@ def paired_interval(
         `Interval(mean, low, high)` of the difference a - b.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: lengths differ, outcomes are empty, not one-dimensional or not finite, or an option is out of its
             range.
     """
@@ -82,23 +82,23 @@ def average_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap interval of the mean over benchmarks of a benchmark's mean, every benchmark counting alike.
+    """Percentile bootstrap interval of the average of the benchmarks' means, with equal weight for each benchmark.
 
-    Problems are drawn again within each benchmark: the benchmarks are the ones asked about, not a sample of others.
+    Problems are resampled within each benchmark: the benchmarks are fixed, not a sample of others.
 
     Args:
-        a: a vector of outcomes a benchmark, one outcome for each of its problems: bools or finite numbers.
+        a: one vector of outcomes per benchmark, one outcome for each of its problems: bools or finite numbers.
         b: the other method's outcomes of the same benchmarks and problems in the same order; the interval is then of
-            the difference a - b, a problem being drawn with both its outcomes.
+            the difference a - b, and a problem is drawn with both its outcomes.
         resamples: how often the problems are drawn again, with replacement.
         level: share of the resampled averages between the ends, in (0, 1).
         seed: of the draws; the same arguments give the same interval.
 
     Returns:
-        `Interval(mean, low, high)`; of one benchmark the same as `interval` and `paired_interval` give.
+        `Interval(mean, low, high)`; for one benchmark the same as from `interval` and `paired_interval`.
 
     Raises:
-        TypeError: outcomes that are no bools or real numbers.
+        TypeError: outcomes that are neither bools nor real numbers.
         ValueError: no benchmark, numbers of benchmarks or lengths that differ, outcomes that are empty, not
             one-dimensional or not finite, or an option out of its range.
     """
@@ -130,18 +130,20 @@ def above_line_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """How much more accurate a method is than handing over so many whole problems that the large model writes as much.
+    """How much more accurate a method is than takeover of a random share of the problems at the same token cost.
 
-    Of the problems a random share is taken over and the rest decoded greedily by the small model, which costs the large
-    one nothing: their accuracy lies on the line from greedy decoding to takeover. The share is that at which this costs
-    the method's own tokens, all problems where it costs more than takeover. Above 0 the method is worth its tokens.
+    A random share of the problems is handed over to the large model, and the small model decodes the rest greedily,
+    which costs the large one nothing. The accuracy of this mixture lies on the line from greedy decoding to takeover.
+    The share is the one at which the mixture costs as many tokens as the method, or 1 if the method costs more than
+    takeover. A difference above 0 means that the method is worth its tokens.
 
     Args:
-        accuracy: of the method, one vector of outcomes a benchmark, as for `average_interval`; benchmarks count alike.
+        accuracy: of the method, one vector of outcomes per benchmark, as for `average_interval`; all benchmarks have
+            the same weight.
         tokens: of the large model in the method's answers, finite and not negative, of the same problems.
-        greedy: outcomes of the small model by itself.
+        greedy: outcomes of the small model alone.
         takeover: outcomes of takeover.
-        takeover_tokens: of the large model there, not 0 everywhere.
+        takeover_tokens: of the large model in takeover, not 0 everywhere.
         resamples: how often the problems are drawn again, with replacement, each with all five of its numbers; draws in
             which takeover writes nothing are left out.
         level: share of the resampled differences between the ends, in (0, 1).
@@ -151,7 +153,7 @@ def above_line_interval(
         `Interval(mean, low, high)`, a difference of shares.
 
     Raises:
-        TypeError: outcomes or tokens that are no bools or real numbers.
+        TypeError: outcomes or tokens that are neither bools nor real numbers.
         ValueError: no benchmark, numbers of benchmarks or lengths that differ, a vector that is empty, not
             one-dimensional or not finite, tokens that are negative, takeover without a token, or an option out of its
             range.
@@ -197,21 +199,21 @@ def ratio_interval(
 ) -> Interval:
     """Percentile bootstrap interval of sum(part) / sum(whole), drawn by problem.
 
-    A problem is drawn with all it has, as its two times where they are compared; of shares `share_interval` is wide
-    enough where there are few.
+    A problem is drawn with both its values, such as two times that are compared. For shares of few problems use
+    `share_interval`, which is wide enough there.
 
     Args:
-        part: what counts of each problem, finite and not negative.
-        whole: out of how much, of the same problems in the same order, finite and not negative, not 0 everywhere.
+        part: the numerator of each problem, finite and not negative.
+        whole: the denominator of each problem, in the same order, finite and not negative, not 0 everywhere.
         resamples: how often the problems are drawn again, with replacement; draws whose whole is 0 are left out.
         level: share of the resampled ratios between the ends, in (0, 1).
         seed: of the draws; the same arguments give the same interval.
 
     Returns:
-        `Interval(mean, low, high)`, mean being the ratio of the problems as given.
+        `Interval(mean, low, high)`, where mean is the ratio over the problems as given.
 
     Raises:
-        TypeError: an argument that is no bools or real numbers.
+        TypeError: an argument that is neither bools nor real numbers.
         ValueError: lengths differ, a value is negative or not finite, the whole is 0, an argument is empty or not
             one-dimensional, or an option is out of its range.
     """
@@ -220,22 +222,22 @@ def ratio_interval(
 
 
 def share_interval(part: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Wilson's score interval of the share sum(part) / sum(whole), a problem being one trial at most.
+    """Wilson's score interval of the share sum(part) / sum(whole), with each problem as at most one trial.
 
     For shares of counted states or pairs, such as pairwise accuracy. The states of a problem are not independent, so
-    the number of trials is that of the problems, Kish's effective one where they weigh differently, sum(whole)^2 /
-    sum(whole^2). Unlike a bootstrap it stays wide where there is little to draw from: 2 of 2 give 34% to 100%.
+    the number of trials is the number of problems, or Kish's effective number if their weights differ,
+    sum(whole)^2 / sum(whole^2). Unlike a bootstrap interval, it stays wide for few problems: 2 of 2 give 34% to 100%.
 
     Args:
-        part: what counts of each problem, finite, from 0 to its whole.
-        whole: out of how much, of the same problems in the same order, finite and not negative, not 0 everywhere.
+        part: the numerator of each problem, finite, from 0 to its whole.
+        whole: the denominator of each problem, in the same order, finite and not negative, not 0 everywhere.
         level: of confidence, in (0, 1).
 
     Returns:
-        `Interval(mean, low, high)` inside [0, 1], mean being the share as it is.
+        `Interval(mean, low, high)` inside [0, 1], where mean is the share itself.
 
     Raises:
-        TypeError: an argument that is no bools or real numbers.
+        TypeError: an argument that is neither bools nor real numbers.
         ValueError: lengths differ, a value is negative or not finite, a part is above its whole, the whole is 0, an
             argument is empty or not one-dimensional, or the level is out of its range.
     """
@@ -247,22 +249,22 @@ def share_interval(part: ArrayLike, whole: ArrayLike, *, level: float = 0.95) ->
 
 
 def paired_share_interval(a: ArrayLike, b: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Agresti and Min's interval of the difference of two shares of the same states, a problem one trial at most.
+    """Agresti and Min's interval of the difference of two shares of the same states, a problem as at most one trial.
 
-    Trials as `share_interval` has them, of each problem's own difference, and two more: half a problem that is all a's
-    and half a one that is all b's, and one without a difference. So a few problems that all agree decide nothing.
+    The trials are the problems' differences, counted as in `share_interval`, and two more: one half for a and half for
+    b, and one without a difference. So a few problems that all agree decide nothing.
 
     Args:
-        a: what counts of each problem for the one, finite, from 0 to its whole.
-        b: for the other, of the same problems in the same order.
-        whole: out of how much, finite and not negative, not 0 everywhere.
+        a: the first numerator of each problem, finite, from 0 to its whole.
+        b: the second numerator, of the same problems in the same order.
+        whole: the denominator of each problem, finite and not negative, not 0 everywhere.
         level: of confidence, in (0, 1).
 
     Returns:
         `Interval(mean, low, high)` inside [-1, 1] of (sum(a) - sum(b)) / sum(whole).
 
     Raises:
-        TypeError: an argument that is no bools or real numbers.
+        TypeError: an argument that is neither bools nor real numbers.
         ValueError: as `share_interval`.
     """
     first, second = _shares("paired_share_interval", a, whole), _shares("paired_share_interval", b, whole)
@@ -278,23 +280,23 @@ def paired_share_interval(a: ArrayLike, b: ArrayLike, whole: ArrayLike, *, level
 
 
 def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Tango's score bound (Statistics in Medicine 17, 1998) of the difference of two paired shares, from below.
+    """Tango's lower score bound (Statistics in Medicine 17, 1998) on the difference of two paired shares.
 
-    The bound is the least difference that the score test, with the nuisance share at its restricted maximum likelihood,
-    does not refuse from above. Unlike bounds that shrink towards no difference it keeps its level where a method
-    differs on few problems, and all for the worse.
+    The bound is the smallest difference that the one-sided score test does not reject, with the nuisance share at its
+    restricted maximum likelihood. Unlike bounds that shrink towards no difference, it keeps its level if the methods
+    differ on few problems, all of them to the method's disadvantage.
 
     Args:
-        a: 0 or 1 a problem.
-        b: of the other method on the same problems in the same order.
+        a: 0 or 1 per problem.
+        b: outcomes of the other method on the same problems in the same order.
         level: of one-sided confidence, in (0, 1).
 
     Returns:
         `Interval(mean, low, 1)` of mean(a) - mean(b).
 
     Raises:
-        TypeError: outcomes that are no bools or numbers.
-        ValueError: lengths differ, an outcome that is neither 0 nor 1, none, or a level out of its range.
+        TypeError: outcomes that are neither bools nor numbers.
+        ValueError: lengths differ, an outcome that is neither 0 nor 1, no outcomes, or a level out of its range.
     """
     first, second = _vector("paired_lower_bound", "a", a), _vector("paired_lower_bound", "b", b)
     _same_length("paired_lower_bound", "a", first, "b", second)
@@ -319,21 +321,21 @@ def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> In
 
 
 def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int]:
-    """How many pairs of one state's candidates the scores put in the order of their outcomes.
+    """How many pairs of one state's candidates the scores order as their outcomes do.
 
     Only pairs whose outcomes differ are comparable; a tie of their scores counts one half. Sum both numbers over the
-    states and divide once: pairwise accuracy has the comparable pairs as its denominator, so states whose candidates
-    all end alike have no part in it.
+    states and divide once: the denominator of pairwise accuracy is the comparable pairs, so states whose candidates all
+    have the same outcome do not count.
 
     Args:
         score: [K], higher is better; infinities are allowed.
-        outcome: [K], what became of each candidate's rollout: bools or finite numbers.
+        outcome: [K], the outcome of each candidate's rollout: bools or finite numbers.
 
     Returns:
         `(agreeing, comparable)`, the first a multiple of one half, both 0 where all outcomes are equal.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: lengths differ, an argument is empty, not one-dimensional, or holds NaN.
     """
     scores, outcomes = _candidates("pairwise_agreement", score, outcome)
@@ -347,17 +349,18 @@ def top1_success(score: ArrayLike, outcome: ArrayLike) -> float:
     """The outcome of the candidate with the highest score, ties to the lowest index.
 
     Its mean is reported both over all states and over states whose candidates differ in outcome (`outcomes_differ`),
-    with both denominators: elsewhere every choice has the same outcome, and many such states hide the selector's share.
+    with both denominators: in the other states every choice has the same outcome, and many of those hide what the
+    selector contributes.
 
     Args:
         score: [K], higher is better; infinities are allowed.
-        outcome: [K], what became of each candidate's rollout: bools or finite numbers.
+        outcome: [K], the outcome of each candidate's rollout: bools or finite numbers.
 
     Returns:
         0.0 or 1.0 for bools.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: lengths differ, an argument is empty, not one-dimensional, or holds NaN.
     """
     scores, outcomes = _candidates("top1_success", score, outcome)
@@ -365,32 +368,32 @@ def top1_success(score: ArrayLike, outcome: ArrayLike) -> float:
 
 
 def coverage(outcome: ArrayLike) -> float:
-    """The best outcome any candidate of a state reaches: what a perfect selector would get.
+    """The best outcome of any candidate of a state: what a perfect selector would get.
 
     Its mean is reported both over all states and over states whose candidates differ in outcome (`outcomes_differ`),
     with both denominators; over the latter it is 1 for bools by definition, so top-1 success there is a share of it.
 
     Args:
-        outcome: [K], what became of each candidate's rollout: bools or finite numbers.
+        outcome: [K], the outcome of each candidate's rollout: bools or finite numbers.
 
     Returns:
         0.0 or 1.0 for bools.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: `outcome` is empty, not one-dimensional or not finite.
     """
     return float(_vector("coverage", "outcome", outcome).max())
 
 
 def outcomes_differ(outcome: ArrayLike) -> bool:
-    """Whether a state's candidates differ in outcome, as the smaller denominator counts.
+    """Whether a state's candidates differ in outcome; such states make up the smaller denominator.
 
     Args:
-        outcome: [K], what became of each candidate's rollout: bools or finite numbers.
+        outcome: [K], the outcome of each candidate's rollout: bools or finite numbers.
 
     Raises:
-        TypeError: outcomes or scores are no bools or real numbers.
+        TypeError: outcomes or scores are neither bools nor real numbers.
         ValueError: `outcome` is empty, not one-dimensional or not finite.
     """
     outcomes = _vector("outcomes_differ", "outcome", outcome)
@@ -404,7 +407,7 @@ def _bootstrap(
     level: float,
     seed: int,
 ) -> Interval:
-    """Of a statistic of drawn problems, [R, n] of each set -> [R], NaN where a draw has none."""
+    """The interval of a statistic that maps drawn problems, [R, n] of each set, to [R], NaN where it has no value."""
     if not resamples >= 1:
         raise ValueError(f"bootstrap: resamples must be at least 1, got {resamples}; 10000 is usual.")
     _check_level("bootstrap", level)
@@ -418,7 +421,7 @@ def _bootstrap(
 
 
 def _draws(problems: tuple[int, ...], resamples: int, seed: int) -> Iterator[tuple[NDArray[np.int32], ...]]:
-    """Rows of problems drawn again, [rows, n] of each set, in parts that fit in memory."""
+    """Resampled problems, [rows, n] of each set, in parts that fit in memory."""
     generator = np.random.default_rng(seed)
     rows = max(1, DRAWS_AT_ONCE // sum(problems))
     for start in range(0, resamples, rows):
@@ -437,7 +440,7 @@ def _check_level(where: str, level: float) -> None:
 
 
 def _normal(level: float) -> float:
-    """How many deviations of a normal variable on either side hold the level."""
+    """The number of standard deviations on either side of a normal mean that contain the level."""
     _check_level("share", level)
     return NormalDist().inv_cdf((1 + level) / 2)
 

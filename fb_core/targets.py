@@ -13,7 +13,7 @@ MARGIN, KL_WEIGHT = 1.0, 0.1  # of S2T-Local's loss
 
 
 def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
-    """B_H: the mean log-likelihood of the shared future's first `horizon` tokens behind every candidate.
+    """B_H: the mean log-likelihood of the shared future's first `horizon` tokens after every candidate.
 
     Args:
         logprob: [K, H] as from `CompatibilityScorer`.
@@ -23,7 +23,7 @@ def future_compatibility(logprob: Tensor, horizon: int) -> Tensor:
         float32[K].
 
     Raises:
-        ValueError: the future is shorter than asked.
+        ValueError: a future shorter than the horizon.
     """
     return group_targets([logprob], [horizon])[0][0][:, 0]
 
@@ -40,15 +40,15 @@ def group_targets(
     """Scores and soft targets of many groups at once, for all horizons.
 
     Args:
-        logprobs: one [K, H] a group; futures may be longer than the longest horizon.
+        logprobs: one [K, H] per group; futures may be longer than the longest horizon.
         horizons: the h horizons.
         temperature: of the softmax over standardised scores.
         eps: added to the group's standard deviation.
-        local: one [K] of log p_T a group, for the hybrid target.
+        local: one [K] of log p_T per group, for the hybrid target.
         alpha: share of B in the hybrid; 1 is the plain target.
 
     Returns:
-        (B, q): one [K, h] each a group.
+        (B, q): two lists with one [K, h] per group.
 
     Raises:
         ValueError: a future shorter than the longest horizon, or an argument out of range.
@@ -77,17 +77,17 @@ def group_targets(
 
 
 def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
-    """Log-probs of a future without what every other candidate loses at its start only since it was written behind one.
+    """Log-probs of a future, corrected for the head start of the candidate after which it was written.
 
-    The future's early tokens fit the candidate that it was written behind (the LLM's own token), so all others are less
-    likely there for a reason that says nothing about them. With gap[k, h] = max(0, logprob[first, h] - logprob[k, h]),
-    the smallest gap of the others at h is what they lose alike; it is given back to each. How the others compare with
-    one another stays as it was.
+    The future's early tokens fit the candidate after which it was written (the LLM's own token), so they are less
+    likely after all others, for a reason that says nothing about those. With
+    gap[k, h] = max(0, logprob[first, h] - logprob[k, h]), the smallest gap of the others at h is what they all lose; it
+    is added back to each. The comparison among the others does not change.
 
     Args:
         logprob: [K, H] as from `CompatibilityScorer`, nats.
-        first: index of the candidate that the future was written behind.
-        early: how many tokens count as its start; a future that is shorter is early as a whole.
+        first: index of the candidate after which the future was written.
+        early: number of tokens that count as the start; all of them if the future is shorter.
 
     Returns:
         [K, H] of logprob's dtype: logprob plus the smallest gap, for every k other than `first` at h < early; equal to
@@ -95,8 +95,8 @@ def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
 
     Raises:
         TypeError: log-probs that are not floating.
-        ValueError: another shape, `first` that is no candidate, a negative `early`, or an early log-prob that is not
-            finite.
+        ValueError: a wrong shape, a `first` that is not a candidate, a negative `early`, or an early log-prob that is
+            not finite.
     """
     if not logprob.is_floating_point():
         raise TypeError(f"logprob: expected a floating dtype, got {logprob.dtype}; pass the scorer's log-probs")
@@ -122,19 +122,20 @@ def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
 
 
 def selection_target(llm_logprob: Tensor) -> Tensor:
-    """The target of one group whose cross-entropy is that of S2T-Local's loss, up to a constant.
+    """The target of one group whose cross-entropy equals the cross-entropy and KL terms of S2T-Local's loss.
 
-    Source: Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency", arXiv 2604.26940, and its
-    software YeRona/Select-to-Think (scripts/train_s2t_local.py, `listwise_loss` in its default mode top1_ce):
-    cross-entropy to the LLM's best candidate, MARGIN as the hinge against the best other one (`Recipe(margin=MARGIN)`),
-    and KL_WEIGHT * KL(p_T || p) with p = softmax(score), p_T renormalised over the SLM's own candidates. First and last
-    term together are the cross-entropy to onehot(best) + KL_WEIGHT * p_T less KL_WEIGHT * H(p_T), which no score moves.
+    Equality is up to a constant. Source: Ye et al., "Select to Think: Unlocking SLM Potential with Local Sufficiency",
+    arXiv 2604.26940, and its software YeRona/Select-to-Think (scripts/train_s2t_local.py, `listwise_loss` in its
+    default mode top1_ce). The loss is the cross-entropy to the LLM's best candidate, a hinge of MARGIN against the best
+    other one (`Recipe(margin=MARGIN)`), and KL_WEIGHT * KL(p_T || p) with p = softmax(score) and p_T renormalised over
+    the SLM's own candidates. The first and the last term together are the cross-entropy to
+    onehot(best) + KL_WEIGHT * p_T, minus KL_WEIGHT * H(p_T), which does not depend on the scores.
 
     Here it trains FutureBridge's reranker: a scalar head whose score has no bounds, an adapter on the attention alone,
-    and a frozen prefix. The software scores by the expected bin, 0 to 1, of reserved tokens' logits: its hinge never
-    rests. It adapts the MLPs and the reserved rows of the head as well, on the prefix (its last 511 tokens) and in
-    greedy decoding too; a KL term of weight 0.1 holds the prefix to the base model, which is zero where candidates
-    alone are adapted. It trains at a constant rate of 5e-5, four groups a step, three epochs.
+    and a frozen prefix. The software scores by the expected bin, 0 to 1, of reserved tokens' logits, so its hinge is
+    always active. It also adapts the MLPs and the reserved rows of the head, on the prefix (its last 511 tokens) and in
+    greedy decoding too. A KL term of weight 0.1 keeps the prefix close to the base model; it is zero here, where only
+    candidates are adapted. It trains at a constant rate of 5e-5, four groups per step, three epochs.
 
     Args:
         llm_logprob: [K] log p_T of the candidates, nats; ties for the best go to the first.
@@ -143,7 +144,7 @@ def selection_target(llm_logprob: Tensor) -> Tensor:
         [K] in the dtype of llm_logprob; its sum is 1 + KL_WEIGHT.
 
     Raises:
-        ValueError: no candidate, another shape, or none with a finite log-probability, or a NaN.
+        ValueError: no candidate, a wrong shape, no finite log-probability, or a NaN.
     """
     if llm_logprob.ndim != 1 or not len(llm_logprob) or not bool(llm_logprob.max().isfinite()):
         raise ValueError(

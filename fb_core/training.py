@@ -29,8 +29,8 @@ ABOUT = "about"  # entry of a state: what it belongs to, JSON as bytes
 class TrainingGroup:
     """One state: its position in the trajectory, candidates [K], soft targets [K] or [K, h], features [K, F] if used.
 
-    The columns of [K, h] are those of `group_targets`, one a horizon; [K] is one column. Of K tails, () for none of
-    any, each is what is appended with its candidate.
+    The columns of [K, h] are those of `group_targets`, one per horizon; [K] is one column. `tails` has the K sequences
+    of ids that are appended with the candidates, or is () if no candidate has a tail.
     """
 
     position: int
@@ -50,10 +50,11 @@ class TrainingTrajectory:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The published recipe; learning rate of the feature weights is `feature_scale` times that of the rest.
+    """The published recipe; the feature weights' learning rate is `feature_scale` times that of the other parameters.
 
-    A step's trajectories are cut into `microbatches` contiguous pieces, as even in groups as they allow uncut, each one
-    forward and backward: less memory, and work for as many processes. The bits of a step depend on it.
+    A step's trajectories are divided into `microbatches` contiguous pieces with about equally many groups; no
+    trajectory is cut. Each piece is one forward and backward pass, which saves memory and lets that many processes
+    share a step. The bits of a step depend on the number of pieces.
 
     A `margin` above 0 adds a hinge to the cross-entropy of every group of two or more candidates:
     relu(margin - (score of the candidate with the largest target, ties to the first, - best other score)).
@@ -93,7 +94,7 @@ class Run:
 
 
 class Processes(Protocol):
-    """What a sweep uses of an `accelerate.Accelerator`."""
+    """The part of an `accelerate.Accelerator` that a sweep uses."""
 
     @property
     def num_processes(self) -> int: ...
@@ -103,7 +104,7 @@ class Processes(Protocol):
 
 
 class GroupMetrics(NamedTuple):
-    """Mean cross-entropy of groups in nats, and the share of candidate pairs that are in the order of their targets."""
+    """Mean cross-entropy of groups in nats, and the share of candidate pairs that are ordered as their targets."""
 
     cross_entropy: float
     pairwise_accuracy: float
@@ -112,16 +113,18 @@ class GroupMetrics(NamedTuple):
 class Sweep:
     """Several rerankers on one frozen base, trained in place on the same trajectories, step by step.
 
-    In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs, and
-    every run's candidates behind them as a packed forward of its own: each run gets the bits that it would get alone.
-    The groups of all trajectories, in an order of these drawn from `recipe.seed` for every epoch, are cut into steps of
-    `groups_per_step`, so a trajectory may end in a later step; an epoch's last step holds what is left. The loss is the
-    mean over the step's groups. AdamW in float32 with linear warm-up, then linear decay to zero. Dropout is seeded by
-    run seed, step and microbatch, so no generator has a state to keep, and that of the caller is left alone.
+    In scope "candidate" the prefixes of a microbatch run once through the frozen base, whatever the number of runs.
+    Each run's candidates then follow in a packed forward of their own, so each run gets the same bits as alone. The
+    order of the trajectories is drawn from `recipe.seed` for every epoch; their groups are cut into steps of
+    `groups_per_step`, so a trajectory may continue in the next step, and an epoch's last step holds what is left. The
+    loss is the mean over the step's groups. The optimiser is AdamW in float32, with linear warm-up and then linear
+    decay to zero. Dropout is seeded by run seed, step and microbatch, so there is no generator state to save, and the
+    caller's generators are left alone.
 
-    With an accelerator, process p of W does the microbatches p, p + W, ..., and all add the gathered gradients in the
-    microbatches' order: the number of processes changes no bit, given as many threads in each. Every process makes the
-    sweep with the same arguments and starts from the parameters of process 0.
+    With an accelerator, process p of W computes the microbatches p, p + W, ..., and every process adds the gathered
+    gradients in the order of the microbatches. The number of processes therefore changes no bit, given the same number
+    of threads in each. Every process makes the sweep with the same arguments and starts from the parameters of process
+    0.
 
     Args:
         runs: rerankers on one base model (the same object); in eval mode between the steps.
@@ -132,15 +135,15 @@ class Sweep:
     Attributes:
         total: the number of steps.
         epoch_ends: the numbers of steps after which an epoch is complete.
-        losses: of the steps done, one number a run, nats.
-        norms: of the runs' gradients in the last step of this process, before they were clipped.
+        losses: for each step done, one loss per run, nats.
+        norms: of the runs' gradients in this process's last step, before clipping.
         rate: the learning rate of that step.
 
     Raises:
         TypeError: ids or positions that are not integers.
-        ValueError: no runs, a reranker given twice, other bases, parameters that are not float32, no groups, targets
-            without a run's column, features missing or of another shape, an id outside the vocabulary, more processes
-            than microbatches, or processes with different arguments.
+        ValueError: no runs, a reranker given twice, different bases, parameters that are not float32, no groups,
+            targets without a run's column, features missing or of another shape, an id outside the vocabulary, more
+            processes than microbatches, or processes with different arguments.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class Sweep:
         return len(self.losses)
 
     def advance(self) -> list[float]:
-        """One optimiser step of every run, or of none.
+        """Take one optimiser step of every run; on an error, of none.
 
         Returns:
             the runs' losses in nats, the same on all processes.
@@ -225,11 +228,11 @@ class Sweep:
         return list(found[0])
 
     def state(self) -> dict[str, Tensor]:
-        """All that resuming needs, as copies on the CPU for one safetensors file.
+        """Everything needed to resume, as copies on the CPU for one safetensors file.
 
         Returns:
             `run.<i>.parameters`, `.exp_avg` and `.exp_avg_sq`, float32 [n]; `losses`, float32 [steps done, runs];
-            `about`, uint8: JSON of what the state belongs to.
+            `about`, uint8: JSON that describes the sweep.
         """
         about = torch.tensor(list(json.dumps(self._about).encode()), dtype=torch.uint8)
         losses = torch.tensor(self.losses, dtype=torch.float32).view(-1, len(self.runs))
@@ -239,10 +242,10 @@ class Sweep:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where a sweep of the same runs, trajectories and recipe stood: later steps have the same bits.
+        """Resume a sweep of the same runs, trajectories and recipe; later steps have the same bits.
 
         Args:
-            state: as from `state`; the number of processes may be another.
+            state: as from `state`; the number of processes may differ.
 
         Raises:
             ValueError: the state of another sweep, or a damaged one; nothing is changed then.
@@ -274,7 +277,7 @@ class Sweep:
             moments["step"].fill_(self.step)
 
     def check_step(self) -> None:
-        """ValueError where the processes of the sweep stand at different steps."""
+        """ValueError if the processes of the sweep are at different steps."""
         steps = self._gather(torch.tensor([self.step], device=self._device)).flatten().tolist()
         if len(set(steps)) > 1:
             raise ValueError(
@@ -303,7 +306,7 @@ class Sweep:
             )
 
     def _gradients(self) -> list[Tensor]:
-        """Of each run [n + 1], gradient and loss: the microbatches' shares, added in their order."""
+        """For each run [n + 1], gradient and loss: the microbatches' shares, added in their order."""
         trajectories = self._steps[self.step]
         groups = sum(len(trajectory.groups) for trajectory in trajectories)
         pieces = _pieces(trajectories, self.recipe.microbatches)
@@ -322,7 +325,7 @@ class Sweep:
         return [total[0] for total in sums]
 
     def _share(self, run: int, batch: _Batch | None, microbatch: int, groups: int) -> Tensor:
-        """[n + 1]: gradient and loss of one microbatch as parts of the step's mean; zeros where there is none."""
+        """[n + 1]: gradient and loss of one microbatch as parts of the step's mean; zeros without a microbatch."""
         parameters = self._parameters[run]
         if batch is None:
             return torch.zeros(sum(p.numel() for p in parameters) + 1, device=self._device)
@@ -342,9 +345,9 @@ def train_reranker(
 
     Args:
         reranker: as from `TokenReranker.from_base`; in eval mode afterwards.
-        trajectories: the training states; the first column of their targets counts.
+        trajectories: the training states; the first column of their targets is used.
         recipe: settings; the published ones if left out.
-        on_step: called with (steps done, steps in all, loss).
+        on_step: called with (steps done, total steps, loss).
 
     Returns:
         the loss of every step, nats.
@@ -374,11 +377,12 @@ def validate(
     Args:
         runs: rerankers on one base model (the same object); in eval mode afterwards.
         trajectories: the held-out states.
-        groups_at_once: of one forward, about; their prefixes are what takes memory.
+        groups_at_once: approximate number of groups in one forward; their prefixes take the memory.
 
     Returns:
-        for each run the mean cross-entropy of the groups to its column of the targets, and the share of candidate
-        pairs with different targets that the scores put in their order, score ties one half (NaN without such pairs).
+        for each run the mean cross-entropy of the groups against its column of the targets, and the share of candidate
+        pairs with different targets that the scores order as the targets do, with ties counted as half (NaN without
+        such pairs).
 
     Raises:
         TypeError: ids or positions that are not integers.
@@ -462,7 +466,7 @@ class _Batch:
         )
 
     def loss(self, scores: Tensor, run: int, margin: float = 0.0) -> Tensor:
-        """Sum over the groups."""
+        """The loss, summed over the groups."""
         target = self.target[:, run]
         loss = group_cross_entropy(scores, target, self.cu_group, reduction="sum")
         if not margin:
@@ -481,7 +485,7 @@ def _hinge(scores: Tensor, target: Tensor, sizes: list[int], margin: float) -> T
 
 @contextmanager
 def _training(dropouts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """The adapters' dropout switched on, the caller's generators put back afterwards."""
+    """Switches the adapters' dropout on, and restores the caller's generators afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             for layer in dropouts:
@@ -505,7 +509,7 @@ def _linear(step: int, total: int, warmup: float) -> float:
 
 
 def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> list[list[list[TrainingTrajectory]]]:
-    """Every epoch in an order of its own, cut into steps of `groups_per_step` groups; the last one holds the rest."""
+    """The epochs, each in its own order and cut into steps of `groups_per_step` groups; the last holds the rest."""
     order = torch.Generator().manual_seed(recipe.seed)
     epochs = []
     for _ in range(recipe.epochs):
@@ -525,7 +529,7 @@ def _epochs(trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> list[
 
 
 def _pieces(trajectories: Sequence[TrainingTrajectory], count: int) -> list[list[TrainingTrajectory]]:
-    """At most `count` contiguous pieces, none empty: a trajectory goes where its middle lies in an even division."""
+    """At most `count` contiguous pieces, none empty: a trajectory goes where its middle is in an even division."""
     ends = list(accumulate(len(trajectory.groups) for trajectory in trajectories))
     pieces: dict[int, list[TrainingTrajectory]] = {}
     for trajectory, end in zip(trajectories, ends, strict=True):
@@ -552,7 +556,7 @@ def _trained(reranker: TokenReranker) -> list[nn.Parameter]:
 
 
 def _about(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory], recipe: Recipe) -> dict[str, Any]:
-    """What a state belongs to, as JSON gives it back."""
+    """The description of a sweep that its state holds, as JSON gives it back."""
     about: dict[str, Any] = {"base": hf.fingerprint(runs[0].reranker.base), "number of runs": len(runs)}
     for index, run in enumerate(runs):
         config = hf.classifier_config(run.reranker.adapted)

@@ -24,31 +24,32 @@ from trl import GRPOTrainer  # noqa: E402
 class SharedPrefixGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` whose policy, old and reference passes run a prompt once for all its completions.
 
-    Arguments, losses and metrics are TRL's. Log-probs and gradients are those of its own passes to rounding, from
-    P + sum R tokens a prompt instead of rows padded to [K, P + R]. Three things are done another way:
+    Arguments, losses and metrics are TRL's. Log-probs and gradients equal those of TRL's passes up to rounding, from
+    P + sum R tokens per prompt instead of rows padded to [K, P + R]. Three things differ:
 
     - Passes without gradients, which TRL cuts into chunks of rows, are cut into packs of no more tokens than such a
       chunk has, padding included; a prompt's rows stay together as long as they fit.
-    - TRL shuffles rows over the micro-batches. Rows of one optimiser step are put together again by prompt, so that
-      they meet in a micro-batch; a step sees the rows that TRL gives it. What a loss normalises by the micro-batch
+    - TRL shuffles rows over the micro-batches. The rows of one optimiser step are grouped by prompt again, so that they
+      share a micro-batch; a step still gets the rows that TRL gives it. A loss that is normalised by micro-batch
       (`bnpo`, the mean of the entropy bonus) sees other micro-batches.
-    - Positions behind the end of a completion get 0, as TRL's own have it, and entropies carry no gradient.
+    - Positions after the end of a completion get 0, as in TRL, and entropies carry no gradient.
 
-    Batches with images or token types go through TRL's own method. Model and TRL stay as they are;
+    Batches with images or token types go through TRL's own method. Model and TRL are not modified;
     DistributedDataParallel sees an ordinary forward of its module.
 
     Raises:
         ImportError: on import of this module, without the extra `trl`.
         TypeError: not a transformers model.
-        ValueError: on construction: a model that packing would get wrong (as `shared_prefix_logprobs`), dropout, or
-            settings that need what a packed forward lacks: an entropy bonus, a router's auxiliary loss, a float32 head
-            on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an empty prompt.
+        ValueError: on construction: a model that a packed forward would compute wrongly (as `shared_prefix_logprobs`),
+            dropout, or settings that need what a packed forward lacks: an entropy bonus, a router's auxiliary loss, a
+            float32 head on a model of another dtype, DeepSpeed, FSDP, `torch_compile`, DataParallel. On a batch: an
+            empty prompt.
     """
 
     _buffered_inputs: Any  # of TRL: the micro-batches of a generation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments as `trl.GRPOTrainer` has them."""
+        """Takes the arguments of `trl.GRPOTrainer`."""
         super().__init__(*args, **kwargs)
         for name, found, remedy in (
             ("entropy_coef", self._entropy_bonus_enabled, "pass 0 and no use_adaptive_entropy"),

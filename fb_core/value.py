@@ -1,13 +1,12 @@
-"""What acting at an event is worth: small heads over what deployment knows there, fitted to rollouts.
+"""What acting at an event is worth: small heads over what is known at deployment, fitted to rollouts.
 
-A reranker acts at every admitted state, also where it never learned: the filters of its training leave out whole kinds
-of event. Greedy rollouts behind the candidates of some training states tell what each would have led to. Three heads:
+A reranker acts at every admitted state, even at kinds of event that it never saw: its training filters leave some out
+altogether. Greedy rollouts after the candidates of some training states show what each would have led to. Three heads:
 
-- "gate": ridge regression of success(the scores' candidate) - success(the SLM's own token) on seven numbers of the
-  event; where it is not above 0 the SLM's own token is kept;
-- "listwise": logistic regression over the candidates of states whose outcomes differ; its value takes the place of the
-  score;
-- `AskHead`, ahead of the LLM: ridge regression of the same gain on the SLM's hidden state.
+- "gate": ridge regression of success(best-scored candidate) - success(the SLM's own token) on seven numbers of the
+  event; where the prediction is not above 0, the SLM's own token is kept;
+- "listwise": logistic regression over the candidates of states whose outcomes differ; its value replaces the score;
+- `AskHead`, used before the LLM is asked: ridge regression of the same gain on the SLM's hidden state and entropy.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ class ValueHead:
 
     Attributes:
         form: "gate" or "listwise".
-        weights: one a term, in the order of `TERMS`.
+        weights: one per term, in the order of `TERMS`.
 
     Raises:
-        ValueError: weights of another number, or not finite.
+        ValueError: the wrong number of weights, or weights that are not finite.
     """
 
     form: Form
@@ -73,16 +72,16 @@ class ValueHead:
             )
 
     def __call__(self, pool: Pool, scores: Tensor, entropy: float) -> Tensor:
-        """What to go by instead of the scores; nothing is read back from the device.
+        """What replaces the scores; nothing is read back from the device.
 
         Args:
             pool: K candidates, the SLM's own token among them.
             scores: [K] of the selector.
-            entropy: of the SLM there, nats.
+            entropy: of the SLM at this state, nats.
 
         Returns:
-            float32 [K]. Of "gate" the scores where acting is worth more than the SLM's own token, and log p_S where it
-            is not; of "listwise" the value.
+            float32 [K]. For "gate" the scores if acting is worth more than the SLM's own token, else log p_S; for
+            "listwise" the value.
         """
         if self.form == "gate":
             terms = gate_terms(pool, scores, entropy)
@@ -94,10 +93,10 @@ class ValueHead:
 
 
 def gate_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
-    """What an event looks like as a whole, float64 [8] in the order of `GATE`.
+    """The terms of an event as a whole, float64 [8] in the order of `GATE`.
 
-    1, entropy, max p_S, max p_T, p_T of the SLM's own token; of the scores' candidate less that token the score and
-    log p_T (within 10 nats); the deviation of the scores.
+    1, entropy, max p_S, max p_T, p_T of the SLM's own token; the best-scored candidate minus that token, in score and
+    in log p_T (clamped to 10 nats); the standard deviation of the scores.
     """
     slm, llm = pool.slm_logprob.double(), pool.llm_logprob.double().clamp_min(LOWEST)
     score = scores.double().masked_fill(scores == -math.inf, LOWEST)
@@ -109,10 +108,10 @@ def gate_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
 
 
 def listwise_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
-    """What each candidate looks like, float64 [K, 14] in the order of `LISTWISE`.
+    """The terms of each candidate, float64 [K, 14] in the order of `LISTWISE`.
 
-    The score standardised in the pool, and centred; log p_S and log p_T below their best; whether the candidate is the
-    best of either; some of these times max p_S, max p_T and the entropy.
+    The score, standardised in the pool and centred; log p_S and log p_T minus their maxima; whether the candidate is
+    the likeliest of either model; products of some of these with max p_S, max p_T and the entropy.
     """
     slm, llm = (values.double().clamp_min(LOWEST) for values in (pool.slm_logprob, pool.llm_logprob))
     score = scores.double().masked_fill(scores == -math.inf, LOWEST)
@@ -131,7 +130,7 @@ def fit_gate(terms: Tensor, gain: Tensor) -> ValueHead:
 
     Args:
         terms: [n, 8] as from `gate_terms`.
-        gain: [n] success of the scores' candidate less that of the SLM's own token: -1, 0 or 1.
+        gain: [n] success of the best-scored candidate minus that of the SLM's own token: -1, 0 or 1.
     """
     rows = terms[:, 1:].double()
     mean, deviation = rows.mean(0), rows.std(0, correction=0) + 1e-9
@@ -146,8 +145,8 @@ def fit_listwise(terms: Sequence[Tensor], outcomes: Sequence[Tensor]) -> ValueHe
     """Logistic regression over the candidates of each state.
 
     Args:
-        terms: one [K, 14] a state, as from `listwise_terms`.
-        outcomes: one bool [K] a state; those of one outcome say nothing and are left out.
+        terms: one [K, 14] per state, as from `listwise_terms`.
+        outcomes: one bool [K] per state; states whose outcomes are all alike carry no information and are left out.
 
     Raises:
         ValueError: no state whose candidates differ in outcome.
@@ -164,15 +163,15 @@ def fit_listwise(terms: Sequence[Tensor], outcomes: Sequence[Tensor]) -> ValueHe
 
 
 def fit_ask(hidden: Tensor, entropy: Tensor, gains: Tensor) -> list[AskHead]:
-    """Ridge regressions of several gains on the same states, each with the penalty of its least error on left-out ones.
+    """Ridge regressions of several gains on the same states, each with the penalty of the least leave-one-out error.
 
     Args:
-        hidden: [n, D] of the SLM behind its final norm, at each state.
+        hidden: [n, D] of the SLM after its final norm, at each state.
         entropy: [n] nats.
-        gains: [n, m] success of what a selector takes there less that of the SLM's own token.
+        gains: [n, m] success of a selector's choice minus that of the SLM's own token.
 
     Returns:
-        one head a column, asking where the expected gain is above 0.
+        one head per column; it asks where the expected gain is above 0.
     """
     rows = torch.cat([hidden.double(), entropy.double()[:, None]], 1)  # [n, D + 1]
     mean, deviation = rows.mean(0), rows.std(0, correction=0) + 1e-9

@@ -1,4 +1,4 @@
-"""Is a final answer right? math-verify in worker processes that can be killed, since it can hang or eat memory."""
+"""Judges final answers: math-verify in worker processes that can be killed, since it can hang or use up memory."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def boxed(text: str) -> str | None:
         text: anything, of any length.
 
     Returns:
-        What stands between the braces, stripped; None where there is no box, or the last one is not closed within
-        10,000 characters.
+        The text between the braces, stripped; None if there is no box, or the last one is not closed within 10,000
+        characters.
 
     Raises:
-        TypeError: no string.
+        TypeError: not a string.
     """
     _check_text("boxed", "text", text)
     starts = [at + len(command) for command in BOX_COMMANDS if (at := text.rfind(command)) >= 0]
@@ -74,15 +74,15 @@ def boxed(text: str) -> str | None:
 
 
 def tally(answers: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, int]:
-    r"""How many answers got each verdict, and two faults that are the prompt's to mend.
+    r"""How many answers got each verdict, and how many have one of two faults that a better prompt can fix.
 
     Args:
         answers: the models' whole texts.
         verdicts: one for each.
 
     Returns:
-        a count for each verdict; "unboxed" for those of the unparsable that hold no closed `\boxed{...}`, "worded" for
-        those of the wrong whose box holds bare words ("34 cows"), which math-verify takes for products of letters.
+        a count for each verdict; "unboxed" counts the unparsable answers without a closed `\boxed{...}`, "worded" the
+        wrong ones whose box holds bare words ("34 cows"), which math-verify reads as products of letters.
     """
     counts = {verdict: verdicts.count(verdict) for verdict in get_args(Verdict)} | {"unboxed": 0, "worded": 0}
     for answer, verdict in zip(answers, verdicts, strict=True):
@@ -93,7 +93,7 @@ def tally(answers: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, int]
 
 
 def tally_words(counts: Mapping[str, int]) -> str:
-    """The counts of `tally` that are not 0 as one line, "" where there are none."""
+    """The nonzero counts of `tally` as one line; "" if there are none."""
     inside = {"wrong": ("worded", "with words in the box"), "unparsable": ("unboxed", "without a closed box")}
     parts = []
     for verdict in get_args(Verdict):
@@ -104,10 +104,10 @@ def tally_words(counts: Mapping[str, int]) -> str:
 
 
 class Verifier:
-    """Judges answers against gold answers; nothing in an answer can hang or bring down this process.
+    """Judges answers against gold answers; nothing in an answer can hang or crash this process.
 
-    Workers start when first needed and are replaced after a kill; plain integers need none. Verdicts are remembered by
-    box content and gold, so repeats cost nothing. Safe to share among threads; close it, or use it as a context
+    Workers start when first needed and are replaced after a kill; plain integers need none. Verdicts are cached by box
+    content and gold answer, so repeats cost nothing. Safe to share between threads; close it, or use it as a context
     manager.
     """
 
@@ -119,19 +119,19 @@ class Verifier:
         memory_bytes: int = 2 << 30,
         require_boxed: bool = True,
     ) -> None:
-        r"""Starts nothing yet.
+        r"""Start no worker yet.
 
         Args:
-            workers: how many processes at most.
+            workers: maximum number of processes.
             timeout: seconds of CPU time for one answer, without the start of a worker. On a busy machine an answer may
-                wait for its CPU: it is given up after 20 times as long by the clock, a minute at least.
-            memory_bytes: address space of one worker, where the system can limit it; 256 MiB or more.
+                wait for a CPU, so the limit in wall-clock time is 20 times that, and at least a minute.
+            memory_bytes: address space of one worker, if the system can limit it; 256 MiB or more.
             require_boxed: an answer without `\boxed{...}` is "unparsable"; otherwise math-verify searches its last
                 10,000 characters, and finds a 5 in "so=5.".
 
         Raises:
-            TypeError: an argument is no number.
-            ValueError: an argument is too small, or the timeout longer than a day.
+            TypeError: an argument is not a number.
+            ValueError: an argument is too small, or the timeout is longer than a day.
         """
         _check_number("workers", workers, int, 1)
         _check_number("timeout", timeout, (int, float), 0.01, LONGEST_TIMEOUT)
@@ -156,7 +156,7 @@ class Verifier:
         self.close()
 
     def verify(self, answer: str, gold: str) -> Verdict:
-        r"""Judges one answer.
+        r"""Judge one answer.
 
         Args:
             answer: the model's whole text; its last `\boxed{...}` counts.
@@ -164,12 +164,12 @@ class Verifier:
 
         Returns:
             "correct", "wrong", "unparsable" (no closed box, or nothing mathematical in it), or "timeout" (not finished
-            within the limits of time and memory). What is equal is math-verify's to say: it leaves out \text{...} and
-            the units that it knows ("34\text{ cows}", "34 cm"); to it other bare words are products of letters, and so
+            within the limits of time and memory). math-verify decides what is equal: it ignores \text{...} and the
+            units that it knows ("34\text{ cows}", "34 cm"). It reads other bare words as products of letters, so
             "34 cows" is wrong against 34.
 
         Raises:
-            TypeError: an argument is no string.
+            TypeError: an argument is not a string.
             ValueError: the gold answer cannot be parsed, or the verifier is closed.
             RuntimeError: workers cannot start here.
         """
@@ -178,20 +178,20 @@ class Verifier:
     def verify_many(
         self, answers: Sequence[str], golds: Sequence[str], *, bad_golds: Literal["raise", "unparsable"] = "raise"
     ) -> list[Verdict]:
-        """Judges many answers, spread over the workers.
+        """Judge many answers, spread over the workers.
 
         Args:
             answers: as in `verify`.
             golds: one for each answer.
-            bad_golds: what a gold answer that cannot be parsed does: raise, or make the verdict "unparsable".
+            bad_golds: what to do about a gold answer that cannot be parsed: raise, or give the verdict "unparsable".
 
         Returns:
             The verdicts in the order of the answers.
 
         Raises:
-            TypeError: an argument is no sequence of strings.
-            ValueError: lengths differ, a gold answer cannot be parsed (the verdicts of the others are remembered), or
-                the verifier is closed.
+            TypeError: an argument is not a sequence of strings.
+            ValueError: lengths differ, a gold answer cannot be parsed (the verdicts of the others are cached), or the
+                verifier is closed.
             RuntimeError: workers cannot start here.
         """
         for name, texts in {"answers": answers, "golds": golds}.items():
@@ -221,17 +221,17 @@ class Verifier:
         return ["unparsable" if outcome == BAD_GOLD else cast(Verdict, outcome) for outcome in outcomes]
 
     def equivalent(self, a: str, b: str) -> bool:
-        """Whether two box contents say the same, as majority voting asks; their order does not matter.
+        """Whether two box contents are equivalent, for majority voting; their order does not matter.
 
         Args:
             a: what `boxed` found in one answer.
             b: what it found in another.
 
         Returns:
-            True where the strings are equal or math-verify accepts one for the other; False also where it cannot tell.
+            True if the strings are equal or math-verify accepts one for the other; False also if it cannot tell.
 
         Raises:
-            TypeError: an argument is no string.
+            TypeError: an argument is not a string.
             ValueError: the verifier is closed.
             RuntimeError: workers cannot start here.
         """
@@ -247,7 +247,7 @@ class Verifier:
         return outcome == "correct" or (outcome == "wrong" and self._judge_one(_in_box(first), second) == "correct")
 
     def close(self) -> None:
-        """Ends the workers once they have finished what they are at; safe to call again."""
+        """End the workers once they have finished their current work; safe to call again."""
         self._closed = True
         with self._closing:
             resting = [self._idle.get() for _ in self._workers]
@@ -262,7 +262,7 @@ class Verifier:
             raise ValueError("Verifier: expected the process that made it, got a fork of it; make one in each process.")
 
     def _question(self, answer: str) -> str | None:
-        """What to ask a worker about an answer; None for one that is unparsable at sight."""
+        """What to ask a worker about an answer; None if the answer is unparsable without asking."""
         _check_text("verify", "answer", answer)
         content = boxed(answer)
         if content is not None:
@@ -438,7 +438,7 @@ def _serve() -> None:
 
 
 def _of_integers(question: str, gold: str) -> str | None:
-    """What math-verify says of two plain integers, without it; None for all else."""
+    """What math-verify would say of two plain integers; None for anything else."""
     if INTEGER.fullmatch(gold) and (box := INTEGER_BOX.fullmatch(question)):
         return "correct" if int(box[1]) == int(gold) else "wrong"
     return None
@@ -457,7 +457,7 @@ def _judge(question: str, gold: str) -> str:
 
 
 def _quicken() -> None:
-    """Makes latex2sympy some ten times as fast with the same results, in this process."""
+    """Makes latex2sympy about ten times as fast in this process, with the same results."""
     from antlr4 import PredictionMode  # type: ignore[import-untyped]
     from antlr4.error.ErrorStrategy import BailErrorStrategy  # type: ignore[import-untyped]
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # type: ignore[import-untyped]
@@ -509,12 +509,12 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _longest_wait(timeout: float) -> float:
-    """Seconds by the clock for an answer that may take `timeout` of CPU time."""
+    """Wall-clock seconds for an answer that may take `timeout` seconds of CPU time."""
     return max(PATIENCE * timeout, SHORTEST_WAIT)
 
 
 def _end_after(cpu: float, clock: float) -> None:
-    """End this process after seconds of CPU time, or by the clock should its parent be gone; 0 calls it off."""
+    """End this process after `cpu` s of CPU time or `clock` s of wall time (its parent may be gone); 0 cancels."""
     if hasattr(signal, "setitimer"):  # not on Windows: there the clock of the parent decides
         for kind, ends, seconds in (
             (signal.ITIMER_PROF, signal.SIGPROF, cpu),

@@ -2,13 +2,13 @@
 
 Every op is a folder: `__init__.py` defines `fb::<op>`, and the other files are named for what they run: `reference.py`
 plain PyTorch on any device, `triton.py` and `cuda.py` kernels for CUDA tensors, `cpu.py` a compiled one for CPU
-tensors, each with a function of the op's name. A kernel's returns NotImplemented for arguments that it was not made for
-(float64, an unusual head size), and the next one takes those: on CUDA tensors compiled, then Triton, then the
+tensors, each with a function of the op's name. A kernel's function returns NotImplemented for arguments that it was not
+made for (float64, an unusual head size), and the next one takes them: on CUDA tensors compiled, then Triton, then the
 reference; on CPU tensors compiled, then the reference.
 
 `FB_KERNELS_BACKEND=auto|reference|triton|cuda|cpu[,op=...]` overrides what runs, for all ops or for those named by
-stem. Kernels that are asked for and absent are an error. A kernel that was found wrong on a device, as
-`fb_kernels.devices` knows, runs there only where it is asked for.
+stem. It is an error to ask for a kernel that is absent. A kernel that was found wrong on a device (recorded by
+`fb_kernels.devices`) runs there only if it is asked for.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def chosen(stem: str, device: str) -> tuple[str, str]:
 
 
 def kernels(stem: str, device: str) -> dict[str, str]:
-    """The kinds of kernels that an op has for a device, each with why it cannot be launched there, or nothing.
+    """The kinds of kernels that an op has for a device, each with the reason why it cannot be launched there, or "".
 
-    On the CPU those for CUDA tensors are among them where they can, interpreted or emulated.
+    On the CPU this includes the kernels for CUDA tensors that can run there, interpreted or emulated.
     """
     own = [kind for kind in KERNELS if stem in _with[kind] and (kind != "cpu" or device == "cpu")]
     found = {kind: _absent(kind, device) for kind in own}
@@ -84,7 +84,7 @@ def kernels(stem: str, device: str) -> dict[str, str]:
 
 
 def _kinds(wanted: str, own: Sequence[str], device: str) -> list[str]:
-    """Of an op's kernels those that are tried, in order: of one that is asked for, it alone."""
+    """The op's kernels to try, in order; only the requested one if one is requested."""
     kinds = [kind for kind in _TRIED[wanted, device] if kind in own]
     return [wanted] if wanted in kinds else kinds
 
@@ -217,7 +217,7 @@ def implementation(name: str, stem: str, reference: Callable, own: list[str], de
 
 @contextmanager
 def seen() -> Iterator[dict[str, str]]:
-    """{operator: what ran it last} of the calls inside the context; of a captured graph those of the capture."""
+    """{operator: what ran it last} for the calls inside the context; for a captured graph, the calls of the capture."""
     global _seen
     before, _seen = _seen, {}
     try:

@@ -1,6 +1,6 @@
-"""One op at one's own shape: its kernels beside plain torch, checked first, then timed.
+"""Benchmarks of one op at a shape of one's own: its kernels and plain torch, checked first, then timed.
 
-`futurebridge bench` shows what `bench` finds. What fails its check against the definition in float64 is not timed.
+`futurebridge bench` shows what `bench` finds. What fails its check against the float64 definition is not timed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Timed:
     Attributes:
         name: of an implementation ("cuda", "triton", "cpu", "reference") or of a way in plain torch.
         ours: whether it is an implementation of the op.
-        used: whether a call of the op takes it here.
-        fault: why it was not timed; empty where it was.
-        seconds: of a call, the median; on a GPU from a cold cache.
+        used: whether a call of the op runs it here.
+        fault: why it was not timed; empty if it was.
+        seconds: median time of a call; on a GPU from a cold cache.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of an op at one shape.
+    """The results for an op at one shape.
 
     Attributes:
         op: its public name.
@@ -54,9 +54,9 @@ class Found:
         device: its name.
         dtype: of the floats.
         flops: of a call.
-        bytes: read and written at least.
-        copied: seconds that a copy of so many bytes takes on this device.
-        multiplied: seconds that so many operations of a matrix product take.
+        bytes: minimum bytes that a call reads and writes.
+        copied: seconds that a copy of that many bytes takes on this device.
+        multiplied: seconds that a matrix product with that many operations takes on this device.
         rows: what was timed, ours first.
     """
 
@@ -72,16 +72,16 @@ class Found:
 
     @property
     def floor(self) -> float:
-        """Seconds that torch's copy or product takes, whichever is longer; 0 where too little is moved to say."""
+        """Seconds that torch's copy or product takes, whichever is longer; 0 if too little is moved to tell."""
         return max(self.copied, self.multiplied)
 
     def ratio(self, row: Timed) -> float | None:
-        """The time of the quickest other way by this one's; None where either is missing."""
+        """The time of the fastest other way divided by this one's; None if either is missing."""
         others = [other.seconds for other in self.rows if other is not row and other.seconds]
         return min(others) / row.seconds if others and row.seconds else None
 
     def rate(self, row: Timed) -> str:
-        """TFLOP/s where operations set the floor, else GB/s; empty where it was not timed or moves too little."""
+        """TFLOP/s if operations set the floor, else GB/s; empty if it was not timed or moves too little."""
         if row.seconds is None or not self.floor:
             return ""
         if self.multiplied > self.copied:
@@ -90,7 +90,7 @@ class Found:
 
 
 def dimensions() -> dict[str, dict[str, int]]:
-    """{op: {dimension: default}} of all that can be timed."""
+    """{op: {dimension: default}} of all ops that can be timed."""
     found = {}
     for op, make in SHAPED.items():
         parameters = inspect.signature(make).parameters.values()
@@ -99,16 +99,16 @@ def dimensions() -> dict[str, dict[str, int]]:
 
 
 def bench(op: str, sizes: Mapping[str, int], dtype: str | None = None, device: str | None = None) -> Found:
-    """Check and time the implementations of an op and plain ways to do the same.
+    """Check and time the implementations of an op and ways to do the same in plain torch.
 
     Args:
         op: a public name, such as "linear_logprob".
-        sizes: by dimension, at least 1 each; what is left out has its default.
-        dtype: float32, bfloat16 or float16; bfloat16 on a GPU and float32 on a CPU by default.
-        device: "cpu" or "cuda"; a GPU where there is one by default.
+        sizes: by dimension, at least 1 each; a dimension that is left out has its default.
+        dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
+        device: "cpu" or "cuda"; by default a GPU if there is one.
 
     Raises:
-        ValueError: an op, dimension, dtype or device that is not known, or no such device.
+        ValueError: an unknown op, dimension, dtype or device, or a device that is not there.
     """
     known = dimensions()
     if op not in known:
@@ -183,7 +183,7 @@ def _timed(
     truth: tuple[Tensor, ...],
     native: tuple[Tensor, ...],
 ) -> Timed:
-    """The row with its time, or with why it has none."""
+    """The row with its time, or with the reason why it has none."""
     given = _given(call, dtype, device)
     try:
         with backend.seen() as ran:
@@ -244,7 +244,7 @@ def _combined(top: Tensor, sumexp: Tensor, picked: Tensor) -> Outputs:
 
 
 def _sdpa(shape: Mapping[str, int], *given: Tensor) -> Tensor:
-    """Over copies of the prefix, which every call makes."""
+    """SDPA over copies of the prefix, which every call makes."""
     q, k, v, prefix_k, prefix_v = given
     g, n, rows, p = (shape[name] for name in ("g", "k", "l", "p"))
     own = [x.unflatten(0, (g * n, rows)).transpose(1, 2) for x in (q, k, v)]
@@ -261,7 +261,7 @@ def _rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _split(hkv: int, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of rows, normed and rotated."""
+    """(q, k, v) of the rows, normed and rotated."""
     qkv, q_norm, k_norm, cos, sin, at = given
     heads = qkv.unflatten(-1, (-1, q_norm.shape[0]))
     q, k, v = heads.split([heads.shape[1] - 2 * hkv, hkv, hkv], 1)
@@ -270,7 +270,7 @@ def _split(hkv: int, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(qkv: Tensor, norms: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], *rest: Tensor) -> Tensor:
-    """Attention of rows that are each one more token behind one sequence, [N, Hq, E]."""
+    """Attention of rows that are each one more token after one sequence, [N, Hq, E]."""
     cos, sin, at, held = rest
     k_cache, v_cache = caches
     q, k, v = _split(k_cache.shape[1], qkv, *norms, cos, sin, at)
@@ -327,7 +327,7 @@ def _head(hidden: Tensor, norm: Tensor, head: Tensor, cu_group: Tensor) -> Outpu
 
 
 def plain_ways(op: str, sizes: Mapping[str, int]) -> dict[str, Way]:
-    """Of an op at these sizes, by name; where there is none, its reference is what one would write."""
+    """The ways in plain torch to do an op at these sizes, by name; empty if its reference is what one would write."""
     losses: dict[str, Way] = {"logits, log_softmax": _log_softmax, "logits, cross_entropy": _cross_entropy}
     if hasattr(F, "linear_cross_entropy"):
         losses["torch linear_cross_entropy"] = _linear_cross_entropy

@@ -168,7 +168,7 @@ def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple
 
 
 def _span(value: Tensor) -> tuple[int, int] | None:
-    """The address of a tensor's first byte and that behind its last; None where it has no elements or no memory."""
+    """The address of a tensor's first byte and that after its last; None where it has no elements or no memory."""
     if type(value) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return None
     try:

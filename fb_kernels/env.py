@@ -1,7 +1,7 @@
 """`python -m fb_kernels.env`: what is installed, what will run, and why.
 
-With `--check [--device cuda|cpu]` every kernel runs once against its definition: one table says which are right, how
-long they take and which will run; one that is wrong is switched off on this device, in `<device>.json` of
+With `--check [--device cuda|cpu]` every kernel is compared once with its definition. A table says which are right, how
+long they take and which will run. A wrong kernel is switched off on this device, in `<device>.json` of
 `fb_kernels.devices`, and the exit status is 1.
 """
 
@@ -68,7 +68,7 @@ def _triton() -> str:
 
 
 def _shown(kernels: ModuleType) -> str:
-    """What there is of a compiled library."""
+    """The state of a compiled library, in words."""
     found = kernels.library()
     return found if isinstance(found, str) else f"interface {kernels.ABI_VERSION}"
 
@@ -115,7 +115,7 @@ def _what_runs(stem: str) -> str:
 
 
 def main() -> int:
-    """The command; 1 where a kernel is wrong."""
+    """The command; returns 1 if a kernel is wrong."""
     parser = argparse.ArgumentParser(prog="python -m fb_kernels.env", description="what is installed and what will run")
     parser.add_argument("--check", action="store_true", help="run every kernel once against its definition")
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
-"""Which rows of a packed forward are whose: branches, their groups, and the prefix that each group sees.
+"""The layout of a packed forward: its branches, their groups, and the prefix that each group sees.
 
-What is made of a layout (its numbers on the host, the plan of the CPU definition) is made once for all layers, forward
-and backward. An operator's arguments are tensors alone: by their identity it finds what the layout keeps.
+What is computed from a layout (its numbers on the host, the plan of the CPU definition) is computed once for all
+layers, forward and backward. An operator's arguments are only tensors; by their identity it finds what was computed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """What was made of the tensors of a layout: by name, their versions then and the value."""
+    """What was computed from a layout's tensors: by name, the tensors' versions at that time and the value."""
 
     indices: Indices
     made: dict[Hashable, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
@@ -71,25 +71,26 @@ _MEMORIES: WeakValueDictionary[tuple[int, ...], _Memory] = WeakValueDictionary()
 class BranchLayout:
     """B branches in G groups: which rows each branch has, and which keys of the prefix its group sees.
 
-    Rows lie sorted by group, a group's branches one after the other: group g has the branches cu_group[g] to
-    cu_group[g + 1], branch b the rows cu_branch[b] to cu_branch[b + 1]. A whole trajectory is a group of one branch
-    with prefix_len 0. All layers of a forward share one layout; `BranchLayout.of` makes it from plain numbers.
+    Rows are sorted by group, and a group's branches follow one another: group g has the branches from cu_group[g] up to
+    cu_group[g + 1] (exclusive), branch b the rows from cu_branch[b] up to cu_branch[b + 1] (exclusive). A whole
+    trajectory is a group of one branch with prefix_len 0. All layers of a forward share one layout; `BranchLayout.of`
+    makes it from plain numbers.
 
     Args:
         cu_branch: [B + 1] int32 or int64, from 0 to the number of rows T.
         cu_group: [G + 1] likewise, from 0 to B.
-        prefix_start: [G] likewise: first key of the group's slice, in the buffer or in its pages one after the other.
+        prefix_start: [G] likewise: first key of the group's slice, in the buffer or in the group's concatenated pages.
         prefix_len: [G] likewise: number of keys; an empty slice may start anywhere.
-        block_table: [G, n] likewise, the pages of each group in order; what lies outside the slice is not read (pad
-            with -1). None where the prefix is one buffer.
-        max_branch_len: hint, rows of the longest branch; a wrong one costs time only.
-        max_prefix_len: hint, keys of the longest slice; a wrong one costs time only.
+        block_table: [G, n] likewise, the pages of each group in order; entries outside the slice are not read (pad with
+            -1). None if the prefix is one buffer.
+        max_branch_len: hint, rows of the longest branch; a wrong one only costs time.
+        max_prefix_len: hint, keys of the longest slice; a wrong one only costs time.
 
-    Kinds, shapes and devices are checked here, values by the op: on the CPU once a layout, again where a tensor was
+    Types, shapes and devices are checked here, values by the op: on the CPU once per layout, and again if a tensor was
     changed in place; on a device they are never read.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or device.
     """
 
@@ -129,20 +130,20 @@ class BranchLayout:
         block_table: Sequence[Sequence[int]] | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> BranchLayout:
-        """From plain numbers, which are checked here; the CPU reads no tensor of such a layout.
+        """Make a layout from plain numbers, which are checked here; the CPU reads no tensor of such a layout.
 
         Args:
-            branches: for each group the rows of its branches, `[[3, 5], [4]]`.
+            branches: for each group the number of rows of each branch, such as `[[3, 5], [4]]`.
             prefixes: for each group (start, length) of its slice.
-            block_table: for each group its pages, of any number; or a tensor [G, n] as above.
+            block_table: for each group its pages, any number of them; or a tensor [G, n] as above.
             device: where the rows are; None for torch's default.
 
         Returns:
-            The layout, its tensors int32, with both hints.
+            The layout, with int32 tensors and both hints.
 
         Raises:
-            TypeError: a number that is no int.
-            ValueError: a number out of range, or other groups in one argument than in another.
+            TypeError: a number that is not an int.
+            ValueError: a number out of range, or arguments with different numbers of groups.
         """
         lengths = _integers("branches", branches)
         slices = _integers("prefixes", prefixes)
@@ -176,19 +177,20 @@ class BranchLayout:
 
     @property
     def indices(self) -> Indices:
-        """The tensors, as operators take them."""
+        """The tensors in the order in which operators take them."""
         return self.cu_branch, self.cu_group, self.prefix_start, self.prefix_len, self.block_table
 
 
 def memory_of(indices: Indices) -> _Memory | None:
-    """What lives as long as a layout of these tensors, and what is made of them with it."""
+    """The memory of a layout of these tensors; it lives as long as the layout."""
     return _MEMORIES.get(tuple(map(id, indices)))
 
 
 def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returned for the tensors as they are; it is called once a layout, anew where one was changed.
+    """What `make` returns for the tensors; it is called once per layout, and again if a tensor was changed.
 
-    On a device once a stream; in a captured graph every time, so that replays see what the tensors hold then.
+    On a device it is called once per stream; during graph capture every time, so that replays see the tensors' values
+    at that time.
     """
     memory = memory_of(indices)
     if indices[0].is_cuda:
@@ -206,10 +208,10 @@ def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
 
 
 def plan(indices: Indices, rows: int, prefix: Tensor) -> Plan:
-    """The layout for so many rows over a prefix, all of it on the CPU.
+    """The plan of a layout for `rows` rows over a prefix, all on the CPU.
 
     Raises:
-        ValueError: it does not fit them.
+        ValueError: the layout does not fit them.
     """
     pages, size = prefix.shape[:2] if indices[4] is not None else (None, prefix.shape[0])
     return remembered(indices, ("plan", rows, pages, size), lambda: _plan(_numbers(indices), rows, pages, size))
@@ -252,7 +254,7 @@ def _plan(numbers: Numbers, rows: int, pages: int | None, size: int) -> Plan:
 
 
 def _integers(name: str, lists: Sequence[Sequence[int]], least: int = 0) -> list[int]:
-    """All of them, one list after the other."""
+    """The integers of all lists, concatenated and checked."""
     for given in (lists, *lists) if isinstance(lists, list | tuple) else (lists,):
         if not isinstance(given, list | tuple):
             got = type(given).__name__

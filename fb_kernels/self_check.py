@@ -163,7 +163,7 @@ def evaluated(
 
 
 def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]:
-    """`rows` in a process of its own; behind a kernel that ends it, ruins it or hangs, another for the rest."""
+    """`rows` in a process of its own; after a kernel that ends it, ruins it or hangs, another for the rest."""
     found: list[Row] = []
     without: list[str] = []
     whole = False
@@ -251,7 +251,7 @@ def taken_by(op: str, device: str) -> dict[str, set[str]]:
 
 
 def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> float:
-    """Seconds of a call, the median of some; on a GPU between events, and cold behind a write that fills the cache."""
+    """Seconds of a call, the median of some; on a GPU between events, and cold after a write that fills the cache."""
     run()
     times = []
     if device == "cuda":

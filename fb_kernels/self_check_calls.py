@@ -400,7 +400,7 @@ def _branch_attention(size: int) -> Iterator[Call]:
 
 
 def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, ...]]:
-    """(pages, (positions, held, slots, block_table)) of rows behind sequences in pages of PAGE."""
+    """(pages, (positions, held, slots, block_table)) of rows after sequences in pages of PAGE."""
     held, groups = torch.tensor(lengths, dtype=torch.int32), len(lengths)
     columns = -(-(max(lengths) + each) // PAGE)
     order = torch.randperm(groups * columns, generator=torch.Generator().manual_seed(groups))
@@ -428,7 +428,7 @@ def _ordered_qkv(heads: int, kv_heads: int) -> Callable[[Callable[..., Tensor], 
 
 
 def branch_attention_qkv_call(n: int = 1, hq: int = 16, hkv: int = 8, e: int = 128, p: int = 2048) -> Call:
-    """N rows behind P tokens of one sequence."""
+    """N rows after P tokens of one sequence."""
     one, ordered = torch.full((n,), p, dtype=torch.int32), _ordered_qkv(hq, hkv)
     return Call(
         "branch_attention_qkv",

@@ -1,4 +1,4 @@
-"""Helpers for testing ops and code that calls them: compare with a reference, poison, watch what is dispatched."""
+"""Helpers to test ops and code that calls them: compare with a reference, poison memory, watch what is dispatched."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torch.utils._pytree import tree_leaves
 def assert_close_to_reference(
     actual: Tensor, reference64: Tensor, native: Tensor, *, ulps: float = 4.0, scale: Tensor | float | None = None
 ) -> None:
-    """Maximum and RMS error at most twice those of plain PyTorch, plus a few ulps at the row's scale.
+    """Assert that maximum and RMS error are at most twice those of plain PyTorch, plus a few ulps at the row's scale.
 
     Args:
-        actual: [..., D], what is tested.
+        actual: [..., D], the result to test.
         reference64: the same shape, the truth in float64.
         native: the same shape, plain PyTorch in the tested dtype.
         ulps: allowance in units of the last place of actual's dtype.
         scale: magnitude at which these units count, broadcast to actual; by default the largest finite |reference64|
-            of each row. Where terms may cancel give the magnitude of what was summed, not of the sum: the formula of
-            `magnitude(x)`, or the logits' for a log-prob, which is a difference of two of them.
+            of each row. If terms may cancel, give the magnitude of the terms, not of their sum: the formula applied to
+            `magnitude(x)`, or for a log-prob that of the logits, since it is a difference of two of them.
 
     Raises:
-        AssertionError: an error above its bound; other shapes; NaN or infinities that are not the reference's; a
-            finite number whose scale is not, so that anything would pass.
+        AssertionError: an error above its bound, different shapes, NaN or infinities where the reference has none or
+            the reverse, or a finite number whose scale is not finite, so that anything would pass.
     """
     if not actual.shape == reference64.shape == native.shape:
         raise AssertionError(f"shapes {[tuple(value.shape) for value in (actual, reference64, native)]} differ")
@@ -78,12 +78,12 @@ def assert_close_to_reference(
 
 
 def magnitude(tensor: Tensor) -> Tensor:
-    """|tensor| in float64, 0 where it is not finite: of such terms nothing cancels, which a `scale` is made of."""
+    """|tensor| in float64, 0 where it is not finite: terms that cannot cancel, to compute a `scale` from."""
     return tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).abs()
 
 
 def poison_(tensor: Tensor) -> Tensor:
-    """Fill with what must never be read: NaN, or the largest integer; returns the tensor."""
+    """Fill a tensor with NaN or the largest integer, values that must never be read, and return it."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor.fill_(torch.nan)
@@ -105,19 +105,19 @@ def poisoned_memory() -> Iterator[None]:
 
 @dataclass
 class Counts:
-    """What a counting context saw; it may be read inside the context and after."""
+    """The counts of a counting context; they may be read inside the context and after it."""
 
     by_op: Counter[str] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all counts."""
         return self.by_op.total()
 
 
 @dataclass
 class Largest:
-    """The largest tensor a context saw; it may be read inside the context and after."""
+    """The largest tensor that a context saw; it may be read inside the context and after it."""
 
     numel: int = 0
     shape: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Largest:
 
 @contextmanager
 def count_launches() -> Iterator[Counts]:
-    """Count dispatched operations that do work: views and allocations do none, an `fb::` op is one.
+    """Count dispatched operations that do work; views and allocations do not count, and an `fb::` op counts as one.
 
     ```python
     with count_launches() as launches:
@@ -146,11 +146,11 @@ def count_launches() -> Iterator[Counts]:
 
 @contextmanager
 def count_syncs() -> Iterator[Counts]:
-    """Count what makes the host wait for a tensor's contents.
+    """Count operations that make the host wait for a tensor's contents.
 
-    That is `.item()`, `.tolist()`, `.numpy()`, `if tensor:`, boolean indexing, `nonzero`, `unique`, a copy to the host.
-    They count for CPU tensors too, so that device code can be tested without a device; inside an `fb::` op only those
-    on a device do, since on the CPU an op may check the values of its index tensors.
+    These are `.item()`, `.tolist()`, `.numpy()`, `if tensor:`, boolean indexing, `nonzero`, `unique` and copies to the
+    host. They count for CPU tensors too, so that device code can be tested without a device. Inside an `fb::` op they
+    count only on a device, since on the CPU an op may check the values of its index tensors.
     """
     counts = Counts()
 
@@ -166,7 +166,7 @@ def count_syncs() -> Iterator[Counts]:
 
 @contextmanager
 def largest_tensor() -> Iterator[Largest]:
-    """Find the largest tensor created, also inside `fb::` ops that run as plain PyTorch and in backward.
+    """Find the largest tensor created, including those in `fb::` ops that run as plain PyTorch and in backward.
 
     ```python
     with largest_tensor() as largest:
@@ -234,7 +234,7 @@ def _watch(see: See) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Shows composite operations in their parts, and an fb:: op after what its implementation does."""
+    """Shows composite operations by their parts, and an fb:: op after its implementation's operations."""
 
     def __init__(self, observers: list[See]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many sequences at once: each is submitted, runs together with the others, and ends on its own."""
+"""Continuous batching: sequences are submitted at any time, run together, and end independently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fb_core.selectors import Selector
 
 
 class Token(NamedTuple):
-    """A token as it was appended, and its event where it is the first of one."""
+    """A token as it was appended, and its event if it is the first token of one."""
 
     id: int
     event: Event | None
@@ -37,12 +37,12 @@ class Token(NamedTuple):
 
     @property
     def logprob(self) -> float | None:
-        """The SLM's, in nats; None where it was not asked for."""
+        """The SLM's log-probability of the token, in nats; None if it was not requested."""
         return None if self.ranked is None else self.ranked.taken
 
 
 class Load(NamedTuple):
-    """What an engine has to do."""
+    """The current load of an engine."""
 
     waiting: int  # sequences
     running: int
@@ -72,31 +72,31 @@ class Handle:
         return self._result.done()
 
     def result(self, timeout: float | None = None) -> Generation:
-        """What it became, once it has ended.
+        """Wait for the sequence to end and return its generation.
 
         Args:
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
-            TimeoutError: it is still under way.
+            TimeoutError: it is still running.
             CancelledError: it was cancelled.
             Exception: what ended it: NaN logits (ValueError), an LLM that did not answer (OSError), a selector's error.
         """
         return self._result.result(timeout)
 
     def __iter__(self) -> Iterator[Token]:
-        """Its tokens as they come, once, unless a listener gets them; then the error that ended it, where one did."""
+        """Its tokens as they come, once, unless a listener gets them; at the end raises the error, if there was one."""
         while (token := self._tokens.get()) is not None:
             yield token
         if not self._result.cancelled():
             self._result.result()
 
     def cancel(self) -> None:
-        """End it as it is: what it held is free for others."""
+        """End it as it is and free its resources."""
         self._state.leave(self)
 
     def _tell(self) -> bool:
-        """What is new since the last time, by the engine's thread; False where its listener failed, which ends it."""
+        """Tell the listener what is new (engine thread); False if the listener failed, which ends the handle."""
         task, row = self._task, self._task.row
         events = {event.step: event for event in row.events}
         waits = dict(zip(events, task.waits, strict=False))  # of the plain loop they are not known
@@ -111,7 +111,7 @@ class Handle:
         return True
 
     def _end(self, outcome: Generation | BaseException) -> None:
-        """Set the result, once; a listener that fails here is ignored."""
+        """Set the result, once; a failure of the listener is ignored here."""
         if self._result.done():
             return
         if isinstance(outcome, CancelledError):
@@ -127,22 +127,23 @@ class Handle:
 class Engine:
     """Continuous batching over a pair: sequences enter and leave while others run.
 
-    What a sequence becomes does not depend on the others (to near ties of low precision). Prompts enter in pieces
-    between steps; full pages that they have in common are computed once. A sequence whose event waits for the LLM does
-    not hold up the others, unless the LLM runs in this process: then all wait while it writes a span. Where pages are
-    scarce, sequences wait for their turn, and none is dropped.
+    The result of a sequence does not depend on the others (except at near ties in low precision). Prompts are prefilled
+    in pieces between steps; full pages that prompts have in common are computed once. A sequence that waits for the LLM
+    does not hold up the others, unless the LLM runs in this process: then all wait while it writes a span. If pages run
+    short, sequences wait for their turn; none is dropped.
 
-    Safe to share between threads: all computing is done by one thread of its own.
+    Safe to share between threads: the engine computes in one thread of its own.
 
     Args:
-        pair: SLM, LLM and tokenizer. Where the SLM has no native decoder, sequences run one after another in the plain
-            loop; a warning says so.
+        pair: SLM, LLM and tokenizer. If the SLM has no native decoder, sequences run one after another in the plain
+            loop, with a warning.
         selector: as for `CollaborativeDecoder`.
         policy: likewise.
         max_batch: sequences that run together.
-        max_length: tokens of a sequence at most, prompt included.
+        max_length: maximum tokens of a sequence, prompt included.
         kv_memory: as for `CollaborativeDecoder`.
-        options: others of `CollaborativeDecoder`'s: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error, span.
+        options: more options of `CollaborativeDecoder`: pool, slm_k, llm_k, max_events, prefill_tokens, on_llm_error,
+            span.
 
     Raises:
         TypeError: as `CollaborativeDecoder`.
@@ -189,20 +190,21 @@ class Engine:
         ranking: bool = False,
         listener: Listener | None = None,
     ) -> Handle:
-        """A prompt that is to be continued, from now on or as soon as there is room.
+        """Submit a prompt; it runs now or as soon as there is room.
 
         Args:
             input_ids: [P] int64 on the SLM's device, at least one.
-            max_new_tokens: the most tokens to generate; the model's positions bound it too.
-            threshold: nats, of this sequence; None for the policy's.
-            max_events: of this sequence, at most the engine's; None for as many.
-            selector: of this sequence; None for the engine's.
-            ranking: whether tokens come with the SLM's likeliest ones at their place, and so with their log-prob.
-            listener: who hears of tokens, instead of who iterates over the handle.
+            max_new_tokens: maximum tokens to generate; the model's positions are a limit too.
+            threshold: nats, for this sequence; None for the policy's.
+            max_events: for this sequence, at most the engine's; None for the engine's.
+            selector: for this sequence; None for the engine's.
+            ranking: whether each token comes with the SLM's likeliest tokens at its place, and with its own log-prob.
+            listener: called with the tokens, which iterating over the handle then does not give.
 
         Raises:
-            TypeError: ids that are not integers, or another selector than one.
-            ValueError: as `CollaborativeDecoder.generate`, or a sequence for which the pages never suffice.
+            TypeError: ids that are not integers, or a selector that is not a `Selector`.
+            ValueError: as `CollaborativeDecoder.generate`, a sequence that the pages can never hold, more events than
+                the engine's, or `ranking` without a native decoder.
             RuntimeError: a closed engine.
         """
         decoder = self.decoder
@@ -230,7 +232,7 @@ class Engine:
         return handle
 
     def stream(self, input_ids: Tensor | Sequence[int], max_new_tokens: int = 4096, **options: Any) -> Iterator[Token]:
-        """The tokens of a prompt's continuation as they come; it is cancelled where they are not read to the end."""
+        """The tokens of a prompt's continuation as they come; to stop reading early cancels the sequence."""
         handle = self.submit(input_ids, max_new_tokens, **options)
         try:
             yield from handle
@@ -238,7 +240,7 @@ class Engine:
             handle.cancel()
 
     def generate_many(self, prompts: Sequence[Tensor | Sequence[int]], max_new_tokens: int = 4096) -> list[Generation]:
-        """What the prompts become, in their order; raises as `submit` and `Handle.result`, the others cancelled."""
+        """The prompts' generations, in order; raises as `submit` and `Handle.result`, and then cancels the others."""
         handles: list[Handle] = []
         try:
             for ids in prompts:
@@ -254,7 +256,7 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """What is under way now."""
+        """The sequences and pages in use now."""
         loop, waiting = self.decoder.loop, len(self._state.entering)
         if loop is None:
             return Load(waiting, int(self._state.busy), 0, 0, 0)
@@ -270,11 +272,11 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more sequences: it was closed, or something has gone wrong that ends all of them."""
+        """Whether it takes no more sequences: it was closed, or an error has ended all of them."""
         return self._state.closed
 
     def close(self) -> None:
-        """Cancel what is under way and let the thread end."""
+        """Cancel all sequences and let the thread end."""
         self._closing()
 
     def __enter__(self) -> Engine:
@@ -310,7 +312,7 @@ class _State:
 
 
 def _close(state: _State, thread: threading.Thread) -> None:
-    """Let the thread end, and wait for it: a process must not end while it computes."""
+    """Let the thread end and wait for it: the process must not exit while it computes."""
     with state.changed:
         state.closed = True
         state.changed.notify()
@@ -319,7 +321,7 @@ def _close(state: _State, thread: threading.Thread) -> None:
 
 
 def _work(state: _State, threads: int) -> None:
-    """The engine's thread, on so many of torch's; whatever ends it ends all sequences."""
+    """The engine's thread, with `threads` torch threads; an error that ends it ends all sequences."""
     torch.set_num_threads(threads)
     handles: dict[Task, Handle] = {}
     reason: BaseException = CancelledError()
@@ -339,7 +341,7 @@ def _work(state: _State, threads: int) -> None:
 
 
 def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
-    """By the fast loop, until the engine is closed; `handles` are those under way."""
+    """Run the fast loop until the engine is closed; `handles` are the running sequences."""
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.entering or state.leaving or state.closed or loop.busy)
@@ -371,7 +373,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
 
 
 def _one_after_another(state: _State) -> None:
-    """By the plain loop."""
+    """Run the plain loop until the engine is closed."""
     while True:
         with state.changed:
             state.changed.wait_for(lambda: state.entering or state.closed)

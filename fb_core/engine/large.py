@@ -136,7 +136,7 @@ class PagedLLM(LocalLLM):
         return [span[1:] for span in spans]
 
     def _extend(self, queries: Sequence[list[int]]) -> Tensor:
-        """The stream [n, D] behind the first n of the queries, as many as there are pages for."""
+        """The stream [n, D] after the first n of the queries, as many as there are pages for."""
         using: list[_Held] = []
         for ids in queries:
             held = self._room(ids, using)

@@ -143,7 +143,7 @@ class MergedReranker:
         candidates: Sequence[Tensor],
         tails: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """Put into the hidden states [K, D] those behind the candidates that have a tail."""
+        """Replace the hidden states [K, D] of candidates with a tail by those after the tail."""
         longer = [(row, k, tail) for row, own in enumerate(tails) for k, tail in enumerate(own) if tail]
         if not longer:
             return

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a forward over new tokens reads; rows and sequences behind those that count are padding."""
+    """What a forward over new tokens reads; rows and sequences after those that count are padding."""
 
     rows: Tensor  # [3, N] int64: ids, positions, slots
     cu_branch: Tensor  # [G + 1] int32: the rows of each sequence
@@ -138,7 +138,7 @@ class PagedModel:
         slots: Tensor | None = None,
         layers: Sequence[Layer] | None = None,
     ) -> Tensor:
-        """The residual stream behind the last layer of rows that each are one more token behind a sequence.
+        """The residual stream after the last layer, for rows that are each one more token after a sequence.
 
         Args:
             ids: [N] int64, of G sequences N / G each.
@@ -176,7 +176,7 @@ class PagedModel:
         """Take new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as hold them.
 
         Returns:
-            [G, D]: the residual stream behind the last token of each.
+            [G, D]: the residual stream after the last token of each.
         """
         streams = self.layers[0].o.weight.new_empty(len(parts), self.width)
         for chunk in _chunks(parts):
@@ -231,7 +231,7 @@ class PagedModel:
         self._last.copy_(self._take(packed, self.layers))
 
     def _take(self, packed: Packed, layers: Sequence[Layer]) -> Tensor:
-        """[G, D] behind the last row of each sequence."""
+        """[G, D] after the last row of each sequence."""
         ids, positions, slots = packed.rows
         groups = len(packed.held)
         firsts = torch.arange(groups + 1, dtype=torch.int32, device=ids.device)

@@ -58,7 +58,7 @@ class Pages:
         return pages, len(shared) * SIZE
 
     def comes(self, tokens: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
-        """Whether the next page of a sequence, behind those that are known, is one that others are computing now."""
+        """Whether the next page of a sequence, after those that are known, is one that others are computing now."""
         end = (len(self._shared(tokens)) + 1) * SIZE
         return end < len(tokens) and any(end < len(other) and other[:end] == tokens[:end] for other in others)
 

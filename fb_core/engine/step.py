@@ -180,7 +180,7 @@ class DecodeStep:
         self.clear(row)
 
     def order(self) -> None:
-        """What this thread enqueues comes behind the last run, on whichever stream that was."""
+        """What this thread enqueues comes after the last run, on whichever stream that was."""
         if self.ended and self._begun:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
 
@@ -190,7 +190,7 @@ class DecodeStep:
 
         Args:
             count: rows.
-            ranked: whether outcomes are to say what was likeliest; that comes behind the step.
+            ranked: whether outcomes are to say what was likeliest; that is computed after the step.
         """
         self.order()
         place = self._begun % RING

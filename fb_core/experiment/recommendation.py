@@ -1,4 +1,4 @@
-"""What rollouts say before the GPU hours are spent: which recipe to train, judged at the states deployment meets."""
+"""What rollouts say before training costs GPU hours: which recipe to train, judged at the states of deployment."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEPLOYED = "as deployed"  # the target's score at every admitted state
 
 
 class Recipe(NamedTuple):
-    """A way to train and deploy, and the scores [K] that it goes by, None where it knows nothing of a state."""
+    """A way to train and deploy, and the scores [K] that it uses; None for a state that it has no scores for."""
 
     label: str
     options: str
@@ -38,16 +38,15 @@ class Recipe(NamedTuple):
 
 
 def recommend(settings: RunSettings, run: Path, states: Sequence[Judged] | None = None) -> list[str]:
-    """Sentences on what would be trained and where it would decide, what each score is worth there, and what to take.
+    """Sentences on what would be trained, where it would decide, what each score is worth there, and what to choose.
 
-    All is counted at the admitted held-out states, which deployment meets, not at those alone that pass the filters of
-    training: where a state has no usable future the target knows nothing, so that its pairs count one half and its
-    choice is a random one.
+    Everything is counted at all admitted held-out states, as in deployment, not only at those that pass the training
+    filters. A state without a usable future has no target, so its pairs count one half and its choice is random.
 
     Args:
-        settings: of the run; the longest horizon of its sweep is looked at.
+        settings: of the run; the longest horizon of its sweep is used.
         run: its folder, scored and rolled out; a reranker is not needed.
-        states: its judged states, where they are known already.
+        states: its judged states, if they are known already.
 
     Raises:
         ValueError: no rollouts or scores.

@@ -102,7 +102,7 @@ def run_experiment(
 
 
 def prepare(command: Command, settings: RunSettings, run: Path, show: Callable[[str], None] = print) -> None:
-    """One of the commands `PREPARED`, whose files the variants link to; behind the last the rerankers are judged."""
+    """One of the commands `PREPARED`, whose files the variants link to; after the last the rerankers are judged."""
     run_command(command, settings, run, show=show)
     if command == "rollouts":
         _finish([AgreementStage], settings, run, show)

@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Its key behind those of what it is inside of."""
+        """Its key after those of what it is inside of."""
         return self.key if self.inside is None else f"{self.inside.name}/{self.key}"
 
     @property

@@ -43,7 +43,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Stop:
-    """When a generation ends; asked once behind every token."""
+    """When a generation ends; asked once after every token."""
 
     ends: frozenset[int]  # at one of these ids
     room: int  # at so many new tokens
@@ -68,10 +68,10 @@ class Step:
 
     index: int  # number of tokens generated so far
     rows: list[Running]
-    logits: Tensor  # float32 [B, V] behind each row's last token
+    logits: Tensor  # float32 [B, V] after each row's last token
     cache: Cache  # of all rows, left-padded to `slots` tokens
     slots: int
-    hidden: Tensor | None = None  # [B, D] behind the final norm, where it was asked for
+    hidden: Tensor | None = None  # [B, D] after the final norm, if it was asked for
 
 
 def new_cache() -> DynamicCache:
@@ -105,7 +105,7 @@ def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-    """float32 [B, V] behind the last token of each row; a cache is extended by the new tokens.
+    """float32 [B, V] after the last token of each row; a cache is extended by the new tokens.
 
     Args:
         model: a causal LM.
@@ -120,7 +120,7 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
 def last_outputs(
     model: CausalLM, ids: Tensor, mask: Tensor | None, cache: Cache | None, *, hidden: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(`last_logits`, the hidden state [B, D] behind the final norm where it is asked for)."""
+    """(`last_logits`, the hidden state [B, D] after the final norm if it is asked for)."""
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
     if mask is not None:
         options["attention_mask"] = mask

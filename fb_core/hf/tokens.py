@@ -62,8 +62,8 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
 
     prefix + candidate + future is encoded as one text, so that tokens are those that the model would see. Each part
     must begin where one of these tokens begins: ids of prefix, then of prefix + candidate, begin those of the whole.
-    The special tokens that the tokenizer puts ahead of a text are put ahead of the prefix unless it begins with them;
-    none are put behind.
+    The special tokens that the tokenizer puts before a text are put before the prefix unless it begins with them; none
+    are put after.
 
     Args:
         tokenizer: whose texts they are.
@@ -87,7 +87,7 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
         _check_text(where + name, text)
 
     def behind(before: str, known: list[int], name: str) -> list[int]:
-        """Ids of the text of this name behind another one with its ids."""
+        """Ids of the text of this name after another one with its ids."""
         text, name = named[name], where + name
         whole = text_ids(tokenizer, before + text, special=False, name=name)
         if whole[: len(known)] != known:
@@ -245,9 +245,9 @@ def check_group(
     valid_vocab: int | None = None,
     tails: Sequence[Sequence[int]] = (),
 ) -> Tensor:
-    """The candidates of a state behind `position` tokens as checked ids; `future` is how many positions they need.
+    """The candidates of a state after `position` tokens as checked ids; `future` is how many positions they need.
 
-    The ids that stand behind each candidate, `tails`, need as many positions more; () for none of any.
+    The ids that follow each candidate, `tails`, need as many positions more; () if no candidate has a tail.
 
     Raises:
         TypeError: ids that are not integers.
@@ -270,7 +270,7 @@ def check_group(
 
 
 def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:
-    """A state behind `position` tokens, with `rows` more behind it.
+    """A state after `position` tokens, with `rows` more after it.
 
     Raises:
         ValueError: no prefix, or more positions than the model has.

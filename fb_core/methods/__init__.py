@@ -1,4 +1,4 @@
-"""The methods, ours and peers': a file (or folder) each, of the method's name, whose `METHOD` says all about it."""
+"""The methods, ours and peers': one file (or folder) each, named for the method, whose `METHOD` describes it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Method:
     Attributes:
         name: the file's, with dashes.
         label: in tables; {votes} and {name} are filled in.
-        decode: from what a run has and a seed (None where not seeded) to what decodes.
+        decode: maps a run's context and a seed (None if not seeded) to the function that decodes.
         source: the paper and software that it is from.
-        seeded: runs once a seed.
-        routed: needs trained routers.
-        timed: the loops in which its time is taken beside that of "greedy". In the fast one the decoders of the context
-            run on buffers, a prompt at a time.
+        seeded: whether it runs once per seed.
+        routed: whether it needs trained routers.
+        timed: the loops in which it is timed against "greedy". In the fast one the decoders of the context run on
+            buffers, one prompt at a time.
     """
 
     name: str
@@ -52,6 +52,6 @@ def names() -> tuple[str, ...]:
 
 
 def method(name: str) -> Method:
-    """The method of a name, of which a checkpoint's begins with `EXTERNAL`."""
+    """The method of a name; a checkpoint's name begins with `EXTERNAL`."""
     stem = name.partition(":")[0].replace("-", "_")
     return cast(Method, import_module(f"{__name__}.{stem}").METHOD)

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtype: str = "auto") -> hf.CausalLM:
-    """A checkpoint whose token ids mean what the run's mean; safetensors only, no code of its own.
+    """A checkpoint that shares the run's token ids; safetensors only, without code of its own.
 
     Args:
         path: a folder or hub id with weights and tokenizer.
         tokenizer: the run's.
-        device: "auto" for a GPU where there is one.
-        dtype: a name of torch's, or "auto" for the checkpoint's own.
+        device: "auto" for a GPU if there is one.
+        dtype: the name of a torch dtype, or "auto" for the checkpoint's own.
 
     Returns:
         The model in eval mode.

@@ -22,11 +22,11 @@ def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str]
     """The index of the first answer of the largest class of equivalent answers.
 
     Args:
-        answers: one a sample; None does not vote.
-        equivalent: whether two answers say the same; each is compared with the first answer of every class.
+        answers: one per sample; None does not vote.
+        equivalent: whether two answers are equivalent; each is compared with the first answer of every class.
 
     Returns:
-        the index; of classes of one size the one that appears first wins. None where nobody votes.
+        the index; of classes of equal size the one that appears first wins. None if there are no votes.
     """
     classes: list[list[int]] = []
     for index, answer in enumerate(answers):
@@ -58,12 +58,12 @@ def majority(
         prompts: token ids of each.
         verifier: tells which answers are equivalent.
         tokenizer: turns samples into text.
-        n: samples of one prompt.
-        max_new_tokens: the most tokens of a sample.
+        n: samples per prompt.
+        max_new_tokens: maximum tokens of a sample.
         seed: of all samples.
 
     Returns:
-        for every prompt the content of the winning box, None where no sample has one.
+        for each prompt the content of the winning box; None if no sample has a box.
 
     Raises:
         TypeError: ids that are not integers.

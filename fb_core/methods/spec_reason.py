@@ -2,13 +2,13 @@
 
 Definition, until the answer is finished:
 
-1. the SLM writes one step, which ends behind the delimiter, at the end of the sequence or at `step_tokens`;
+1. the SLM writes one step, which ends after the delimiter, at the end of the sequence or at `step_tokens`;
 2. the LLM reads the conversation with that step and an instruction to score it, and is asked for one token;
-3. a score of `threshold` or more accepts the step, otherwise the LLM writes this step in its place.
+3. a score of `threshold` or more accepts the step, otherwise the LLM writes this step instead.
 
-As everywhere in this package both models decode greedily and a generation ends at the end-of-sequence token or at its
+As everywhere in this package, both models decode greedily, and a generation ends at the end-of-sequence token or at its
 length limit. The published software samples at temperature 0.6, stops at the first step with a box or two equal steps,
-and takes a score that is no digit for 0; here the score is the likeliest of the ten digits.
+and treats a score that is not a digit as 0; here the score is the likeliest of the ten digits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNK = 32  # tokens asked for at once: a continuation cannot be told to stop at
 
 @dataclass
 class ReasoningStep:
-    """One step: drafted by the SLM, scored by the LLM, and written anew by it where the score was too low."""
+    """One step: drafted by the SLM, scored by the LLM, and rewritten by the LLM if the score was too low."""
 
     start: int  # index of its first token among the new ones
     length: int  # tokens that were kept
@@ -53,7 +53,7 @@ class ReasoningStep:
 
 @dataclass
 class SpecReasonGeneration(Generation):
-    """A generation without events: the LLM was asked once for every step, and wrote those whose writer it is."""
+    """A generation without events: the LLM scored every step, and wrote those whose writer it is."""
 
     steps: list[ReasoningStep]
 
@@ -82,19 +82,19 @@ def spec_reason(
         slm: the small model, in eval mode.
         llm: the large one.
         prompts: [P] int64 each, of any lengths.
-        max_new_tokens: the most tokens of a generation, both models' together, rejected drafts not counted.
+        max_new_tokens: maximum tokens of a generation, of both models together; rejected drafts do not count.
         tokenizer: the one both models use.
         threshold: the lowest score that accepts a step; 10 leaves every step to the LLM.
-        delimiter: what a step ends behind: a text, found in the decoded step, or a predicate on its last token.
-        step_tokens: the most tokens of a step.
-        judge_template: what stands between a step and its score, special tokens included; `CHATML_JUDGE` makes it a
-            turn of its own for Qwen's chat models. An end-of-sequence token behind the step is left out before it.
+        delimiter: what ends a step: a text, found in the decoded step, or a predicate on its last token.
+        step_tokens: maximum tokens of a step.
+        judge_template: the prompt between a step and its score, special tokens included; `CHATML_JUDGE` makes it a turn
+            of its own for Qwen's chat models. An end-of-sequence token after the step is removed before it.
 
     Returns:
-        One generation a prompt, in order, with its steps; `events` is empty.
+        One generation per prompt, in order, with its steps; `events` is empty.
 
     Raises:
-        TypeError: ids, a limit or a threshold that is no number of its kind.
+        TypeError: ids, a limit or a threshold that is not a number of the right type.
         ValueError: as `CollaborativeDecoder` and its `generate`; an empty delimiter or template, step_tokens below 1, a
             tokenizer without single-token digits, or a judge's prompt too long for the LLM.
     """
@@ -153,7 +153,7 @@ def spec_reason(
 def _write(
     writer: LLM, states: Sequence[list[int]], rooms: Sequence[int], ended: Callable[[list[int]], bool]
 ) -> list[list[int]]:
-    """The writer's greedy step behind every state, at most as many tokens as there is room."""
+    """The writer's greedy step after every state, at most as many tokens as there is room for."""
     steps: list[list[int]] = [[] for _ in states]
     going = list(range(len(states)))
     while going:

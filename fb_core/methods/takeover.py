@@ -44,12 +44,12 @@ def takeover(
         llm: the large one.
         policy: when the SLM would ask.
         prompts: [P] int64 each.
-        max_new_tokens: the most tokens of a generation, both models' together.
+        max_new_tokens: maximum tokens of a generation, of both models together.
         options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
 
     Returns:
-        One generation a prompt, in order, with one event (the LLM's own pool, its first token chosen) where the LLM
-        took over and none where the SLM finished alone.
+        One generation per prompt, in order, with one event (the LLM's own pool, its first token chosen) if the LLM took
+        over, and none if the SLM finished alone.
 
     Raises:
         TypeError: as `CollaborativeDecoder.generate`.

@@ -272,7 +272,7 @@ def trajectory(findings: Findings, theme: Theme) -> Figure | None:
 
 @pictured
 def event(findings: Findings, theme: Theme) -> Figure | None:
-    """One event: the score of every candidate, coloured by where the SLM's rollout behind it leads."""
+    """One event: the score of every candidate, coloured by where the SLM's rollout after it leads."""
     found = findings.worked_event
     if found is None:
         return None

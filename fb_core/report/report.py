@@ -132,7 +132,7 @@ def _run(findings: Findings, prefix: str) -> list[Section]:
 
 
 def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
-    """The experiments in their order, behind each the diagnostics that belong to it, then the others."""
+    """The experiments in their order, after each the diagnostics that belong to it, then the others."""
     left = dict(DIAGNOSTICS)
     for shown in findings.experiments:
         yield _experiment(findings, shown, prefix)

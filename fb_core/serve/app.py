@@ -71,7 +71,7 @@ class _Problem(Exception):
 
 
 class _Stream(StreamingResponse):
-    """An answer in pieces; `end` is called behind it, whether or not anybody has read it."""
+    """An answer in pieces; `end` is called after it, whether or not anybody has read it."""
 
     def __init__(self, content: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -29,7 +29,7 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Answer:
-    """An answer under way; `pieces` yields it, the other fields are known behind the last piece."""
+    """An answer under way; `pieces` yields it, the other fields are known after the last piece."""
 
     handle: Handle
     tokens: asyncio.Queue[Token | None]
@@ -43,7 +43,7 @@ class Answer:
     cut: bool = False  # by the server's end
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Text as it becomes certain, with the events behind it; an answer that nobody reads on is cancelled.
+        """Text as it becomes certain, with the events after it; an answer that nobody reads on is cancelled.
 
         Raises:
             ValueError: NaN logits, or a selector's error.
@@ -199,7 +199,7 @@ class Service:
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """Pieces of all answers as they come, with the answer's number; None behind the last one of each.
+    """Pieces of all answers as they come, with the answer's number; None after the last one of each.
 
     Raises:
         Exception: what `Answer.pieces` does; nobody reads the other answers then.

@@ -1,4 +1,4 @@
-"""Tokens as text while they come: whole characters, and nothing behind a stop string."""
+"""Tokens as text while they come: whole characters, and nothing after a stop string."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Trajectory:
 
     @property
     def output(self) -> Tensor:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
 

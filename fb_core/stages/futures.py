@@ -1,4 +1,4 @@
-"""Stage 2: one answer-verified LLM continuation behind every admitted state, the shared future."""
+"""Stage 2: one answer-verified LLM continuation after every admitted state, the shared future."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnostics: the SLM's own greedy rollout behind every candidate, with no later intervention."""
+"""Diagnostics: the SLM's own greedy rollout after every candidate, with no later intervention."""
 
 from __future__ import annotations
 

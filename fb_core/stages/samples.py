@@ -57,7 +57,7 @@ class OwnFutureStage(OverStates):
 
 
 class SampleStage(OverStates):
-    """The LLM's samples behind the states with a usable future: its first one, its first right and first wrong one."""
+    """The LLM's samples after the states with a usable future: its first one, its first right and first wrong one."""
 
     name = "samples"
     command = "score"

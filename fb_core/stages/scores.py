@@ -27,7 +27,7 @@ def score_states(
     batch: int = 64,
     token_budget: int = packing.TOKEN_BUDGET,
 ) -> list[Tensor]:
-    """One float32 [K, horizon] a future, of the candidates in its state's pool, each behind its tail.
+    """One float32 [K, horizon] a future, of the candidates in its state's pool, each after its tail.
 
     Args:
         scorer: over the frozen SLM.

@@ -63,7 +63,7 @@ def collect(
 
 
 def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
-    """[n, V] behind hidden states, of the ids that count."""
+    """[n, V] from hidden states, over the ids that count."""
     return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
 
 

@@ -64,36 +64,36 @@ def branch_attention(
     """Attend from the tokens of B branches in G groups to the group's prefix slice and to their own branch.
 
     Row i of a branch sees the group's whole slice of P keys and the branch's rows 0 to i. Slice key j is at position j,
-    row i at P + i; with a window only keys with 0 <= pos_q - pos_k < window count. out = softmax(s) v with
+    row i at P + i; with a window, only keys with 0 <= pos_q - pos_k < window count. out = softmax(s) v with
     s = scale q . k, or softcap tanh(scale q . k / softcap), accumulated in float32 (float64 for float64 input). Under
     torch.autocast q, k, v and the prefix are cast to its dtype first, as scaled_dot_product_attention casts them
     (float64 stays).
 
     Args:
         q: [T, Hq, E] float; any strides.
-        k: [T, Hkv, E] of q's dtype, Hkv dividing Hq: the branches' own keys; None for prefix only.
-        v: like k, None with it.
-        prefix_k: [Tp, Hkv, E], or pages [pages, page, Hkv, E] where the layout has a block table. It may be k itself or
-            a view of it (states of one packed forward), detached where the prefix is frozen; a cache [B, Hkv, S, E]
-            is `cache.transpose(1, 2)` with one page a row.
+        k: [T, Hkv, E] of q's dtype, where Hkv divides Hq: the branches' own keys; None for prefix only.
+        v: like k; None if k is None.
+        prefix_k: [Tp, Hkv, E], or pages [pages, page, Hkv, E] if the layout has a block table. It may be k itself or a
+            view of it (states of one packed forward), detached if the prefix is frozen. For a cache [B, Hkv, S, E] pass
+            `cache.transpose(1, 2)`, with one page per sequence.
         prefix_v: like prefix_k.
-        layout: which rows are whose and what their groups see; one for all layers of a forward.
+        layout: the rows of each branch and the prefix of each group; one for all layers of a forward.
         window: sliding window, at least 1; None for all keys.
         scale: multiplies q . k, above 0; E**-0.5 by default.
-        softcap: bound of the scores (Gemma 2), None for none.
+        softcap: bound of the scores (Gemma 2); None for no bound.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         out [T, Hq, E] in q's dtype; with return_lse also lse [Hq, T], natural log, float32 (float64 for float64 input).
-        A row that sees no key has out 0, lse -inf; one with a score that is NaN or +inf is NaN. Gradients go to q, k, v
-        through out (lse carries none), and to the prefix where it requires one (rows of the same packed forward; flat
-        [Tp, Hkv, E] prefixes): zeros in slots of no slice, sums in the order of groups where slices overlap. A frozen
-        prefix costs nothing extra. On the CPU a layout that does not fit is a ValueError of `BranchLayout`, on a device
-        the rows it affects are NaN. An attention sink is out * sigmoid(lse - sink).
+        A row that sees no key has out 0 and lse -inf; a row with a NaN or +inf score is NaN. Gradients flow to q, k and
+        v through out (not through lse), and to the prefix if it requires grad (rows of the same packed forward; flat
+        [Tp, Hkv, E] prefixes): zeros outside all slices, sums in the order of groups where slices overlap. A frozen
+        prefix costs nothing extra. On the CPU a layout that does not fit is a ValueError of `BranchLayout`; on a device
+        the affected rows are NaN. For an attention sink use out * sigmoid(lse - sink).
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype; float8 prefixes are not supported.
-        ValueError: a wrong shape, device or value, or pages that require grad (give flat slices, or detach them).
+        TypeError: an argument of the wrong type or dtype; float8 prefixes are not supported.
+        ValueError: a wrong shape, device or value, or pages that require grad (pass flat slices, or detach them).
     """
     if (
         eager((q, prefix_k, prefix_v), (k, v))
@@ -133,7 +133,7 @@ def branch_attention(
 def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, layout: BranchLayout
 ) -> None:
-    """The tensors' kinds, shapes and devices; those of the layout are checked where it is made."""
+    """Check the tensors' types, shapes and devices; those of the layout are checked when it is made."""
     checks.floating(OP, "q", q)
     checks.shape(OP, "q", q, (None, None, None), "[T, Hq, E]", "reshape it")
     rows, heads, width = q.shape

@@ -29,12 +29,12 @@ def branch_attention_qkv(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of rows that are each one more token behind a sequence: the next token, or candidates for it.
+    """Attention of rows that are each one more token after a sequence: the next token, or candidates for it.
 
-    `qk_norm_rope` and `branch_attention`, of a group of one-token branches for each of G sequences, in one: every row
-    sees what its sequence holds, in a window its last window - 1 keys, and itself, but not the other rows. What a row
-    gets depends neither on the other sequences of a call nor on which pages a sequence has. torch.autocast casts
-    nothing here, as in torch's operations in place.
+    `qk_norm_rope` and `branch_attention` in one op, with one group of one-token branches for each of G sequences. Every
+    row sees itself and what its sequence holds (with a window, the last window - 1 keys), but not the other rows. A
+    row's result depends neither on the other sequences of a call nor on which pages a sequence has. torch.autocast
+    casts nothing here, as in torch's in-place operations.
 
     Args:
         qkv: [N, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v; N / G rows for each sequence in order.
@@ -43,29 +43,29 @@ def branch_attention_qkv(
         cos: [S, E] float of any dtype: the rotary table.
         sin: [S, E], cos's dtype.
         positions: [N] int32 or int64, rows of cos and sin.
-        k_cache: [slots, Hkv, E] like qkv for one sequence, or pages [pages, page, Hkv, E] with a block table; what lies
-            behind what is held is never seen.
+        k_cache: [slots, Hkv, E] like qkv for one sequence, or pages [pages, page, Hkv, E] with a block table; nothing
+            after the held tokens is ever seen.
         v_cache: likewise.
-        held: [G] int32 or int64: how many of each sequence's tokens count, those at the beginning of the flat cache.
-        slots: [N] like positions: where each row's k and v are written, in pages page number * page + offset; negative
-            for nowhere. A row's slot lies behind what is held in the flat cache, in pages where none of the sequence's
-            held tokens lies, and it is for the caller to see to it that none of another sequence's does. No two rows
-            may share a slot, and the caches no memory with each other or anything else. None writes nothing.
-        block_table: [G, n] like positions: token i of sequence g lies in page block_table[g, i // page] at i % page.
-            Pages without a token that is seen are never read: such entries may be anything. None for a flat cache.
+        held: [G] int32 or int64: the number of tokens that each sequence holds, at the beginning of a flat cache.
+        slots: [N] like positions: where each row's k and v are written (with pages: page number * page + offset);
+            negative for nowhere. In a flat cache a slot must come after the held tokens; with pages it must not hold
+            one of the sequence's held tokens, and the caller must ensure that it holds none of another sequence's. No
+            two rows may share a slot, and the caches may not share memory with each other or anything else. None writes
+            nothing.
+        block_table: [G, n] like positions: token i of sequence g is in page block_table[g, i // page] at i % page.
+            Pages without a token that is seen are never read, so those entries may be anything. None for a flat cache.
         num_heads: Hq, a multiple of Hkv.
         num_kv_heads: Hkv.
         eps: of the norm, above 0.
-        window: keys that a row sees, itself included; None for all.
+        window: number of keys that a row sees, itself included; None for all.
         scale: of the scores; None for E ** -0.5.
 
     Returns:
         [N, Hq, E] in qkv's dtype. For inference: no argument may require grad. On the CPU a position outside the table,
-        or held, a page or a slot out of range, is a ValueError; on a device the rows that it concerns are NaN and write
-        nothing.
+        or a held, page or slot out of range, is a ValueError; on a device the affected rows are NaN and write nothing.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
     if (
@@ -142,7 +142,7 @@ def are_sequences(
     window: object,
     scale: object,
 ) -> bool:
-    """Whether plain tensors are tables and caches of sequences, behind each of which as many rows of [N, ..] stand."""
+    """Whether plain tensors are tables and caches of sequences, with as many rows of [N, ..] after each sequence."""
     return (
         checks.alike(rows, k_cache, v_cache)
         and checks.alike(cos, sin)
@@ -193,7 +193,7 @@ def check_sequences(
     window: int | None,
     scale: float | None,
 ) -> float:
-    """The scale of the scores; raises in words where these do not fit the op's rows, which `argument` names."""
+    """The scale of the scores; raises if the tables and caches do not fit the op's rows, which `argument` names."""
     checks.floating(op, "cos", cos)
     checks.same_device(op, "cos", cos, rows)
     checks.floating(op, "sin", sin, like=cos)

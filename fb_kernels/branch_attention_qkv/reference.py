@@ -139,7 +139,7 @@ def kept(
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Rows to their slots of pages that do not lie one behind the other; the host never looks."""
+    """Write rows to their slots in pages that are not contiguous; the host never reads the slots."""
     page, written = cache.shape[1], slots >= 0
     any_written = written.any()
     # rows without a slot repeat one that has; where none has, slot 0 receives what it holds

@@ -30,22 +30,22 @@ def candidate_head(
 
     Args:
         hidden: [N, D] float, the candidates' last hidden states, sorted by group.
-        norm_weight: [D] in hidden's dtype, or None: hidden is normed already.
+        norm_weight: [D] in hidden's dtype, or None if hidden is already normed.
         head_weight: [D] in hidden's dtype or float32.
-        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows behind
+        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows after
             the last offset belong to no group.
         eps: 0 or more, added to the mean square.
         head_bias: one element, in hidden's dtype or float32.
 
     Returns:
         (score[N], prob[N], best[G]). Score and prob are float32 (float64 for float64 hidden); rows of no group have a
-        score and prob 0. best is int64, the index within the group of the highest score, ties to the lowest index; NaN
-        scores are never chosen, and a group that is empty or all NaN gives -1. A group that holds NaN or +inf, or
-        nothing but -inf, has prob NaN. Gradients reach hidden, norm_weight, head_weight and head_bias through score.
-        On the CPU bad offsets are a ValueError, on a device prob is then NaN and best -1.
+        score, and prob 0. best is int64, the index within the group of the highest score, ties to the lowest index; NaN
+        scores are never chosen, and a group that is empty or all NaN gives -1. A group with a NaN or +inf score, or
+        with -inf only, has prob NaN. Gradients flow to hidden, norm_weight, head_weight and head_bias through score.
+        On the CPU bad offsets are a ValueError; on a device prob is then NaN and best -1.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
     if eager((hidden, head_weight, cu_group), (norm_weight, head_bias)) and (

@@ -17,7 +17,7 @@ class DecodeState(NamedTuple):
     """What a captured decode step reads and writes; B rows, all tensors on one device."""
 
     tokens: Tensor
-    """[B, S] int64: prompt and new tokens; places from `length` on are free."""
+    """[B, S] int64: prompt and new tokens; entries from `length` on are free."""
     length: Tensor
     """[B] int32: tokens present."""
     halt: Tensor
@@ -38,26 +38,27 @@ def commit_(
 ) -> None:
     """End a decode step in place: each running row of `state` takes its token or halts.
 
-    A row that has halted is left as it is, so a step enqueued before the host noticed changes nothing. Otherwise the
-    first of these that holds sets `halt` and changes nothing else: entropy (or threshold) is NaN (`Halt.NAN`);
-    entropy > threshold and budget > 0 (`Halt.EVENT`); token is one of eos_ids (`Halt.EOS`); length >= max_length or the
-    buffer is full (`Halt.LENGTH`). If none holds, tokens[b, length[b]] = token[b] and length[b] += 1.
+    A row that has halted stays as it is, so a step enqueued before the host noticed the halt changes nothing. Otherwise
+    the first of these conditions that holds sets `halt` and changes nothing else: entropy or threshold is NaN
+    (`Halt.NAN`); entropy > threshold and budget > 0 (`Halt.EVENT`); token is one of eos_ids (`Halt.EOS`);
+    length >= max_length or the buffer is full (`Halt.LENGTH`). If none holds, tokens[b, length[b]] = token[b] and
+    length[b] += 1.
 
     Everything that may change between two replays of a captured step is a tensor.
 
     Args:
-        state: written in place, except `budget`; what is written shares no memory with anything else that is given.
+        state: written in place, except `budget`; the written tensors may share no memory with any other argument.
         token: [B] int32 or int64.
         entropy: [B] float, in nats.
         threshold: [] or [B] float, in nats; inf for no events.
         eos_ids: [n] int32 or int64, n may be 0.
         max_length: [] or [B] int32 or int64: total length, prompt included.
-        outcome: [B, 3] float32 or float64, written in place, or None: of every row its halt as it is now, its token
-            (exact below 2^24 in float32) and its entropy. Beside a state on a GPU it may lie in pinned memory of the
-            host, which may read it once the stream has come so far, as an event behind the call tells.
+        outcome: [B, 3] float32 or float64, written in place, or None: for every row its halt after the step, its token
+            (exact below 2^24 in float32) and its entropy. For a state on a GPU it may be in pinned host memory; the
+            host may read it once an event recorded after the call has completed.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or device, or a written tensor that overlaps another; on the CPU also a NaN threshold
             or a negative length.
     """

@@ -1,4 +1,4 @@
-"""Future compatibility of every candidate and the soft targets made from it."""
+"""Future compatibility of every candidate, and the soft targets computed from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compatibility_targets(
     local: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Mean log-likelihood of the shared future behind each candidate, and its softmax inside the group, per horizon.
+    """Mean log-likelihood of the shared future after each candidate, and its softmax within the group, per horizon.
 
     B_h = mean of the first h log-probs; z(x) = (x - group mean) / (group's population deviation + eps);
     q = softmax(z(B_h) / temperature) in the group. With `local`, the hybrid of equation (hybrid_ablation):
@@ -31,24 +31,24 @@ def compatibility_targets(
     dtypes are cast to the wider one (float64 stays).
 
     Args:
-        logprob: [N, H] float, natural log: log p_SLM of the future's tokens behind each candidate, sorted by group.
-        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows behind
+        logprob: [N, H] float, natural log: log p_SLM of the future's tokens after each candidate, sorted by group.
+        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows after
             the last offset belong to no group.
         horizons: ints from 1 to H, in any order.
         temperature: divides z.
         eps: 0 or more, added to the deviation.
-        local: [N] in logprob's dtype, log p_T of the candidates; needed for, and used only by, alpha below 1.
+        local: [N] in logprob's dtype, log p_T of the candidates; needed and used only if alpha is below 1.
         alpha: 0 to 1, the share of the future.
 
     Returns:
-        (B[N, len(horizons)], q[N, len(horizons)]), float32 (float64 for float64 input), without gradient. In a group of
-        one candidate, or whose deviation is at most the output dtype's machine epsilon times its largest magnitude (so
-        nothing but rounding), z is 0: without `local`, q is exactly uniform. Rows of no group have a B and q 0. A value
-        that is not finite in a prefix that a horizon needs (or in `local`, if used) makes q NaN there, in its group
-        alone. On the CPU bad offsets are a ValueError, on a device q is then NaN.
+        (B[N, len(horizons)], q[N, len(horizons)]), float32 (float64 for float64 input), without gradient. z is 0 in a
+        group of one candidate, and in a group whose deviation is at most the output dtype's machine epsilon times its
+        largest magnitude (mere rounding); without `local`, q is then exactly uniform. Rows of no group have a B, and
+        q 0. A value that is not finite within the first h tokens (or in `local`, if used) makes q NaN for that horizon,
+        in its group only. On the CPU bad offsets are a ValueError; on a device q is then NaN.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, such as a horizon past H.
     """
     op = "compatibility_targets"

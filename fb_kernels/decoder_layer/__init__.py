@@ -1,4 +1,4 @@
-"""A whole layer of a Llama-like decoder for a few rows behind each sequence: a decode step's, or candidates'."""
+"""A whole layer of a Llama-like decoder for a few rows after each sequence: a decode step's, or candidates'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerWeights(NamedTuple):
     """[D, Hq E]."""
     o_bias: Tensor | None
     post_norm: Tensor
-    """[D], ahead of the MLP."""
+    """[D], of the norm before the MLP."""
     gate_up: Tensor
     """[2F, D]: the gate's rows, then up's."""
     gate_up_bias: Tensor | None
@@ -55,34 +55,34 @@ def decoder_layer(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """One layer for rows that are each one more token behind a sequence: the next token, or candidates for it.
+    """One layer for rows that are each one more token after a sequence: the next token, or candidates for it.
 
     `skinny_linear` with its norm, `branch_attention_qkv`, and three times `skinny_linear` for o and the MLP, in one
-    call; what lies between them may keep more digits. The weights are taken for frozen, as `skinny_linear` has it.
-    torch.autocast casts nothing here, as in torch's operations in place.
+    call; intermediate results may have higher precision. The weights are treated as frozen, as in `skinny_linear`.
+    torch.autocast casts nothing here, as in torch's in-place operations.
 
     Args:
         hidden: [N, D] float, the residual stream; N / G rows for each of G sequences in order.
-        weights: like hidden. Hkv and E are those of the cache, Hq is what o takes.
+        weights: like hidden. Hkv and E are taken from the cache, Hq from o.
         cos: [S, E] float of any dtype: the rotary table.
         sin: [S, E], cos's dtype.
         positions: [N] int32 or int64, rows of cos and sin.
         k_cache: [slots, Hkv, E] like hidden for one sequence, or pages [pages, page, Hkv, E] with a block table.
         v_cache: likewise.
-        held: [G] int32 or int64: how many of each sequence's tokens count.
-        slots: [N] like positions: where each row's k and v are written, negative for nowhere; None writes nothing. What
-            may be written and where each token lies is said in `branch_attention_qkv`.
+        held: [G] int32 or int64: the number of tokens that each sequence holds.
+        slots: [N] like positions: where each row's k and v are written, negative for nowhere; None writes nothing. The
+            rules for slots and pages are those of `branch_attention_qkv`.
         block_table: [G, n] like positions, the pages of each sequence; None for a flat cache.
         eps: of all norms, above 0.
-        window: keys that a row sees, itself included; None for all.
+        window: number of keys that a row sees, itself included; None for all.
         scale: of the scores; None for E ** -0.5.
 
     Returns:
-        [N, D] in hidden's dtype, contiguous. For inference: no argument may require grad. What is out of range is as in
-        `branch_attention_qkv`: a ValueError on the CPU, NaN in the rows that it concerns on a device.
+        [N, D] in hidden's dtype, contiguous. For inference: no argument may require grad. Values out of range are
+        treated as in `branch_attention_qkv`: a ValueError on the CPU, NaN in the affected rows on a device.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, or an argument that requires grad.
     """
     if (
@@ -127,7 +127,7 @@ def decoder_layer(
 
 
 def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the weights, by those of o and down."""
+    """The shapes of the weights, derived from those of o and down."""
     attention, inner = weights.o.shape[1], weights.down.shape[1]
     outputs = attention + 2 * kv_heads * width
     return (
@@ -137,7 +137,7 @@ def _sizes(model: int, weights: LayerWeights, kv_heads: int, width: int) -> tupl
 
 
 def _sizes_fit(model: int, weights: LayerWeights, kv_heads: int, width: int) -> bool:
-    """Whether the weights are those of one layer."""
+    """Whether the weights' shapes are those of one layer."""
     if weights.o is None or weights.down is None:
         return False
     o, down = weights.o.shape, weights.down.shape

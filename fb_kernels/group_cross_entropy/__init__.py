@@ -22,18 +22,18 @@ def group_cross_entropy(
     Args:
         score: [N] float, sorted by group.
         target: [N] in score's dtype: the targets q, which need not sum to 1.
-        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows behind
+        cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows after
             the last offset belong to no group.
-        reduction: "mean" over the groups that are not empty (0 where there is none), "sum", or "none".
+        reduction: "mean" over the groups that are not empty (0 if all are empty), "sum", or "none".
 
     Returns:
         A scalar, or [G] for "none" with 0 for empty groups: float32 (float64 for float64 score). A target of 0 adds
-        nothing, whatever its score. The gradient reaches score alone: softmax(score) * sum(q) - q in each group. A
-        group that holds a NaN or +inf score, or nothing but -inf, is NaN unless all its targets are 0. On the CPU bad
-        offsets are a ValueError, on a device the loss is then NaN.
+        nothing, whatever its score. The gradient flows to score alone: softmax(score) * sum(q) - q in each group. A
+        group with a NaN or +inf score, or with -inf only, is NaN unless all its targets are 0. On the CPU bad offsets
+        are a ValueError; on a device the loss is then NaN.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
     op = "group_cross_entropy"

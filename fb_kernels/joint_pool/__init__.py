@@ -19,11 +19,11 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Returns:
         (ids[..., Ks + Kt] in the inputs' dtype, count[...] int32, source[..., Ks + Kt] int32). The first `count` ids
-        are the pool, the rest is -1. Source bit 1 says SLM, bit 2 LLM (3 is both), 0 padding. An id that is repeated
+        are the pool, the rest is -1. Source bit 1 means SLM, bit 2 LLM (3 is both), 0 padding. An id that is repeated
         within one list counts once, at its first place.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or device.
     """
     op = "joint_pool"

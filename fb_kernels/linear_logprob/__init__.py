@@ -110,7 +110,7 @@ def linear_logprob(
     return_entropy: bool = False,
     return_max: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute log softmax(hidden @ weight.T)[target], with the logits never in memory as a whole.
+    """Compute log softmax(hidden @ weight.T)[target] without ever storing all the logits.
 
     logit = softcap * tanh((logit_scale * hidden . weight_v + bias_v) / softcap) / temperature, in this order and in
     float32 (float64 for float64 input). Under torch.autocast hidden, weight and bias are cast to its dtype first, as
@@ -119,26 +119,26 @@ def linear_logprob(
     Args:
         hidden: [..., D] float.
         weight: [V, D], hidden's dtype: the LM head.
-        target: [...] int32 or int64; `ignore_index` marks rows that give 0 and no gradient.
+        target: [...] int32 or int64; `ignore_index` marks rows whose log-prob is 0 and that have no gradient.
         bias: [V] in hidden's dtype.
         logit_scale: multiplies the product before the bias.
-        softcap: bound of the logits (Gemma 2), None for none.
+        softcap: bound of the logits (Gemma 2); None for no bound.
         temperature: divides the logits last.
         ignore_index: target value of ignored rows.
         valid_vocab: number of leading rows of weight that count; None for all. Padding rows never count.
         return_lse: also return the log-sum-exp.
         return_entropy: also return the entropy of the softmax, in nats.
-        return_max: also return the largest log-prob of the row, rounded as the target's: where both are equal, and only
-            there, no id has a larger one.
+        return_max: also return the largest log-prob of the row, rounded like the target's: the two are equal if and
+            only if no id has a larger log-prob than the target.
 
     Returns:
-        log-prob of target's shape, then lse, entropy and maximum, each if asked for: float32 (float64 for float64
-        input). Gradients reach hidden, weight and bias through log-prob and lse; the others carry none. A row with a
-        NaN or +inf logit is NaN. On the CPU an id outside the vocabulary is a ValueError, on a device its log-prob is
+        log-prob of target's shape, then lse, entropy and maximum, each if requested: float32 (float64 for float64
+        input). Gradients flow to hidden, weight and bias through log-prob and lse; the others carry none. A row with a
+        NaN or +inf logit is NaN. On the CPU an id outside the vocabulary is a ValueError; on a device its log-prob is
         NaN.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
     options = Options(logit_scale, softcap, temperature, ignore_index, valid_vocab)
@@ -202,14 +202,14 @@ def linear_logprob_partials(
         valid_vocab: number of valid ids in the whole vocabulary.
 
     Returns:
-        (max, sum of exp(logit - max), target's logit or -inf where it lies in another shard), each of target's shape,
-        float32 (float64 for float64 input). The sum is 1 or more wherever the shard has a logit, also where all are
-        -inf; it is 0 in an empty shard and in ignored rows, which are (-inf, 0, -inf). Gradients flow through the
-        second and third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a
-        ValueError, on a device its target logit is NaN in every shard.
+        (max, sum of exp(logit - max), target's logit or -inf if it is in another shard), each of target's shape,
+        float32 (float64 for float64 input). The sum is 1 or more wherever the shard has a logit, even if all are -inf;
+        it is 0 in an empty shard and in ignored rows, which are (-inf, 0, -inf). Gradients flow through the second and
+        third output; the maximum is a constant shift. On the CPU an id below 0 or past valid_vocab is a ValueError; on
+        a device its target logit is NaN in every shard.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
     op = "linear_logprob_partials"
@@ -233,11 +233,11 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
         target_logit: [S, N] like max.
 
     Returns:
-        (log-prob[N], lse[N]) as `linear_logprob` has them; rows empty in every shard, as ignored ones are, give 0.
-        Gradients reach sumexp and target_logit.
+        (log-prob[N], lse[N]) as from `linear_logprob`; rows that are empty in every shard, as ignored ones are, give 0.
+        Gradients flow to sumexp and target_logit.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or devices that differ.
     """
     op = "combine_logprob_partials"

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys from the states of each."""
+"""Attention over two sets of keys, from the attention state of each set."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         lse_b: like lse_a.
 
     Returns:
-        (out, lse), shaped and typed like out_a and lse_a. Two empty states merge to an empty one: out 0, lse -inf.
-        Gradients reach all four arguments.
+        (out, lse), with shapes and dtypes of out_a and lse_a. Two empty states merge to an empty one: out 0, lse -inf.
+        Gradients flow to all four arguments.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or device.
     """
     if eager((out_a, lse_a, out_b, lse_b)) and (

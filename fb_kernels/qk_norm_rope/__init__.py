@@ -25,18 +25,18 @@ def qk_norm_rope(
     eps: float = 1e-6,
     kv_out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv into heads, RMS-norm those of q and k where a weight is given (Qwen3), and rotate them.
+    """Split qkv into heads, RMS-norm those of q and k if a weight is given (Qwen3), and rotate them.
 
     x -> x cos + rotate_half(x) sin with rotate_half(x1, x2) = (-x2, x1) over the two halves of a head, as in Hugging
     Face's models; in float32 (float64 for float64 input), rounded once. Under torch.autocast qkv and weights of several
-    dtypes are cast to the widest of them (float64 stays); with kv_out nothing is cast, as in torch's
-    operations in place.
+    dtypes are cast to the widest of them (float64 stays); with kv_out nothing is cast, as in torch's in-place
+    operations.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) E] float: the heads of q, then of k, then of v.
         q_weight: [E] like qkv, or None for no norm.
         k_weight: [E] like qkv, or None for no norm.
-        cos: [S, E] float of any dtype: the rotary table, a row for each position.
+        cos: [S, E] float of any dtype: the rotary table, one row per position.
         sin: [S, E], cos's dtype.
         positions: [T] int32 or int64, rows of cos and sin.
         num_heads: Hq.
@@ -44,15 +44,16 @@ def qk_norm_rope(
         eps: of the norm, above 0.
         kv_out: (k_cache[slots, Hkv, E], v_cache[slots, Hkv, E], slot[T]): k and v are also written to their slots, the
             only writes to an argument; rows with a negative slot are not written. No two rows may share a slot, and the
-            caches no memory with each other or another argument.
+            caches may not share memory with each other or with another argument.
 
     Returns:
-        (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients reach
-        qkv, q_weight and k_weight; cos and sin are constants. On the CPU a position outside the table or a slot
-        outside the cache is a ValueError; on a device that row's q and k are NaN, or it is not written.
+        (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients flow to
+        qkv, q_weight and k_weight; cos and sin are constants. On the CPU a position outside the table or a slot outside
+        the cache is a ValueError; on a device the row's q and k are NaN for a bad position, and the row is not written
+        for a bad slot.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
     """
     if (

@@ -14,9 +14,9 @@ from fb_kernels.rms_norm import reference
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute weight * s / sqrt(mean(s^2) + eps) over the last dimension, with s = x + residual.
 
-    The sum is rounded to x's dtype and normed from there in float32 (float64 for float64 input); the weight multiplies
-    before the one rounding at the end (Zhang & Sennrich 2019, equation 4). Under torch.autocast float tensors of
-    several dtypes are cast to the widest (float64 stays).
+    The sum is rounded to x's dtype and then normed in float32 (float64 for float64 input); the weight is applied before
+    the single rounding at the end (Zhang & Sennrich 2019, equation 4). Under torch.autocast float tensors of several
+    dtypes are cast to the widest (float64 stays).
 
     Args:
         x: [..., D] float.
@@ -25,11 +25,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         residual: [..., D] like x, or None.
 
     Returns:
-        (normed, s), both of x's shape and dtype; without a residual s is x itself. Gradients reach x, weight and
+        (normed, s), both of x's shape and dtype; without a residual s is x itself. Gradients flow to x, weight and
         residual through both.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
     if eager((x, weight), (residual,)) and (
@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def _checked(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors as autocast has them, after checks."""
+    """The tensors after checks and autocast."""
     op = "rms_norm"
     x, weight, residual = precision.promoted(x, weight, residual)
     checks.floating(op, "x", x)

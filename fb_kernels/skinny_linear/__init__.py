@@ -1,4 +1,4 @@
-"""A projection of a few rows, fused with what stands beside it in a decoder layer."""
+"""A projection of a few rows, fused with its neighbours in a decoder layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def skinny_linear(
     swiglu: bool = False,
     frozen: bool = False,
 ) -> Tensor:
-    """Project rows: norm before, residual or gated activation behind, in one pass over the weight.
+    """Project rows, with a norm before or a residual or gated activation after, in one pass over the weight.
 
-    With norm_weight the rows are RMS-normed first, as `rms_norm` does. With a residual the result is added to it in
+    With norm_weight the rows are RMS-normed first, as in `rms_norm`. With a residual the result is added to it in
     float32 and rounded once. With swiglu the weight holds the gate's rows, then up's, and the result is
-    silu(gate) * up, as `swiglu` has it. Made for the 1 to 32 rows of decoding, where reading the weight is what it
-    takes; any number is right. Under torch.autocast float tensors are cast to its dtype first, as
+    silu(gate) * up, as in `swiglu`. Made for the 1 to 32 rows of decoding, where reading the weight takes the time; any
+    number of rows is correct. Under torch.autocast float tensors are cast to its dtype first, as
     `torch.nn.functional.linear` casts them (float64 stays).
 
     Args:
@@ -35,15 +35,15 @@ def skinny_linear(
         norm_weight: [K] like x, or None for no norm.
         eps: of the norm, above 0.
         residual: [N, M] like x, or None; not together with swiglu.
-        swiglu: whether the result is gated; M is even then.
-        frozen: says that work still under way on the stream writes neither weight nor norm_weight: then a kernel may
-            begin to read them before that work has ended.
+        swiglu: whether the result is gated; M must then be even.
+        frozen: promises that no work pending on the stream writes weight or norm_weight; a kernel may then begin to
+            read them before that work has ended.
 
     Returns:
         [N, M], with swiglu [N, M / 2], in x's dtype, contiguous. For inference: no argument may require grad.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape, device or combination, or an argument that requires grad.
     """
     if eager((x, weight), (bias, norm_weight, residual)) and (

@@ -12,7 +12,7 @@ from fb_kernels.topk_entropy import reference
 
 
 def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest logits of every row and the entropy of their softmax, -sum p log p in nats.
+    """The k largest logits of every row, and the entropy of their softmax, -sum p log p in nats.
 
     Args:
         logits: [..., V] float, any number of rows.
@@ -20,12 +20,12 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         (entropy[...], values[..., k], indices[..., k]). Entropy and values are float32 (float64 for float64 input),
-        indices int64. Values fall, ties go to the lowest index, -0.0 ties with 0.0, and NaN counts as the largest. A
-        logit of -inf adds nothing to the entropy. Rows that hold NaN or +inf, or nothing but -inf, have entropy NaN.
-        No output carries a gradient.
+        indices int64. Values are in descending order, ties go to the lowest index, -0.0 ties with 0.0, and NaN counts
+        as the largest. A logit of -inf adds nothing to the entropy. Rows with NaN or +inf, or with -inf only, have
+        entropy NaN. No output carries a gradient.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
+        TypeError: an argument of the wrong type or dtype.
         ValueError: a wrong shape or k.
     """
     if eager((logits,)) and checks.alike(logits) and logits.ndim and type(k) is int and 0 < k <= logits.shape[-1]:

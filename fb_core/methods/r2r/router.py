@@ -201,7 +201,7 @@ def router_features(
 
 
 def features_of(slm: hf.CausalLM, hidden: Tensor, logits: Tensor, logits_size: int) -> RouterFeatures:
-    """What the router sees, from hidden [n, D] behind the final norm and logits [n, V]."""
+    """What the router sees, from hidden [n, D] after the final norm and logits [n, V]."""
     token = logits.argmax(-1)  # the first of equal ones
     largest = logits.topk(min(logits_size, logits.shape[-1])).values
     embedding = slm.get_input_embeddings().weight[token]

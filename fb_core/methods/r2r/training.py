@@ -70,7 +70,7 @@ def divergence_labels(
     small = [token for rows in features for token in rows.token.tolist()]
 
     def right(asked: Sequence[tuple[int, int, int]]) -> list[bool]:
-        """Whether the LLM's answer is correct behind each (row, place, token)."""
+        """Whether the LLM's answer is correct after each (row, place, token)."""
         answers = [[*responses[row][:place], token] for row, place, token in asked]
         going = [i for i, answer in enumerate(answers) if answer[-1] not in ends and len(answer) < max_new_tokens]
         if going:
