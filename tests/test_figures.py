@@ -293,10 +293,10 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     (ours,) = (line for line in lines if line.startswith("| **FutureBridge**"))
     assert re.fullmatch(r"\| \*\*FutureBridge\*\*, .* \| 80\.0 \[\d+\.\d, \d+\.\d\] \(4\.0\) \|", ours)
     assert "*2 whole runs: 2 seeds of problems, training sets and rerankers, 1 request quantiles, 10 test" in lines[-1]
-    assert "direct score; the published one, which reaches 80.0, in 0 (" in lines[-1]
+    assert "runs; the published one, whose accuracies are 80.0, in 0 (" in lines[-1]
     assert "more accurate in 1 of 1 worlds" in lines[-1]
-    assert "it could write 10% of the answers; FutureBridge is +26.0 [" in lines[-1]  # 80 - (50 + 10% of 40)
-    assert lines[-1].endswith("FutureBridge 4.0 times a problem.")
+    assert "takeover could answer 10% of the problems; FutureBridge is +26.0 [" in lines[-1]  # 80 - (50 + 10% of 40)
+    assert lines[-1].endswith("one per problem, against 4.0 for FutureBridge.")
 
 
 def test_the_readmes_event_is_drawn_from_its_file(root: Path) -> None:
