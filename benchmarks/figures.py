@@ -140,7 +140,7 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def recipes(worlds: Sequence[Findings]) -> list[str]:
     """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
     cells, found = recipes_of(worlds)
-    head = ["", *COUNTED, *(f"least minus {other}, pp [95%]" for other in ("greedy", "direct"))]
+    head = ["", *COUNTED, *(f"lowest minus {other}, pp [95%]" for other in ("greedy", "direct"))]
     found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried everywhere
     rows = []
     for recipe in found:
@@ -150,7 +150,7 @@ def recipes(worlds: Sequence[Findings]) -> list[str]:
             rows[-1].append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
     problems = {row.problems for one in worlds for row in one.rows if row.problems}
     seeds = {len(one.seeds) for one in worlds}
-    note = f"*{', '.join(map(str, sorted(problems)))} problems a cell, {', '.join(map(str, sorted(seeds)))} reranker "
+    note = f"*{', '.join(map(str, sorted(problems)))} problems per cell, {', '.join(map(str, sorted(seeds)))} reranker "
     about = f"seeds, 95% paired bootstrap over problems. {caveats(worlds, found)} Cells: {'; '.join(cells)}.*"
     return [*markdown_table(head, rows), "", note + about]
 
