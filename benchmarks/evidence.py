@@ -349,7 +349,15 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
 
 def forms(cells: Cells) -> list[str]:
     """The forms of a candidate's value on average, against greedy decoding and the direct score."""
-    head = ["world", "recipe", "cells", "accuracy, %", "lowest minus greedy, pp", "lowest minus direct, pp", "LLM calls"]
+    head = [
+        "world",
+        "recipe",
+        "cells",
+        "accuracy, %",
+        "lowest minus greedy, pp",
+        "lowest minus direct, pp",
+        "LLM calls",
+    ]
     rows = []
     for world in cells.worlds:
         for recipe in (PUBLISHED, *FORMS):
@@ -477,9 +485,9 @@ def page(cells: Cells) -> str:
         "",
         f"{len(cells.found)} whole runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
         f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems per cell, "
-        f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification and "
-        "test, and initialises the reranker. The seeds were written down before the run, and the models of a world are "
-        "the shipped ones. No setting was chosen on these seeds. A deployed recipe is shown, with "
+        f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification "
+        "and test, and initialises the reranker. The seeds were written down before the run, and the models of a world "
+        "are the shipped ones. No setting was chosen on these seeds. A deployed recipe is shown, with "
         f"{choice.level:.0%} confidence, not to be more than {100 * choice.delta:g} points below greedy decoding or "
         "the direct score. Intervals resample seeds, and problems within each seed, so they include the variance of "
         "training.",
@@ -539,11 +547,11 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for runs and finished cells.")] = OUT,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
     seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the evidence by default.")] = None,
-    quantiles: Annotated[list[float] | None, typer.Option(help="Request quantiles; those of the evidence by default.")] = None,
+    quantiles: Annotated[
+        list[float] | None, typer.Option(help="Request quantiles; those of the evidence by default.")
+    ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Test problems per cell.")] = PROBLEMS,
-    write: Annotated[
-        bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
     """Make every cell that is still missing."""
     if write:
