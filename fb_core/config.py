@@ -88,13 +88,13 @@ class ServerSettings(BaseModel):
     """An inference server that holds a model.
 
     Attributes:
-        url: where it listens, such as http://localhost:8000; without a secret.
-        flavour: which server it is.
-        model: the name by which the server knows it, if it wants one.
-        in_flight: requests under way at once.
-        timeout: seconds that one answer may take.
-        retries: how often a request that failed is sent again, with growing pauses.
-        api_key_variable: environment variable that holds the key, where the server wants one.
+        url: address, such as http://localhost:8000; without a secret.
+        flavour: kind of server.
+        model: the served model name, if the server needs one.
+        in_flight: concurrent requests.
+        timeout: most seconds for one answer.
+        retries: how often a failed request is sent again, with backoff.
+        api_key_variable: environment variable that holds the key, if the server needs one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -113,12 +113,12 @@ class ModelSettings(BaseModel):
 
     Attributes:
         slm: folder or hub id; "demo:plans" is the demo's own pair.
-        llm: likewise; with `llm_server` the name by which results know it.
-        slm_server: writes the SLM's own trajectories, if given; the SLM is still needed here to be teacher-forced.
-        llm_server: asked instead of a large model in this process.
-        device: cpu, cuda or cuda:1; "auto" takes a GPU where there is one.
-        dtype: of the weights; "auto" is the checkpoint's own.
-        batch_tokens: tokens, padding and new ones included, that a batch decoded in this process may hold.
+        llm: the same; with `llm_server` the name that results use for it.
+        slm_server: generates the SLM's trajectories, if given; the SLM is still needed here for teacher forcing.
+        llm_server: used instead of a large model in this process.
+        device: cpu, cuda or cuda:1; "auto" takes a GPU if there is one.
+        dtype: dtype of the weights; "auto" takes the checkpoint's.
+        batch_tokens: most tokens, including padding and new ones, in a batch decoded in this process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -138,13 +138,13 @@ class ProblemSettings(BaseModel):
     Attributes:
         train: a known set ("math-train"), a local file, or the demo's own ("demo:plans").
         held_out: sets whose problems are dropped from `train`.
-        limit: the first so many problems alone.
+        limit: use only this many problems, from the first.
         validation: problems set aside by the seed, for the request threshold and for whatever is chosen.
-        certification: further ones, on which recipes are held against greedy decoding and the direct LLM score before
-            one of them is deployed; 0 for no such choice: the run's own recipe is deployed.
-        seed: of the split into problems to train on, to validate and to certify on.
+        certification: further problems, on which recipes are compared with greedy decoding and the direct LLM score
+            before one is deployed; 0 makes no such choice, and the run's own recipe is deployed.
+        seed: seed of the split into training, validation and certification problems.
         prompt: the user's turn; "{problem}" stands for the problem.
-        per_shard: problems of one shard, which is what a killed process loses at most.
+        per_shard: problems per shard; a killed process loses at most one shard.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -169,10 +169,10 @@ class CollectSettings(BaseModel):
     """Trajectories and states: the request quantile is frozen on validation problems.
 
     Attributes:
-        max_new_tokens: of a trajectory at most.
+        max_new_tokens: most tokens of a trajectory.
         top_k: size of the softmax that the entropy is taken over.
-        quantile: of the entropies of the validation trajectories: the request threshold is there.
-        max_states: of a trajectory at most.
+        quantile: the request threshold is this quantile of the entropies of the validation trajectories.
+        max_states: most states of a trajectory.
         slm_k: the SLM's candidates in a pool.
         deployed: folder of a finished run whose first reranker writes the trajectories together with the LLM, at that
             run's threshold; its states are trained on as well. None for the SLM's own.
@@ -195,9 +195,9 @@ class SpanSettings(BaseModel):
     """How much the LLM offers at an event, as in `fb_core.spans.Span`; one token is the published method.
 
     Attributes:
-        tokens: at most, its candidate included; None for any number.
-        delimiter: text of the tokens that a span ends behind; None for none.
-        agree: whether it ends ahead of the first token that the SLM would write itself.
+        tokens: most tokens, including the candidate; None for no limit.
+        delimiter: a span ends after a token whose text contains this; None for none.
+        agree: whether a span ends before the first token that the SLM would write itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -211,9 +211,9 @@ class FutureSettings(BaseModel):
     """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own.
 
     Attributes:
-        max_new_tokens: of a continuation at most.
+        max_new_tokens: most tokens of a continuation.
         llm_k: the LLM's candidates in a pool.
-        span: how much it offers at an event.
+        span: how much the LLM offers at an event.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -227,11 +227,11 @@ class SampleSettings(BaseModel):
     """Sampled continuations, where a run wants other futures than the LLM's greedy ones.
 
     Attributes:
-        llm: the LLM's samples of a state at most, drawn until one is right and one is wrong.
-        llm_temperature: of these, over its whole distribution.
+        llm: most LLM samples of a state, drawn until one is right and one is wrong.
+        llm_temperature: temperature of the LLM's samples, over its whole distribution.
         slm: the SLM's own samples of a state.
-        slm_temperature: of these.
-        seed: of all samples.
+        slm_temperature: temperature of the SLM's samples.
+        seed: seed of all samples.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -248,7 +248,7 @@ class ScoreSettings(BaseModel):
 
     Attributes:
         horizon: future tokens scored; states with shorter futures are left out.
-        token_budget: rows of a packed forward at most; "auto" sets it once from the memory that is free.
+        token_budget: most rows of a packed forward pass; "auto" sets it once from the free memory.
         pool: the candidates scored, trained on and deployed: of both models, of one of them, or ("slm-wide") as many of
             the SLM's as both together may propose.
         future: what stands behind them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
@@ -272,10 +272,10 @@ class RolloutSettings(BaseModel):
     Attributes:
         validation: share of the held-out states, for the diagnostics.
         train: share of the training states, for the calibrated target.
-        benchmark_problems: so many of each benchmark, drawn by the seed of the problems, whose states are rolled out as
-            well once a reranker is chosen; 0 for none.
-        minimum_mixed: training states whose candidates differ in outcome that a calibration needs.
-        seed: of the choice of states.
+        benchmark_problems: problems of each benchmark, drawn with the seed of the problems, whose states are also
+            rolled out once a reranker is chosen; 0 for none.
+        minimum_mixed: training states with candidates of different outcomes that a calibration needs.
+        seed: seed of the choice of states.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -291,30 +291,30 @@ class TrainSettings(BaseModel):
     """The sweep of rerankers: horizons times seeds, on one data order.
 
     Attributes:
-        horizons: tokens of the future that make a target; a run of the sweep for each, with each seed.
-        seeds: of initialisation and dropout.
+        horizons: numbers of future tokens in the target; the sweep has a run for each, with each seed.
+        seeds: seeds of initialisation and dropout.
         target: softmax of the standardised compatibility ("future"); what six numbers make of compatibility and both
             models' log-probs so that the mass falls on candidates whose rollouts are right ("calibrated"); the LLM's
             best candidate, with the loss of S2T-Local ("select").
-        temperature: of the soft targets of "future".
+        temperature: temperature of the soft targets of "future".
         alpha: share of the future's score in the hybrid target of "future"; 1 is the published one.
         hindsight: for "future", early tokens whose loss common to all candidates but the LLM's own is given back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
         features: candidate features in the scalar head, by name.
-        rank: of the LoRA adapter.
+        rank: rank of the LoRA adapter.
         lora_alpha: the adapter is scaled by this divided by the rank.
-        dropout: on its input.
-        learning_rate: of AdamW, at its largest.
-        weight_decay: of AdamW.
+        dropout: dropout on the adapter's input.
+        learning_rate: peak learning rate of AdamW.
+        weight_decay: weight decay of AdamW.
         warmup: share of the steps in which the learning rate rises.
-        clip: norm that gradients are cut to.
-        groups_per_step: groups of an optimiser step.
+        clip: norm that gradients are clipped to.
+        groups_per_step: groups per optimiser step.
         epochs: passes over the training states.
-        order_seed: of the order of the trajectories, the same for all runs.
-        microbatches: pieces of a step; as many processes can share it.
-        checkpoint_steps: optimiser steps between two checkpoints, which is what a killed process loses at most.
-        tracker: what is sent loss, learning rate, gradient norm and validation figures, with every checkpoint; None for
-            nothing.
+        order_seed: seed of the order of the trajectories, the same for all runs.
+        microbatches: pieces of a step; at most as many processes can share it.
+        checkpoint_steps: optimiser steps between checkpoints; a killed process loses at most these.
+        tracker: tracker that gets loss, learning rate, gradient norm and validation figures, with every checkpoint;
+            None for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -363,13 +363,14 @@ class ChoiceSettings(BaseModel):
 
     Attributes:
         trained: rerankers that compete with the run's own: with candidate features, with the calibrated target.
-        certainties: of overrides that are tried.
+        certainties: certainties of the overrides that are tried.
         values: heads fitted to rollouts that are tried.
-        ask: whether gates ahead of the LLM are tried.
-        tried: recipes decoded on validation problems, those that rollouts speak for.
-        tested: of these the best, held against greedy decoding and the direct LLM score on the certification problems.
-        delta: how far below either a recipe may be, as a share of the problems.
-        level: one less the chance that any recipe that is worse than that may be deployed.
+        ask: whether gates before the LLM are tried.
+        tried: number of recipes, the best by rollouts, that decode the validation problems.
+        tested: number of these, the best, that are compared with greedy decoding and the direct LLM score on the
+            certification problems.
+        delta: how far a recipe may be below either, as a share of the problems.
+        level: one minus the probability that a recipe worse than that may be deployed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -388,8 +389,8 @@ class SelectionSettings(BaseModel):
     """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
 
     Attributes:
-        problems: how many of them each reranker decodes, the same for all and drawn by the seed of the problems; all of
-            them, where left out, as published.
+        problems: validation problems that each reranker decodes, the same for all and drawn with the seed of the
+            problems; by default all of them, as published.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -402,11 +403,11 @@ class EvaluateSettings(BaseModel):
 
     Attributes:
         benchmarks: known sets, local files, or the demo's own.
-        limit: the first so many problems of each alone.
-        max_new_tokens: of an answer at most.
-        max_events: of an answer at most.
-        certainty: probability above which the LLM's token is taken without asking the reranker; None for never.
-        per_shard: problems of one shard, of which up to 64 decode at once.
+        limit: use only this many problems of each benchmark, from the first.
+        max_new_tokens: most tokens of an answer.
+        max_events: most events of an answer.
+        certainty: probability above which the LLM's token is taken without the reranker; None for never.
+        per_shard: problems per shard, of which up to 64 decode at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -423,13 +424,13 @@ class RouterSettings(BaseModel):
     """The network of R2R and its training; the defaults are the published ones.
 
     Attributes:
-        problems: training problems whose LLM solutions are labelled token by token, a fifth of them held out.
-        width: of its layers.
-        blocks: how many layers it has.
+        problems: training problems whose LLM solutions are labelled token by token; a fifth of them is held out.
+        width: width of its layers.
+        blocks: number of its layers.
         epochs: passes over the labelled tokens.
-        batch_size: tokens of a step.
-        learning_rate: of AdamW.
-        min_recall: of divergent held-out tokens, which sets the threshold.
+        batch_size: tokens per step.
+        learning_rate: learning rate of AdamW.
+        min_recall: recall of divergent held-out tokens, which sets the threshold.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -454,12 +455,12 @@ class CompareSettings(BaseModel):
     """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
 
     Attributes:
-        methods: which of them; all, where left out.
-        external: checkpoints that take the SLM's place and decode by themselves, by the name of their method.
-        votes: samples of a majority.
+        methods: the methods; by default all.
+        external: checkpoints that replace the SLM and decode by themselves, by the name of their method.
+        votes: samples of a majority vote.
         router: the router of R2R.
-        delimiter: text behind which a step of SpecReason ends.
-        judge: what stands between such a step and its score; None for plain words.
+        delimiter: text after which a step of SpecReason ends.
+        judge: text between such a step and its score; None for plain words.
         timed: problems of the first benchmark that are decoded one at a time for the table of costs.
     """
 
@@ -487,13 +488,13 @@ class ExperimentSettings(BaseModel):
 
     Attributes:
         alphas: shares of the future's score in the hybrid target.
-        temperatures: of the soft targets.
-        quantiles: of the request policy, at each of which states, futures and rerankers are made again.
+        temperatures: temperatures of the soft targets.
+        quantiles: request quantiles; states, futures and rerankers are made again at each.
         certainty: probability above which the override takes the LLM's token.
         hindsight: early tokens of the hindsight baseline.
-        spans: tokens that the LLM offers at an event at most; the largest also bounds those that end where the SLM
+        spans: most tokens that the LLM offers at an event; the largest also bounds the spans that end where the SLM
             agrees.
-        delimiter: text behind which a step ends, as a span may.
+        delimiter: text after which a step ends, as a span may.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -511,9 +512,9 @@ class VerifierSettings(BaseModel):
     """The processes that judge answers.
 
     Attributes:
-        workers: how many there are.
-        timeout: seconds of CPU time for one answer.
-        memory_bytes: that one may use.
+        workers: number of processes.
+        timeout: most seconds of CPU time for one answer.
+        memory_bytes: most bytes of memory of one process.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
