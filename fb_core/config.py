@@ -208,7 +208,7 @@ class SpanSettings(BaseModel):
 
 
 class FutureSettings(BaseModel):
-    """The LLM's greedy continuations and its candidates at their first position, with the tokens behind its own.
+    """The LLM's greedy continuations and its candidates at their first position, with the tokens after its own.
 
     Attributes:
         max_new_tokens: most tokens of a continuation.
@@ -251,7 +251,7 @@ class ScoreSettings(BaseModel):
         token_budget: most rows of a packed forward pass; "auto" sets it once from the free memory.
         pool: the candidates scored, trained on and deployed: of both models, of one of them, or ("slm-wide") as many of
             the SLM's as both together may propose.
-        future: what stands behind them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
+        future: what follows them: the LLM's greedy continuation where it is right ("llm"), the SLM's own correct
             sample from the bare state ("own"); or, on the states that have all of these, that same continuation
             ("verified"), the LLM's first sample whose answer is right ("sampled"), its first one whatever its answer
             ("unverified"), its first wrong one ("incorrect"), the continuation of another problem's state
@@ -267,7 +267,7 @@ class ScoreSettings(BaseModel):
 
 
 class RolloutSettings(BaseModel):
-    """Greedy rollouts of the SLM behind every candidate.
+    """Greedy rollouts of the SLM after every candidate.
 
     Attributes:
         validation: share of the held-out states, for the diagnostics.
@@ -452,7 +452,7 @@ def _known_method(name: Any) -> Any:
 
 
 class CompareSettings(BaseModel):
-    """The methods that are tried beside each other on the benchmarks of `evaluate`, in batches.
+    """The methods that are compared on the benchmarks of `evaluate`, in batches.
 
     Attributes:
         methods: the methods; by default all.
