@@ -154,9 +154,9 @@ def rates() -> list[str]:
     """Tokens a second and GPU that these estimates take."""
     sight = PROMPT + ANSWER / 2
     shown = [
-        ("SLM, one GPU a copy", SLM, sight, 1),
-        ("LLM, one GPU a copy", LLM, sight + FUTURE / 2, 1),
-        ("LLM, four GPUs a copy", LLM, sight + FUTURE / 2, 4),
+        ("SLM, one GPU per copy", SLM, sight, 1),
+        ("LLM, one GPU per copy", LLM, sight + FUTURE / 2, 1),
+        ("LLM, four GPUs per copy", LLM, sight + FUTURE / 2, 4),
     ]
     lines = [[name, f"{1 / model.write(1, context, gpus):,.0f}"] for name, model, context, gpus in shown]
-    return markdown_table(["writing", "tokens a second and GPU, at most"], lines)
+    return markdown_table(["decoding", "tokens per second and GPU, at most"], lines)

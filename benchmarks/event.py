@@ -79,7 +79,7 @@ def figure(event: dict[str, Any], theme: Theme) -> Figure:
     asks = f"?  {event['entropy']:.1f} nats: the LLM is asked for candidates"
     end = 0.06 + len(event["before"].strip()) * 0.602 * 11 / (72 * 9.6)  # a character of DejaVu Sans Mono
     axis.text(end + 0.018, 0.82, asks, fontsize=10, color=theme.ground, backgroundcolor=theme.ours)
-    for head, _, place in (*COLUMNS, ("what the SLM writes behind it", "", WRITTEN)):
+    for head, _, place in (*COLUMNS, ("what the SLM writes after it", "", WRITTEN)):
         axis.text(place, 0.675, head, color=theme.faint, fontsize=9)
     for row, one in enumerate(event["candidates"]):
         height, picked = TOP - LINE * row, row == event["choice"]

@@ -286,7 +286,7 @@ def safety(cells: Cells, delta: float) -> list[str]:
         "world",
         "recipe",
         f"cells more than {100 * delta:g} points below greedy or direct",
-        "of these significant",
+        "significantly so",
         "worst difference, pp",
     ]
     rows = []
@@ -300,7 +300,7 @@ def safety(cells: Cells, delta: float) -> list[str]:
 
 def accuracies(cells: Cells) -> list[str]:
     """What methods reach on average, and what it costs."""
-    head = ["world", "method", "accuracy, % [95%]", "LLM calls a problem", "LLM tokens a problem"]
+    head = ["world", "method", "accuracy, % [95%]", "LLM calls per problem", "LLM tokens per problem"]
     shown = (
         ("SLM greedy", GREEDY.label),
         ("direct LLM score", DIRECT.label),
@@ -348,8 +348,8 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
         line = cells.interval(world, lambda cell: above_the_line(cells, cell))
         near, over = ("met" if good else "missed" for good in (gap.mean >= -0.02, line.low > 0))
         lines.append(
-            f"- {world}: {points(gap)} points from the best recipe in hindsight (goal: within 2): **{near}**; "
-            f"{points(line)} points above the line between greedy decoding and takeover at the same LLM tokens (goal: "
+            f"- {world}: {points(gap)} points relative to the best recipe in hindsight (goal: within 2): **{near}**; "
+            f"{points(line)} points above the line between greedy decoding and takeover at equal LLM tokens (goal: "
             f"above): **{over}**."
         )
     return lines
@@ -357,7 +357,15 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
 
 def forms(cells: Cells) -> list[str]:
     """The forms of a candidate's value on average, against greedy decoding and the direct score."""
-    head = ["world", "recipe", "cells", "accuracy, %", "least minus greedy, pp", "least minus direct, pp", "LLM calls"]
+    head = [
+        "world",
+        "recipe",
+        "cells",
+        "accuracy, %",
+        "lowest minus greedy, pp",
+        "lowest minus direct, pp",
+        "LLM calls",
+    ]
     rows = []
     for world in cells.worlds:
         for recipe in (PUBLISHED, *FORMS):
@@ -378,7 +386,7 @@ def forms(cells: Cells) -> list[str]:
 
 def gates(cells: Cells) -> list[str]:
     """What a gate ahead of the LLM saves and costs: the same recipe with and without it."""
-    head = ["world", "recipe", "accuracy with the gate less without, pp [95%]", "LLM calls with", "without"]
+    head = ["world", "recipe", "accuracy with minus without the gate, pp [95%]", "LLM calls with", "without"]
     rows = []
     for world in cells.worlds:
         for gated in (one for one in FORMS if one.ask):
@@ -400,7 +408,7 @@ def chosen(cells: Cells) -> list[str]:
     for cell in cells.found:
         scores, *beside = cell["deployed"].split(" + ")
         parts = [f"scores: {scores}", *(part.partition(" 0.")[0] for part in beside)]
-        for part in parts if beside else [*parts, "nothing beside the scores"]:
+        for part in parts if beside else [*parts, "nothing added"]:
             counts.setdefault(part, dict.fromkeys(cells.worlds, 0))[cell["world"]] += 1
     order = sorted(counts, key=lambda part: (not part.startswith("scores"), -sum(counts[part].values())))
     head = ["part", *(f"{world}, of {len(cells.of(world))}" for world in cells.worlds)]
@@ -441,8 +449,8 @@ ASKING = (  # against calls: with and without what says where asking helps
     ("as deployed", "deployed"),
     ("direct LLM score", DIRECT.label),
     ("published", PUBLISHED.label),
-    ("gate and override behind the LLM", Recipe(value="gate", certainty=0.6).label),
-    ("and a gate ahead of it", Recipe(value="gate", certainty=0.6, ask=True).label),
+    ("gate and override after the LLM", Recipe(value="gate", certainty=0.6).label),
+    ("and a gate before it", Recipe(value="gate", certainty=0.6, ask=True).label),
 )
 
 
@@ -465,7 +473,7 @@ def asking(cells: Cells, theme: Theme) -> Figure:
             accuracy = 100 * np.mean([cells.correct(cell, name).mean() for cell in cells.of(world)])
             axis.axhline(accuracy, color=theme.ink, linewidth=0.9, linestyle=dashes, label=label)
         axis.set_title(world, fontsize=9)
-        axis.set_xlabel("LLM calls a problem")
+        axis.set_xlabel("LLM calls per problem")
     panels[0].set_ylabel("accuracy, %")
     drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=8)
     return drawn
@@ -484,26 +492,26 @@ def page(cells: Cells) -> str:
         "*Written by `python -m benchmarks.evidence --report` from [the cells](evidence/cells.json).*",
         "",
         f"{len(cells.found)} runs: worlds {', '.join(cells.worlds)}, seeds {', '.join(map(str, seeds))}, request "
-        f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems a cell, "
-        f"{hours:.1f} hours of processor time at least. A seed draws the problems of training, of validation, of "
-        "certification and of the test, and begins the reranker; it was written down before the run, and the models of "
-        "a world are the shipped ones. No setting was chosen on these seeds. A recipe that is deployed is shown, with "
+        f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems per cell, "
+        f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification "
+        "and test, and initialises the reranker. The seeds were written down before the run, and the models of a world "
+        "are the shipped ones. No setting was chosen on these seeds. A deployed recipe is shown, with "
         f"{choice.level:.0%} confidence, not to be more than {100 * choice.delta:g} points below greedy decoding or "
-        "the direct score. Intervals draw seeds again, and problems within each: training varies in them. The cells "
-        "are not independent: the quantiles of a seed share its problems and trajectories, and tiny-helpful and "
-        "tiny-control share problems and SLM.",
+        "the direct score. Intervals resample seeds, and problems within each seed, so they include the variance of "
+        "training. The cells are not independent: the quantiles of a seed share its problems and trajectories, and "
+        "tiny-helpful and tiny-control share problems and SLM.",
         "",
         "## Goals",
         "",
         *goals(cells, choice.delta, choice.level),
         "",
-        "A cell's own difference is an estimate: two recipes that are equally good differ by 2 points or more on "
-        f"{problems} problems now and then. The best recipe in hindsight is the best of a dozen on the very problems "
-        "by which it is judged, which favours it.",
+        "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
+        f"{problems} problems. The best recipe in hindsight is the best of a dozen on the same problems that judge it, "
+        "which favours it.",
         "",
         "## Never worse?",
         "",
-        "![A point a cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
+        "![One point per cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
         "",
         *safety(cells, choice.delta),
         "## Accuracy against the large model's work",
@@ -514,18 +522,18 @@ def page(cells: Cells) -> str:
         *chosen(cells),
         "## Forms of a candidate's value",
         "",
-        "The published reranker under each, with the direct score under a gate, and two other rerankers beside it; "
-        "*least* is the worst of the cells.",
+        "Each form with the published reranker, then the direct score with a gate and two other rerankers. *Lowest* is "
+        "the difference in the worst cell.",
         "",
         *forms(cells),
-        "## Asking where it helps",
+        "## Asking only where it helps",
         "",
-        "A gate on the SLM's hidden state decides before the large model is called.",
+        "A gate on the SLM's hidden state decides whether to call the large model.",
         "",
-        "![Accuracy against LLM calls, with and without a gate ahead of the LLM](evidence/calls.svg)",
+        "![Accuracy against LLM calls, with and without a gate before the LLM](evidence/calls.svg)",
         "",
-        "Points of a line are the request quantiles: a lower one asks more often. The deployed recipe may differ from "
-        "cell to cell.",
+        "The points of a line are request quantiles; a lower quantile asks more often. The deployed recipe may differ "
+        "from cell to cell.",
         "",
         *gates(cells),
     ]
@@ -545,16 +553,16 @@ def report(found: Sequence[Mapping[str, Any]], docs: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder of runs and finished cells.")] = OUT,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one a core.")] = None,
-    seeds: Annotated[list[int] | None, typer.Option(help="Other seeds than those of the evidence.")] = None,
-    quantiles: Annotated[list[float] | None, typer.Option(help="Other quantiles.")] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Test problems.")] = PROBLEMS,
-    write: Annotated[
-        bool, typer.Option("--report", help="Write docs/evidence from finished cells, run nothing.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for runs and finished cells.")] = OUT,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one per core by default.")] = None,
+    seeds: Annotated[list[int] | None, typer.Option(help="Seeds; those of the evidence by default.")] = None,
+    quantiles: Annotated[
+        list[float] | None, typer.Option(help="Request quantiles; those of the evidence by default.")
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Test problems per cell.")] = PROBLEMS,
+    write: Annotated[bool, typer.Option("--report", help="Only write docs/evidence from the finished cells.")] = False,
 ) -> None:
-    """Make every cell that is not made yet."""
+    """Make every cell that is still missing."""
     if write:
         found = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
         report(found, Path("docs"))

@@ -29,7 +29,7 @@ ACCURACY = (  # label, row of the cells
     ("SLM alone", GREEDY.label),
     ("direct LLM score", DIRECT.label),
     ("**FutureBridge**, the recipe that `train` chose", DEPLOYED),
-    ("Takeover: the LLM writes on from the first event", TAKEOVER),
+    ("Takeover: the LLM writes everything from the first event", TAKEOVER),
 )
 SHOWN = {
     "tiny": "plans",
@@ -55,7 +55,7 @@ def render(readme: str, root: Path = ROOT) -> str:
 
 def accuracy(cells: Cells) -> list[str]:
     """Ways to decode on average over the runs of the evidence, with the large model's tokens a problem beside them."""
-    head = ["accuracy, % (LLM tokens a problem)", *(SHOWN[world] for world in cells.worlds)]
+    head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
     runs, problems = len(cells.found), len(cells.correct(cells.found[0], DEPLOYED))
     seeds, quantiles = (len({cell[key] for cell in cells.found}) for key in ("seed", "quantile"))
@@ -64,10 +64,10 @@ def accuracy(cells: Cells) -> list[str]:
     ours, theirs = (times_below(cells, name, delta) for name in (DEPLOYED, PUBLISHED.label))
     note = (
         f"*{runs} runs: {seeds} seeds of problems, training sets and rerankers, {quantiles} request quantiles of each, "
-        f"{problems} test problems a run; 95% intervals draw seeds again. The deployed recipe is in {ours} of {runs} "
-        f"runs more than {100 * delta:g} points below the SLM alone or the direct score; the published one, which "
-        f"reaches {plain}, in {theirs} ([all of it](docs/evidence.md)). The pairs are tiny and their worlds were made "
-        "by hand: this shows when the method works, not what it brings on real models.*"
+        f"{problems} test problems per run; 95% intervals resample seeds. The deployed recipe is more than "
+        f"{100 * delta:g} points below the SLM alone or the direct score in {ours} of {runs} runs; the published one, "
+        f"whose accuracies are {plain}, in {theirs} ([full results](docs/evidence.md)). The pairs are tiny and their "
+        "worlds were made by hand: this shows when the method works, not what it gains on real models.*"
     )
     return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}"]
 
@@ -87,16 +87,16 @@ def _why_not_take_over(cells: Cells) -> str:
         above.append(points(cells.interval(world, lambda cell: above_the_line(cells, cell))))
         calls.append(f"{cells.mean(world, DEPLOYED, 'calls'):.1f}")
     return (
-        f"**Why not simply take over?** Takeover is the more accurate in {ahead} of {len(cells.worlds)} worlds, with "
-        "the large model writing the answer. For the tokens that FutureBridge asks of it, it could write "
-        f"{', '.join(shares)} of the answers; FutureBridge is {', '.join(above)} points above that mix. By calls "
-        f"takeover is cheap: it asks once, FutureBridge {', '.join(calls)} times a problem."
+        f"**Why not simply take over?** Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds, but the "
+        "large model then writes the answer. With the LLM tokens that FutureBridge uses, takeover could answer "
+        f"{', '.join(shares)} of the problems; FutureBridge is {', '.join(above)} points above that mix. In calls, "
+        f"takeover is cheap: one per problem, against {', '.join(calls)} for FutureBridge."
     )
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Five things at the longest-running shape that was timed, beside the quickest other way to do each."""
-    lines = ["| what | shape | ours | quickest other way | its time / ours |", "|---|---|---|---|---|"]
+    """Five things at the longest-running shape that was timed, next to the fastest alternative for each."""
+    lines = ["| what | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|"]
     device = ""
     for label, file, op, said in SPEED:
         cases = [case for case in results.get(file, {}).get("cases", ()) if case["op"] == op and said in case["shape"]]
@@ -140,7 +140,7 @@ def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def recipes(worlds: Sequence[Findings]) -> list[str]:
     """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
     cells, found = recipes_of(worlds)
-    head = ["", *COUNTED, *(f"least minus {other}, pp [95%]" for other in ("greedy", "direct"))]
+    head = ["", *COUNTED, *(f"lowest minus {other}, pp [95%]" for other in ("greedy", "direct"))]
     found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried everywhere
     rows = []
     for recipe in found:
@@ -150,7 +150,7 @@ def recipes(worlds: Sequence[Findings]) -> list[str]:
             rows[-1].append("" if cell is None else f"{percent(known[cell], signed=True)} ({cell})")
     problems = {row.problems for one in worlds for row in one.rows if row.problems}
     seeds = {len(one.seeds) for one in worlds}
-    note = f"*{', '.join(map(str, sorted(problems)))} problems a cell, {', '.join(map(str, sorted(seeds)))} reranker "
+    note = f"*{', '.join(map(str, sorted(problems)))} problems per cell, {', '.join(map(str, sorted(seeds)))} reranker "
     about = f"seeds, 95% paired bootstrap over problems. {caveats(worlds, found)} Cells: {'; '.join(cells)}.*"
     return [*markdown_table(head, rows), "", note + about]
 

@@ -188,9 +188,9 @@ def table(result: Mapping[str, Any]) -> list[str]:
         *(f"{name}, ms p50 / p90 / p99" for name in ("first token", "latency")),
     ]
     head += [
-        "ms a token",
-        "the server's and the clients' CPU",
-        *(f"{name}, requests/s (by ours)" for name in (ENGINE, SINGLE)),
+        "ms per token",
+        "CPU of server, clients",
+        *(f"{name}, requests/s (relative to ours)" for name in (ENGINE, SINGLE)),
     ]
     rows = []
     for shape, found in _by_shape(result).items():

@@ -209,7 +209,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{last['requests']:,} requests ({kinds}), {result['clients']} at once, in {result['seconds']:.0f} s: "
         f"{len(result['wrong'])} wrong answers; statuses: {statuses}; {more:+.1f} MiB of memory since request "
-        f"{first['requests']:,}. Behind each row no page of keys and values was held.",
+        f"{first['requests']:,}. At each row no page of the KV cache was held.",
         "",
         *markdown_table(["requests so far", "resident MiB", "open files", "threads"], rows),
         "",

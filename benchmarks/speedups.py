@@ -74,7 +74,7 @@ def lm_eval_table(result: Result) -> list[str]:
     for shape, (ours, best) in pairs(result, "lm_eval").items():
         seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, best)]
         rows.append([shape, *seconds, best["impl"], f"{best['median_us'] / ours['median_us']:.2f}x"])
-    head = ["task", "ours, s", "hf, s", "its best", "hf / ours"]
+    head = ["task", "ours, s", "hf, s", "best hf setting", "hf / ours"]
     return [f"On {result['device']}:", "", *markdown_table(head, rows)]
 
 

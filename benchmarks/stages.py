@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> list[str]:
         f"*`{result['config']}`, {result['device']}, torch {result['torch']}, commit "
         f"{result['commit'][:10]}, {result['date']}*",
         "",
-        "| stage | units | seconds | units a second | tokens a second |",
+        "| stage | units | seconds | units/s | tokens/s |",
         "|---|---|---|---|---|",
     ]
     for row in result["stages"]:
@@ -111,8 +111,8 @@ def table(result: dict[str, Any]) -> list[str]:
     found = result["scoring"]
     lines += [
         "",
-        f"{found['groups']} of these groups: {found['groups'] / found['packed']:,.0f} a second packed by trajectory, "
-        f"{found['groups'] / found['loop']:,.0f} a second by a full forward for every candidate, "
+        f"{found['groups']} of these groups: {found['groups'] / found['packed']:,.0f} per second packed by trajectory, "
+        f"{found['groups'] / found['loop']:,.0f} per second with a full forward pass for every candidate, "
         f"**{found['loop'] / found['packed']:.1f}x** (both agree to {found['worst_difference']:.0e} nats).",
     ]
     return lines

@@ -28,7 +28,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Future-compatibility reranking for a small and a large language model."""
@@ -36,11 +36,11 @@ def _root(
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the fresh problems.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for fresh problems.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for results.json, the report and plots.")] = Path("demo-results"),
-    retrain: Annotated[bool, typer.Option("--retrain", help="First train the model pairs again from nothing.")] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="First retrain the model pairs from scratch.")] = False,
 ) -> None:
-    """Run the whole method on tiny trained SLM/LLM pairs and compare it with its rivals."""
+    """Run the whole method on tiny trained SLM/LLM pairs and compare it with baselines."""
     from fb_core.demo.run import demo_settings, run_demo
 
     run_demo(demo_settings(seed), out, retrain=retrain)
@@ -48,15 +48,15 @@ def demo(
 
 SHIPPED = sorted(entry.name.removesuffix(".yaml") for entry in (resources.files("fb_core") / "configs").iterdir())
 ConfigOption = Annotated[str, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")]
-RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; runs/<config> if left out.")]
+RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; default runs/<config>.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting instead of the file's, such as train.rank=32; may be repeated."
+        "--set", metavar="KEY=VALUE", help="Override a setting of the file, such as train.rank=32; repeatable."
     ),
 ]
-EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster that shares the folder.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and what it costs.")]
+EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster whose nodes share the folder.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and its cost.")]
 
 
 @app.command()
@@ -103,7 +103,7 @@ def train(
     engine: EngineOption = "local",
     dry_run: DryOption = False,
 ) -> None:
-    """Stage 4: the sweep of rerankers, and the choice among them; also under `accelerate launch`."""
+    """Stage 4: train the rerankers and choose among them; also under `accelerate launch`."""
     _run_command("train", config, changes, run, engine, dry_run)
 
 
@@ -114,11 +114,11 @@ def rollouts(
     run: RunOption = None,
     engine: EngineOption = "local",
     dry_run: DryOption = False,
-    advise: Annotated[bool, typer.Option("--advise", help="Say what the scores are worth for this pair.")] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Say how much each score is worth for this pair.")] = False,
 ) -> None:
-    """Diagnostics, after stage 3: what becomes of every candidate of the held-out states, and how well scores tell.
+    """Diagnostics, after stage 3: the outcome of each candidate of the held-out states, and how well scores predict it.
 
-    Behind stage 4 also of some problems of every benchmark.
+    After stage 4 also for some problems of every benchmark.
     """
     settings, folder = _run_command("rollouts", config, changes, run, engine, dry_run)
     from fb_core.experiment.recommendation import recommend
@@ -141,7 +141,7 @@ def evaluate(
     engine: EngineOption = "local",
     dry_run: DryOption = False,
 ) -> None:
-    """Stage 5: the chosen rerankers on the benchmarks."""
+    """Stage 5: evaluate the chosen rerankers on the benchmarks."""
     _run_command("evaluate", config, changes, run, engine, dry_run)
 
 
@@ -192,9 +192,11 @@ def experiment(
     config: ConfigOption,
     changes: SetOption = None,
     run: RunOption = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one a core, or one where a GPU is.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default one per core, or one if there is a GPU.")
+    ] = None,
 ) -> None:
-    """Peers and ablations: everything a table needs, from states to benchmarks, and the report."""
+    """Baselines and ablations: everything a table needs, from states to benchmarks, and the report."""
     from fb_core.config import RunSettings
 
     settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
@@ -218,9 +220,9 @@ def experiment(
 def config(
     config: Annotated[str | None, typer.Option(help=f"A YAML file, or a shipped one: {', '.join(SHIPPED)}.")] = None,
     changes: SetOption = None,
-    show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML, which --config takes.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print all settings as YAML for --config.")] = False,
 ) -> None:
-    """List the shipped settings, or show some whole: with what the file leaves out, and with what --set changes."""
+    """List the shipped settings, or show all values of one: with its defaults and what --set changes."""
     from fb_core.config import RunSettings, as_yaml, first_words
 
     if show and config is not None:
@@ -235,10 +237,12 @@ def config(
 @app.command()
 def push(
     directory: Annotated[Path, typer.Argument(help="Folder of an adapter, such as runs/tiny/deployed/seed-0.")],
-    repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; made if need be.")],
-    private: Annotated[bool, typer.Option("--private", help="Only for those who may read it.")] = False,
+    repo_id: Annotated[str, typer.Argument(help="Repository on the hub, owner/name; created if missing.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="The repository must be private; created so if missing.")
+    ] = False,
 ) -> None:
-    """Write a deployed adapter with its model card to the Hugging Face hub."""
+    """Upload a deployed adapter with its model card to the Hugging Face hub."""
     from fb_core.hub import push_to_hub
 
     typer.echo(push_to_hub(directory, repo_id, private=private))
@@ -247,11 +251,11 @@ def push(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[
-        Path, typer.Option(help="Folder for report.html, report.md, figures and the pages of problems.")
-    ] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md, figures and problem pages.")] = Path(
+        "report"
+    ),
 ) -> None:
-    """One HTML file and one Markdown file of all that runs found, side by side."""
+    """Write one HTML and one Markdown report that compares runs side by side."""
     from fb_core.config import settings_of
 
     settings = [settings_of(run) for run in runs]
@@ -270,11 +274,11 @@ def report(
 @app.command()
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    problem: Annotated[str, typer.Argument(help="A problem's id, or a part that no other id has.")],
+    problem: Annotated[str, typer.Argument(help="A problem's id, or a part of it that is unique.")],
     row: Annotated[
-        str | None, typer.Option(help="Of `futurebridge experiment`, such as s2t; the evaluation's if left out.")
+        str | None, typer.Option(help="Row of `futurebridge experiment`, such as s2t; default: the evaluation.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="A file to write the same to, as one page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the page to this HTML file.")] = None,
 ) -> None:
     """Show how a problem was solved: the text with its events, their candidates and scores."""
     from rich.console import Console
@@ -289,7 +293,7 @@ def explain(
 
 @app.command()
 def env() -> None:
-    """What is installed, which implementation of each op will run, and why."""
+    """Show what is installed, which implementation of each op will run, and why."""
     from fb_kernels.env import report
 
     typer.echo(report())
@@ -297,19 +301,19 @@ def env() -> None:
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help="An op, such as linear_logprob; the documentation's table has them all.")],
+    op: Annotated[str, typer.Argument(help="An op, such as linear_logprob; the docs' page of ops lists all.")],
     *,
     n: Annotated[int | None, typer.Option(min=1, help="Rows.")] = None,
     d: Annotated[int | None, typer.Option(min=1, help="Width of the hidden states.")] = None,
-    v: Annotated[int | None, typer.Option(min=1, help="Vocabulary, or a shard's.")] = None,
+    v: Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary, or of a shard.")] = None,
     f: Annotated[int | None, typer.Option(min=1, help="Width of the MLP.")] = None,
     g: Annotated[int | None, typer.Option(min=1, help="Groups.")] = None,
     k: Annotated[
         int | None,
-        typer.Option(min=1, help="Candidates of a group; of topk_entropy how many; inputs of skinny_linear."),
+        typer.Option(min=1, help="Candidates per group; k of topk_entropy; inputs of skinny_linear."),
     ] = None,
     m: Annotated[int | None, typer.Option(min=1, help="Outputs of skinny_linear.")] = None,
-    l: Annotated[int | None, typer.Option(min=1, help="Rows of a branch.")] = None,  # noqa: E741
+    l: Annotated[int | None, typer.Option(min=1, help="Rows per branch.")] = None,  # noqa: E741
     p: Annotated[int | None, typer.Option(min=1, help="Tokens of the prefix.")] = None,
     h: Annotated[int | None, typer.Option(min=1, help="Tokens of the future.")] = None,
     s: Annotated[int | None, typer.Option(min=1, help="Shards.")] = None,
@@ -317,11 +321,11 @@ def bench(
     hkv: Annotated[int | None, typer.Option(min=1, help="Key heads.")] = None,
     e: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; bfloat16 on a GPU, else float32, if left out.")
+        str | None, typer.Option(help="float32, bfloat16 or float16; default bfloat16 on a GPU, else float32.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one, if left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default a GPU if there is one.")] = None,
 ) -> None:
-    """Time one op at your own shape beside plain torch; what is wrong is not timed."""
+    """Time one op at your own shape against plain torch; an implementation with wrong results is not timed."""
     from fb_kernels.bench import bench as run
 
     given = locals()
@@ -344,8 +348,8 @@ def _show_bench(found: Found) -> None:
     floor = f"; floor {_milliseconds(found.floor)} ms" if found.floor else ""
     title = f"{found.op} {found.shape}, {found.dtype}, on {found.device}, torch {torch.__version__}{floor}"
     caption = (
-        "*: what a call takes here. ratio: the time of the quickest other way by this one's. floor: torch's copy of as "
-        "many bytes, or its matrix product of as many operations, on this device"
+        "*: the default here. ratio: the fastest alternative's time divided by this one's. floor: torch's time on this "
+        "device to copy as many bytes, or for a matrix product of as many operations"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=box.SIMPLE)
     table.add_column("", no_wrap=True)
@@ -375,37 +379,37 @@ def _pair_settings(given: dict[str, Any]) -> PairSettings:
 
 
 SlmOption = Annotated[str, typer.Option(help="Small model: a folder, a hub id, or demo:plans.")]
-LlmOption = Annotated[str | None, typer.Option(help="Large model: likewise, or its name at --server.")]
+LlmOption = Annotated[str | None, typer.Option(help="Large model: the same, or its name at --server.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of an inference server that holds the large model.")]
 FlavourOption = Annotated[str, typer.Option(help="The server's kind: vllm, sglang or llama.cpp.")]
 KeyOption = Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")]
-AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without one the LLM's choice is taken.")]
+AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without it the LLM's choice is taken.")]
 CertaintyOption = Annotated[
-    float | None, typer.Option(help="Probability above which the LLM's token is taken without asking the adapter.")
+    float | None, typer.Option(help="Probability above which the LLM's token is taken without the adapter.")
 ]
 RecipeOption = Annotated[
-    str, typer.Option(help="Of an adapter that train chose a recipe for: chosen, or published for the paper's.")
+    str, typer.Option(help="chosen: the recipe that train chose for the adapter; published: the paper's.")
 ]
 ThresholdOption = Annotated[
-    float | None, typer.Option(help="Entropy in nats above which the LLM is asked; the recipe's, else 1.")
+    float | None, typer.Option(help="Entropy in nats above which the LLM is asked; default the recipe's, else 1.")
 ]
 SpanOption = Annotated[
     int | None,
     typer.Option(
-        help="Tokens that the LLM offers at an event at most; 0 for any number. The recipe's, else 1. While an LLM in "
-        "this process writes a long one, no other sequence goes on."
+        help="Most tokens that the LLM offers at an event; 0 for no limit; default the recipe's, else 1. While an LLM "
+        "in this process writes a long span, all other sequences wait."
     ),
 ]
-TokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.")]
-EventsOption = Annotated[int | None, typer.Option(help="The most events of an answer; the recipe's, else 8.")]
-LengthOption = Annotated[int, typer.Option(help="Tokens of prompt and answer that memory is set aside for.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one.")]
-DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or the checkpoint's own with auto.")]
+TokensOption = Annotated[int, typer.Option(help="Most tokens per answer.")]
+EventsOption = Annotated[int | None, typer.Option(help="Most events per answer; default the recipe's, else 8.")]
+LengthOption = Annotated[int, typer.Option(help="Most tokens of prompt and answer; memory is reserved for them.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto takes the checkpoint's.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to answer.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
     *,
     slm: SlmOption,
     llm: LlmOption = None,
@@ -422,9 +426,9 @@ def generate(
     max_length: LengthOption = 8192,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    file: Annotated[Path | None, typer.Option(help="A file that holds the prompt.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
 ) -> None:
-    """Answer one prompt with a pair and an adapter; tokens of events are highlighted."""
+    """Answer one prompt with a pair and an adapter; tokens chosen at events are highlighted."""
     settings = _pair_settings(locals())
     from rich.console import Console
 
@@ -454,9 +458,9 @@ def chat(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Talk with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends.
+    """Chat with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends the chat.
 
-    Where the conversation outgrows --max-length its oldest turns are dropped; an error ends the turn alone.
+    If the conversation outgrows --max-length, its oldest turns are dropped; an error ends only the turn.
     """
     settings = _pair_settings(locals())
     from rich.console import Console
@@ -505,30 +509,33 @@ def serve(
     max_length: LengthOption = 8192,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless told otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
-    key_variable: Annotated[str | None, typer.Option(help="Environment variable of the key that clients send.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    key_variable: Annotated[
+        str | None, typer.Option(help="Environment variable with the key that clients must send.")
+    ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 32,
     kv_memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for keys and values; if left out, at most half of the free memory.")
+        int | None, typer.Option(min=1, help="Bytes for the KV cache; default at most half of the free memory.")
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Requests waiting or under way at most.")] = 256,
-    body_limit: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1 << 20,
-    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests under way get at the end.")] = 30,
+    queue: Annotated[int, typer.Option(min=1, help="Most requests waiting or in progress.")] = 256,
+    body_limit: Annotated[int, typer.Option(min=1, help="Most bytes per request.")] = 1 << 20,
+    drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
     on_llm_error: Annotated[
-        str, typer.Option(help="Where the large model does not answer: raise ends the answer, slm goes on without.")
+        str, typer.Option(help="If the large model does not answer: raise ends the answer, slm goes on without.")
     ] = "raise",
     prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompts that enter between two steps, while others wait.")
+        int, typer.Option(min=1, help="Most prompt tokens prefilled between two steps while others run.")
     ] = 512,
     engine: Annotated[
         str, typer.Option(help="local for this process, or ray for replicas on a Ray cluster.")
     ] = "local",
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Copies of the pair with --engine ray, each on a GPU where there is one.")
+        int | None,
+        typer.Option(min=1, help="Copies of the pair with --engine ray, each on its own GPU if there are GPUs."),
     ] = None,
 ) -> None:
-    """Serve a pair to OpenAI's clients: completions and chat completions, streamed or whole."""
+    """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
     settings = _pair_settings(locals())
     from fb_core.extras import require
 

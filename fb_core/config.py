@@ -302,7 +302,7 @@ class TrainSettings(BaseModel):
             common is added back.
         scope: what the adapter acts on: the candidate alone, or the whole sequence.
         features: candidate features in the scalar head, by name.
-        rank: of the LoRA adapter.
+        rank: rank of the LoRA adapter.
         lora_alpha: the adapter is scaled by this divided by the rank.
         dropout: on the adapter's input.
         learning_rate: peak learning rate of AdamW.
