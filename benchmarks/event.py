@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,8 +51,8 @@ def made(run: Path, problem: str) -> dict[str, Any]:
             candidates.append(
                 {
                     "token": models.tokenizer.decode([token]),
-                    "slm": torch.tensor(event["slm_logprob"][place]).exp().item(),
-                    "llm": torch.tensor(event["llm_logprob"][place]).exp().item(),
+                    "slm": math.exp(event["slm_logprob"][place]),
+                    "llm": math.exp(event["llm_logprob"][place]),
                     "reranker": share[place],
                     "written": models.tokenizer.decode(new, skip_special_tokens=True),
                     "right": verifier.verify(text, one.answer) == "correct",
