@@ -86,13 +86,13 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
     for name, text in named.items():
         _check_text(where + name, text)
 
-    def behind(before: str, known: list[int], name: str) -> list[int]:
+    def following(before: str, known: list[int], name: str) -> list[int]:
         """Ids of the text of this name after another one with its ids."""
         text, name = named[name], where + name
         whole = text_ids(tokenizer, before + text, special=False, name=name)
         if whole[: len(known)] != known:
             raise ValueError(
-                f"{name}: expected a text that begins a token behind {before[-20:]!r}, got {text[:20]!r}, which the "
+                f"{name}: expected a text that begins a token after {before[-20:]!r}, got {text[:20]!r}, which the "
                 "tokenizer joins with it; move a space or letters from one to the other, or pass token ids to score"
             )
         ids = whole[len(known) :]
@@ -104,11 +104,11 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
     first = text_ids(tokenizer, prefix, special=False, name=f"{where}prefix")
     found = []
     for k, text in enumerate(texts):
-        candidate = behind(prefix, first, f"candidates[{k}]")
-        found.append((candidate, behind(prefix + text, first + candidate, "future")))
+        candidate = following(prefix, first, f"candidates[{k}]")
+        found.append((candidate, following(prefix + text, first + candidate, "future")))
         if found[k][1] != found[0][1]:
             raise ValueError(
-                f"{where}future: expected the same tokens behind every candidate, got others behind candidates[0] and "
+                f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
                 f"candidates[{k}]; begin it with a space or another character that stays apart"
             )
     special = _put_ahead(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])

@@ -204,11 +204,11 @@ BAD = {
     "a space that the next word has": (("The answer ", ["is"], " 42"), "candidates[0]: expected a text that begins a"),
     "half a word": (
         ("The answer", [" is", "s"], " 42"),
-        "candidates[1]: expected a text that begins a token behind 'The",
+        "candidates[1]: expected a text that begins a token after 'The",
     ),
     "half a future": (
         ("The answer", [" is "], "42"),
-        "future: expected a text that begins a token behind 'The answer is ",
+        "future: expected a text that begins a token after 'The answer is ",
     ),
     "no candidate": (("The answer", [], " 42"), "candidates: expected at least one text, got none"),
     "an empty candidate": (
@@ -273,7 +273,7 @@ def test_a_future_whose_tokens_depend_on_the_candidate_is_refused():
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=b)c|cd|."), "isolated")
     assert hf.text_group(finished(made), "a", ["e", "a"], "cd").future == [4]
     assert hf.text_group(finished(made), "a", ["b", "eb"], "cd").future == [2, 3]
-    with pytest.raises(ValueError, match=r"^future: expected the same tokens behind every candidate, .*\[1\]"):
+    with pytest.raises(ValueError, match=r"^future: expected the same tokens after every candidate, .*\[1\]"):
         hf.text_group(finished(made), "a", ["e", "b"], "cd")
 
 
