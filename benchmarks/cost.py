@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fb_core.config import RolloutSettings
 from fb_core.report.page import markdown_table
 
 FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # of an H100: dense bf16 and bytes a second, bytes a server may use
@@ -84,6 +85,7 @@ def rows() -> list[Row]:
     ratio = STATES / PROBLEMS
     step = RUNS * TRAINED * EPOCHS * GROUP_STEP / 3600
     passes = 18 + 32 + 11
+    share, learned = RolloutSettings().train, STATES - VALIDATION * ratio
     found = [
         ("collect", f"{PROBLEMS:,} trajectories, {STATES:,} states", *[collected(PROBLEMS)] * 2),
         ("futures", f"{STATES:,} continuations by the LLM", futures(STATES, 1), futures(STATES, 4)),
@@ -117,8 +119,8 @@ def rows() -> list[Row]:
         ),
         (
             "choose (not in the paper)",
-            f"6 more rerankers, {passes} x {VALIDATION} answers at most",
-            *(decoded(passes * VALIDATION, n) + step * 6 / RUNS for n in (1, 4)),
+            f"6 more rerankers, {passes} x {VALIDATION} answers at most, {share:.0%} of the training states rolled out",
+            *(decoded(passes * VALIDATION, n) + step * 6 / RUNS + rolled(share * learned) for n in (1, 4)),
         ),
         (
             "one more row of a table",

@@ -271,7 +271,7 @@ class RolloutSettings(BaseModel):
 
     Attributes:
         validation: share of the held-out states to roll out, for the diagnostics.
-        train: share of the training states to roll out, for the calibrated target.
+        train: share of the training states to roll out, for the value heads, gates and the calibrated target.
         benchmark_problems: number of problems of each benchmark, drawn by the seed of the problems, whose states are
             also rolled out once a reranker is chosen; 0 for none.
         minimum_mixed: minimum number of training states with different outcomes that a calibration needs.
@@ -281,7 +281,7 @@ class RolloutSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     validation: float = Field(default=1.0, gt=0, le=1)
-    train: float = Field(default=0.02, ge=0, le=1)
+    train: float = Field(default=0.2, ge=0, le=1)
     benchmark_problems: int = Field(default=50, ge=0)
     minimum_mixed: int = Field(default=25, ge=1)
     seed: int = Field(default=0, ge=0)

@@ -125,9 +125,14 @@ def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) 
 
 
 def _check_choice(settings: RunSettings) -> None:
-    """Refuse a run whose end could not choose, ahead of its training."""
+    """Refuse a run whose end could not choose, before it trains."""
     if settings.problems.certification and settings.score.pool != "joint":
         raise ValueError(
             f'score.pool: expected "joint", of which rollouts are made, beside problems.certification, got '
             f'"{settings.score.pool}"; set problems.certification to 0 for no choice'
+        )
+    if settings.problems.certification and not settings.rollouts.train:
+        raise ValueError(
+            "rollouts.train: expected more than 0 with problems.certification, since gates and value heads are fitted "
+            "to rollouts of training states, got 0; 0.2 is the default"
         )

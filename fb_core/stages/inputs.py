@@ -213,7 +213,13 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
     problems = read_problems(settings.train, settings.limit, "train", settings.seed)
     for source in settings.held_out:
         problems, _ = without_overlap(problems, load_problems(source))
-    train, held_out = split(problems, settings.validation + settings.certification, settings.seed)
+    if (aside := settings.validation + settings.certification) >= len(problems):
+        raise ValueError(
+            f"problems: expected more than {aside} in {settings.train}, which problems.validation "
+            f"({settings.validation}) and problems.certification ({settings.certification}) set aside, got "
+            f"{len(problems)}; lower one of them, or give more problems"
+        )
+    train, held_out = split(problems, aside, settings.seed)
     certification, validation = list[Problem](), held_out
     if settings.certification:
         certification, validation = split(held_out, settings.validation, settings.seed)

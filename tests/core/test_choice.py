@@ -171,6 +171,12 @@ def test_the_deployed_folder_can_go_to_the_hub_whole(run):
     assert deployed_files(folder) == sorted(there)
 
 
+def test_what_is_set_aside_must_leave_problems_to_train_on(chosen_settings):
+    greedy = chosen_settings.problems.model_copy(update={"validation": 50})
+    with pytest.raises(ValueError, match=r"more than 74 .*validation \(50\).*certification \(24\).* got 72; lower"):
+        splits_of(greedy)
+
+
 def test_certification_problems_are_used_for_nothing_else(run, chosen_settings):
     splits = splits_of(chosen_settings.problems)
     assert [len(splits[name]) for name in ("train", "validation", "certification")] == [36, 12, 24]
@@ -388,6 +394,13 @@ def test_the_command_says_what_it_chose(chosen_settings, run, tmp_path):
 def test_another_pool_than_the_joint_one_is_refused_ahead_of_the_training(chosen_settings, tmp_path):
     other = chosen_settings.model_copy(update={"score": chosen_settings.score.model_copy(update={"pool": "slm"})})
     with pytest.raises(ValueError, match=r'score.pool: expected "joint", .* beside problems.certification'):
+        run_command("train", other, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_choice_without_rollouts_to_learn_from_is_refused_before_the_training(chosen_settings, tmp_path):
+    other = chosen_settings.model_copy(update={"rollouts": chosen_settings.rollouts.model_copy(update={"train": 0.0})})
+    with pytest.raises(ValueError, match=r"rollouts.train: expected more than 0 with problems.certification"):
         run_command("train", other, tmp_path)
     assert not list(tmp_path.iterdir())
 
