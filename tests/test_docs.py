@@ -33,6 +33,7 @@ ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what a
     "shared_prefix.md": "examples/grpo.py",
     "choice.md": "tests/core/test_choice.py",
 }
+LARGE_MODEL = sorted((ROOT / "examples/llm_server").glob("*.yaml"))
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -74,6 +75,9 @@ def commands() -> list[tuple[str, str]]:
                 plain = re.sub(r"^.* -m fb_core ", "futurebridge ", plain)
                 if plain.startswith("futurebridge "):
                     found.append((page, plain.partition(" #")[0].strip()))
+    for file in LARGE_MODEL:
+        lines = (line.strip("# ") for line in file.read_text().splitlines())
+        found += [(file.name, line) for line in lines if line.startswith("futurebridge ")]
     return found
 
 
@@ -94,6 +98,16 @@ def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
             file = tmp_path / f"{number}.yaml"
             file.write_text(yaml.safe_dump(values))
             assert RunSettings.load(str(file)).models.slm
+
+
+@pytest.mark.parametrize("file", LARGE_MODEL, ids=lambda file: file.stem)
+def test_an_examples_server_is_the_one_that_its_commands_name(file: Path) -> None:
+    server = RunSettings.load(str(file)).models.llm_server
+    assert server is not None and server.flavour == file.stem
+    (serve,) = (command for page, command in commands() if page == file.name and " serve " in command)
+    wanted = f"--server {server.url} --flavour {server.flavour} --api-key-variable {server.api_key_variable}"
+    assert serve.endswith(wanted)
+    assert f"--adapter runs/{file.stem}/deployed/seed-0" in serve
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
