@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -85,11 +86,17 @@ class ValueHead:
         """
         if self.form == "gate":
             terms = gate_terms(pool, scores, entropy)
-            gain = terms @ torch.tensor(self.weights, dtype=torch.float64, device=terms.device)
+            gain = terms @ _on(terms.device, self.weights)
             acts = (gain > 0) | scores.isnan().any()  # a broken scorer is not to be hidden
             return torch.where(acts, scores.float(), pool.slm_logprob.float())
         terms = listwise_terms(pool, scores, entropy)
-        return (terms @ torch.tensor(self.weights, dtype=torch.float64, device=terms.device)).float()
+        return (terms @ _on(terms.device, self.weights)).float()
+
+
+@lru_cache(maxsize=64)
+def _on(device: torch.device, weights: tuple[float, ...]) -> Tensor:
+    """float64 [n], copied once: a copy from the host waits for all that the device was given before."""
+    return torch.tensor(weights, dtype=torch.float64, device=device)
 
 
 def gate_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
@@ -101,10 +108,10 @@ def gate_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
     slm, llm = pool.slm_logprob.double(), pool.llm_logprob.double().clamp_min(LOWEST)
     score = scores.double().masked_fill(scores == -math.inf, LOWEST)
     own, best = slm.argmax()[None], score.argmax()[None]
-    event = slm.new_tensor([1.0, entropy])
     llm_gap = (llm[best] - llm[own]).clamp(-10, 10)
     known = [slm.max()[None].exp(), llm.max()[None].exp(), llm[own].exp(), score[best] - score[own], llm_gap]
-    return torch.cat([event, *known, score.std(correction=0)[None]])
+    event = [slm.new_full((1,), 1.0), slm.new_full((1,), entropy)]  # filled on the device, not copied to it
+    return torch.cat([*event, *known, score.std(correction=0)[None]])
 
 
 def listwise_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:

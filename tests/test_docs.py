@@ -103,7 +103,8 @@ def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", LARGE_MODEL, ids=lambda file: file.stem)
 def test_an_examples_server_is_the_one_that_its_commands_name(file: Path) -> None:
     server = RunSettings.load(str(file)).models.llm_server
-    assert server is not None and server.flavour == file.stem
+    assert server is not None
+    assert server.flavour == file.stem
     (serve,) = (command for page, command in commands() if page == file.name and " serve " in command)
     wanted = f"--server {server.url} --flavour {server.flavour} --api-key-variable {server.api_key_variable}"
     assert serve.endswith(wanted)

@@ -31,6 +31,7 @@ from fb_core.engine.model import CHUNK, PagedModel, Part
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep
 from fb_core.native import FAMILIES, NativeDecoder
+from fb_core.policy import AskHead
 from fb_kernels import Halt
 from fb_kernels.testing import count_syncs
 
@@ -166,11 +167,11 @@ def test_positions_and_buffers_bound_a_generation():
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def running(family="qwen3", threshold=math.inf, length=5, slots=256, dtype=None):
+def running(family="qwen3", threshold=math.inf, length=5, slots=256, dtype=None, ask=None):
     """A step with one sequence under way."""
     slm, _ = pair(family)
     model = PagedModel(slm.to(dtype or slm.dtype), slots, pages_of(slots))
-    step, tokens = DecodeStep(model, 50, RequestPolicy(threshold), frozenset(), 1), prompts(length)[0].tolist()
+    step, tokens = DecodeStep(model, 50, RequestPolicy(threshold, ask=ask), frozenset(), 1), prompts(length)[0].tolist()
     pages = held(model, tokens)
     step.put(0, tokens, pages, slots, threshold)
     step.go_on(0, 8)
@@ -197,9 +198,11 @@ def memory(step):
     }
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("family", NATIVE)
-def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family):
-    step = running(family)
+def test_a_hundred_steps_ask_the_host_for_nothing_and_move_nothing(family, gated):
+    width = pair(family)[0].get_input_embeddings().weight.shape[1]
+    step = running(family, ask=AskHead(torch.ones(width), 0.1, 0.0) if gated else None)
     step.run(1)
     before = memory(step)
     with count_syncs() as syncs:

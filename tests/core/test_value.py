@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import tiny
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fb_core import CertainLLM, CollaborativeDecoder, LLMPreference, RequestPolicy, SLMPreference, State
 from fb_core.engine.engine import Engine
@@ -15,7 +16,8 @@ from fb_core.pair import Pair
 from fb_core.policy import AskHead
 from fb_core.pool import Pool
 from fb_core.selectors import ValueSelector
-from fb_core.value import GATE, LISTWISE, ValueHead, fit_ask, fit_gate, fit_listwise, gate_terms, listwise_terms
+from fb_core.value import GATE, LISTWISE, TERMS, ValueHead, fit_ask, fit_gate, fit_listwise, gate_terms, listwise_terms
+from fb_kernels.testing import count_syncs
 
 OPTIONS = {"slm_k": 3, "llm_k": 3, "max_events": 5}
 NEVER = (-1.0, *[0.0] * (len(GATE) - 1))  # the gain of acting is below 0
@@ -53,6 +55,27 @@ def test_a_gate_that_sees_no_gain_keeps_the_slms_token():
     pool, scores = pool_of([0.5, 0.3, 0.2], [0.1, 0.1, 0.8]), torch.tensor([-1.0, 3.0, 0.0])
     assert int(ValueHead("gate", NEVER)(pool, scores, 1.0).argmax()) == 0
     assert int(ValueHead("gate", ALWAYS)(pool, scores, 1.0).argmax()) == 1
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses tensors made of Python numbers: on a device, their copy waits for all that it was given before."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", TERMS)
+def test_a_head_reads_nothing_back_and_copies_nothing(form):
+    pool, scores, entropy = drawn(torch.Generator().manual_seed(0), 5)
+    head = ValueHead(form, tuple(float(place) for place in range(len(TERMS[form]))))
+    first = head(pool, scores, entropy)  # copies the weights
+    with NothingFromTheHost(), count_syncs() as syncs:
+        again = head(pool, scores, entropy)
+    assert syncs.total == 0
+    assert torch.equal(again, first)
+    with pytest.raises(AssertionError), NothingFromTheHost():
+        torch.tensor([entropy])
 
 
 @pytest.mark.parametrize(

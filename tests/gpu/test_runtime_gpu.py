@@ -108,13 +108,15 @@ def test_small_no_operation_of_a_step_or_rerank_misses_its_compiled_kernel() -> 
         assert len(decoder.generate(tokens(9), 12).events) == 8
 
 
-def started(slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 1000) -> DecodeStep:
+def started(
+    slm: PreTrainedModel, length: int, ids: Tensor, vocabulary: int = 1000, ask: AskHead | None = None
+) -> DecodeStep:
     """A step with one sequence."""
     paged = PagedModel(slm, length, pages_of(length))
     taken = paged.pages.take(ids.tolist(), length)
     assert taken is not None
     paged.extend([Part(ids[:-1].tolist(), 0, taken[0])])
-    step = DecodeStep(paged, vocabulary, RequestPolicy(math.inf), frozenset(), 1)
+    step = DecodeStep(paged, vocabulary, RequestPolicy(math.inf, ask=ask), frozenset(), 1)
     step.put(0, ids.tolist(), taken[0], length, math.inf)
     step.go_on(0, 0)
     return step
@@ -145,9 +147,11 @@ def test_small_replays_are_the_eager_steps(dtype: torch.dtype) -> None:
     assert steps[0].model.graphs.nbytes > 0
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("ranked", [False, True])
-def test_small_a_warm_step_never_syncs(ranked: bool) -> None:
-    step = started(model(torch.bfloat16), 200, tokens(9))
+def test_small_a_warm_step_never_syncs(ranked: bool, asks: bool) -> None:
+    ask = AskHead(torch.ones(SMALL["hidden_size"], device=DEVICE), 0.1, 0.0) if asks else None
+    step = started(model(torch.bfloat16), 200, tokens(9), ask=ask)
     for _ in range(2):  # a graph for each place of the ring
         step.run(1, ranked)
     torch.cuda.synchronize()
