@@ -43,7 +43,7 @@ LLM = Model(32.8e9, 64 * 2 * 8 * 128 * 2)
 
 @dataclass(frozen=True)
 class Row:
-    """A stage: GPU hours on one H100 and on copies of four, and how many GPUs can share it."""
+    """A stage: GPU hours with copies on one H100 and on four, and how many GPUs can share it."""
 
     stage: str
     work: str
@@ -130,7 +130,7 @@ def rows() -> list[Row]:
 
 
 def table() -> list[str]:
-    """Estimates beside what the paper reports."""
+    """Estimates next to the paper's figures."""
     head = [
         "stage",
         "work",

@@ -149,7 +149,7 @@ def compare(
         implementations: by name, ours as "fb".
         rounds: how many times each is timed.
         tolerance: largest absolute error that counts as right, one for all tensors or one for each.
-        peaks: bytes of memory by name, to be reported beside the times; on a GPU they are measured here.
+        peaks: bytes of memory by name, to be reported with the times; on a GPU they are measured here.
         timing: how a call is timed on a GPU, named in the shape there.
         cost: the least work of the case; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
         dtype: of the inputs, to be reported; the result's own by default.

@@ -366,7 +366,7 @@ def test_pages_are_frozen() -> None:
 
 
 class Sequences:
-    """A trajectory of T rows and K branches behind each of its states, as one packed forward and as full sequences."""
+    """A trajectory of T rows and K branches after each of its states, as one packed forward and as full sequences."""
 
     rows, states, lengths, options = 24, (5, 17, 17), (4, 1, 7), {"scale": 0.4}
 
