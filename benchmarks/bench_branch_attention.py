@@ -1,8 +1,8 @@
 """branch_attention and its backward against everything that attends from K branches to one prefix.
 
-Peers get what they need for free where a user could keep it between calls (block masks, page tables, packed keys), and
-pay for what every call needs (copies of the prefix, merges). Of a backward the forward is done beforehand, copies of
-the prefix included; no prefix requires a gradient.
+Not timed for peers is what a user could keep between calls (block masks, page tables, packed keys); timed is what every
+call needs (copies of the prefix, merges). For a backward, the forward runs beforehand, with its copies of the prefix.
+No prefix requires a gradient.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def widened(case: Branches) -> Branches:
 def backward(
     prepare: Callable[[Branches], Callable[[], Tensor]], case: Branches, upstream: Tensor
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """(dq, dk, dv) of the attention that `prepare` makes, whose forward is done here."""
+    """A function that gives (dq, dk, dv) of the attention that `prepare` makes; the forward runs here."""
     leaves: Sequence[Tensor] = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
     case = replace(case, q=leaves[0], k=leaves[1], v=leaves[2])
-    with config.patch(donated_buffer=False):  # else what was compiled runs backward once
+    with config.patch(donated_buffer=False):  # otherwise compiled code runs backward only once
         out = prepare(case)()
         run = partial(torch.autograd.grad, out, leaves, upstream, retain_graph=True)
         run()

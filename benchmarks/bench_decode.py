@@ -1,4 +1,4 @@
-"""Deployment at batch one: a greedy step, a rerank event, and whole problems by method as the paper counts them."""
+"""Deployment at batch one: a greedy step, a rerank event, and whole problems with each method, as in the paper."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from fb_core.selectors import ScoringSelector, State
 
 NEVER = RequestPolicy(math.inf)
 READ = "the weights, read by a sum"
-STEPS = 32 if shapes.ON_GPU else 8  # of one timed call
-NEW = 64  # of a call of generate
+STEPS = 32 if shapes.ON_GPU else 8  # per timed call
+NEW = 64  # new tokens per call of generate
 PROMPT = 64
-CHECKED = 64 if shapes.ON_GPU else 1200  # tokens of a whole problem, at most
+CHECKED = 64 if shapes.ON_GPU else 1200  # maximum tokens of a whole problem that are compared
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +57,18 @@ def tokens(model: PreTrainedModel, count: int, seed: int = 0) -> Tensor:
 
 
 def decoder(model: PreTrainedModel, selector: Selector | None = None) -> LowLatencyDecoder:
-    """Over buffers of the size that users get."""
+    """With buffers of the default size."""
     return LowLatencyDecoder(model, LocalLLM(model), selector or SLMPreference(), NEVER)
 
 
 @torch.no_grad()
 def next_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """float [1, V] behind ids."""
+    """float [1, V]: logits of the token after ids."""
     return model(ids[None], logits_to_keep=1).logits[0]
 
 
 class HuggingFace:
-    """Greedy steps of a model's own forward over a cache, which is put back behind every call."""
+    """Greedy steps by the model's own forward over a cache, which is reset after every call."""
 
     def __init__(self, model: PreTrainedModel, context: Tensor, *, static: bool = False) -> None:
         self.model, self.context = model, context
@@ -112,11 +112,11 @@ class Ours:
         self.step.put(0, self.context, self.pages, loop.model.length, math.inf)
 
     def again(self) -> None:
-        """Behind the context."""
+        """Go back to the end of the context."""
         self.step.go_on(0, 0, self.context[-1:], len(self.context) - 1)
 
     def next(self) -> float:
-        """The entropy of one step more."""
+        """Run one more step; returns its entropy."""
         while self.step.enqueued <= self.step.ahead:
             self.step.run(1)
         return self.step.outcomes(1)[0].entropy
@@ -139,7 +139,7 @@ class Ours:
 
 
 def settled(model: PreTrainedModel, wide: PreTrainedModel, ids: Tensor, new: Tensor) -> int:
-    """How many of the greedy tokens behind ids come before a near tie: two largest logits that rounding may swap."""
+    """How many greedy tokens after ids come before the first near tie: two largest logits that rounding may swap."""
     sequence = torch.cat([ids, new])[None, :-1]
     with torch.no_grad():
         plain, truth = (each(sequence, logits_to_keep=len(new)).logits[0].double() for each in (model, wide))
@@ -173,7 +173,7 @@ def test_decode_step(compare: Callable, endless: PreTrainedModel, context: int) 
 
 @pytest.mark.parametrize("size", ["small", "slm"])
 def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> None:
-    """Tokens a second against `model.generate`, prompt included."""
+    """Tokens per second against `model.generate`, prompt included."""
     model = shapes.random_model(Qwen3Config(**shapes.SMALL), 1) if size == "small" else endless
     ids = tokens(model, PROMPT)
     fast = decoder(model)
@@ -205,7 +205,7 @@ def test_generate(compare: Callable, endless: PreTrainedModel, size: str) -> Non
 @pytest.mark.skipif(shapes.ON_GPU, reason="llama.cpp is a peer on CPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_generate_beside_llama_cpp(compare: Callable, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Greedy tokens of a Llama, prompt included; the floor is reading the weights as fast as a sum does."""
+    """Greedy tokens of a Llama, prompt included; the floor is the time in which a sum reads the weights."""
     single, new = shapes.random_model(LlamaConfig(**shapes.LLAMA), 0), 128
     model = copy.deepcopy(single).to(dtype)
     ids = tokens(model, PROMPT)
@@ -261,7 +261,7 @@ Event = tuple[PeftModel, Tensor, Tensor, Tensor]  # adapted model, head, prefix,
 def rerank_truth(
     slm: PreTrainedModel, reranker: TokenReranker, prefix: Tensor, candidates: Tensor
 ) -> tuple[Event, Event, Tensor]:
-    """(what PEFT's peers take, the same in the wide dtype, the scores that it gives there)."""
+    """(arguments of the PEFT peers, the same in the wide dtype, the scores in the wide dtype)."""
     head, adapted = reranker.head.detach(), copy.deepcopy(reranker.adapted).to(shapes.WIDE)
     wide = (adapted, head.to(shapes.WIDE), prefix, candidates)
     expected = peers.rerank_cached_forwards(*wide, peers.prefill(copy.deepcopy(slm).to(shapes.WIDE), prefix))
@@ -282,7 +282,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
     plain = peers.rerank_repeated_cache(*state, prefix)
     logits = next_logits(copy.deepcopy(endless).to(shapes.WIDE), ids)
     views = [hf.Prefix(loop.model.kv, 0, context, tuple(ours.pages[: pages_of(context)]))]
-    ours.once()  # keeps the last token's keys
+    ours.once()  # writes the last token's keys
     compare(
         "rerank_event",
         f"K={CANDIDATES} P={context} (deployed)",
@@ -308,7 +308,7 @@ def test_rerank_event(compare: Callable, endless: PreTrainedModel, context: int)
 
 @pytest.mark.parametrize("p", shapes.CACHED)
 def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int) -> None:
-    """The same event outside the runtime: `TokenReranker.scores` over a cache of transformers'."""
+    """The same event outside the fast loop: `TokenReranker.scores` over a transformers cache."""
     reranker = peers.as_trained(endless)
     prefix = tokens(endless, p)
     candidates = some_candidates(endless)
@@ -319,7 +319,7 @@ def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int
         "repeated cache": partial(peers.rerank_repeated_cache, *state, cache),
         "expanded cache": partial(peers.rerank_expanded_cache, *state, cache),
     }
-    plain = tuple(run() for run in others.values())  # the error of 13 values alone would be chance
+    plain = tuple(run() for run in others.values())  # the error of only 13 values would be chance
     runs = {OURS: torch.no_grad()(partial(reranker.scores, prefix, candidates, cache=cache)), **others}
     implementations = {name: Implementation(run, expected) for name, run in runs.items()}
     implementations["K full forwards (scope sequence)"] = Implementation(
@@ -339,7 +339,7 @@ def test_rerank_over_a_cache(compare: Callable, endless: PreTrainedModel, p: int
 
 
 class NaivePEFT(ScoringSelector):
-    """The scorer as PEFT serves it: every candidate behind the whole prefix, no cache."""
+    """The reranker as plain PEFT runs it: the whole prefix again for every candidate, no cache."""
 
     def __init__(self, reranker: TokenReranker) -> None:
         self.reranker = reranker
@@ -364,7 +364,7 @@ def calibrated(slm: PreTrainedModel, ids: Tensor, new: int) -> RequestPolicy:
 
 @pytest.mark.parametrize("new", shapes.PROBLEMS)
 def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> None:
-    """Calls, pools and latency of a problem by method; SLM and LLM on one device."""
+    """Calls, pools and latency per problem for each method; SLM and LLM on one device."""
     llm = shapes.random_model(Qwen3Config(**shapes.LLM), 2)
     reranker, ids = peers.as_trained(endless), tokens(endless, PROMPT)
     policy = calibrated(endless, ids, new)
@@ -387,12 +387,12 @@ def test_end_to_end(compare: Callable, endless: PreTrainedModel, new: int) -> No
     wide, expected = copy.deepcopy(endless).to(shapes.WIDE), {}
     for name, (selector, asked, pool) in methods.items():
         plain = CollaborativeDecoder(endless, llm, selector, asked, pool=pool).generate(ids, min(CHECKED, new))
-        events = [event.step for event in plain.events] if shapes.ON_GPU else []  # in bfloat16 scores are near ties too
+        events = [event.step for event in plain.events] if shapes.ON_GPU else []  # bfloat16 scores may nearly tie too
         expected[name] = plain.token_ids[: min([settled(endless, wide, ids, plain.token_ids), *events])]
     del wide
 
     def counted(name: str) -> dict[str, float]:
-        """By the method's last run; of all that it appends an event appends one token, chosen among its pool's."""
+        """Counts from the method's last run; every event appends one token, chosen from its pool."""
         events, kept = last[name].events, torch.cuda.memory_allocated() if shapes.ON_GPU else 0
         pool = sum(len(event.pool) for event in events) / max(1, len(events))
         return {"calls": len(events), "mean pool": pool, "appended": len(events), "resident bytes": kept}

@@ -1,4 +1,4 @@
-"""Many problems at once: the demo pair with its events, against one problem at a time and batches in step."""
+"""Many problems at once: the demo pair with its events, against one problem at a time and the batched plain loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fb_core.pool import Event
 
 PROBLEMS, ROWS = 128, 64
 NEW = 64
-THRESHOLD = 1.7  # nats: about two events a problem
+THRESHOLD = 1.7  # nats: about two events per problem
 ALONE, PLAIN, IN_STEP = "one at a time", "one at a time, plain loop", "plain loop in step"
 
 
 def facts(found: Sequence[Generation]) -> Tensor:
-    """Tokens and events of all, one behind the other."""
+    """Tokens and events of all problems, concatenated."""
     events: list[list[Event]] = [one.events for one in found]
     numbers = [
         [*one.token_ids.tolist(), *(event.step for event in own)] for one, own in zip(found, events, strict=True)

@@ -1,7 +1,7 @@
 """linear_logprob and its training step against logits and against the other ops without logits: time and memory.
 
-On a CPU at the rows of one group and the vocabulary of Qwen3; on a GPU from the rows of one event to those of a packed
-forward, with the bare matrix product, which computes less than any of them, as the bound.
+On a CPU with the rows of one group and Qwen3's vocabulary; on a GPU from the rows of one event to those of a packed
+forward. The bound is the bare matrix product, which computes less than any of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from benchmarks.harness import OURS, Cost, Implementation
 from fb_kernels import linear_logprob
 
 ROWS, HIDDEN, VOCABULARY = 1664, 2048 if shapes.ON_GPU else 512, 151_936
-TRAINED = 16_384 if shapes.ON_GPU else 128  # rows of a training step
-CHECKED = 64  # rows that are compared with float64
-CHUNK = 1024  # rows whose logits there are in float64
+TRAINED = 16_384 if shapes.ON_GPU else 128  # rows in a training step
+CHECKED = 64  # rows compared with float64
+CHUNK = 1024  # rows whose float64 logits exist at a time
 
 
 def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,14 +53,14 @@ PRODUCT = "the matrix product alone"
 
 
 def prepare(name: str) -> Callable[[], Tensor]:
-    """One implementation with inputs of its own."""
+    """One implementation with its own inputs."""
     return partial(FUNCTIONS[name], *inputs())
 
 
 @pytest.mark.parametrize("rows", [ROWS, 8192, 13, 128] if shapes.ON_GPU else [ROWS])
 def test_linear_logprob(compare: Callable, rows: int) -> None:
     peaks, notes = {}, []
-    if not shapes.ON_GPU:  # there the harness asks the allocator
+    if not shapes.ON_GPU:  # on a GPU the harness asks the allocator
         measured = {name: harness.peak_memory(prepare, name) for name in FUNCTIONS}
         peaks = {name: peak for name, peak in measured.items() if peak is not None}
         notes = [memory_note(peaks[OURS])] if OURS in peaks else ["memory not measured: no VmHWM on this system"]
@@ -103,7 +103,7 @@ def test_linear_logprob(compare: Callable, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [ROWS, TRAINED] if shapes.ON_GPU else [TRAINED])
 def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
-    """The mean log-prob with its gradients, forward included: what fuses the two makes them there."""
+    """Gradients of the mean log-prob, forward included, because fused peers compute gradients in the forward."""
     hidden, weight, target = inputs(rows)
     shown = torch.linspace(0, rows - 1, CHECKED, device=hidden.device).long()
     columns = torch.cat([target[shown], torch.arange(CHECKED, device=hidden.device)])
@@ -140,7 +140,7 @@ def test_linear_logprob_backward(compare: Callable, rows: int) -> None:
 def true_gradients(
     hidden: Tensor, weight: Tensor, target: Tensor, rows: Tensor, columns: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """In float64 those of the mean negative log-prob, of these rows of hidden and of weight."""
+    """Gradients of the mean negative log-prob in float64, for these rows of hidden and of weight."""
     wide = weight.double()
     on_weight = wide.new_zeros(len(columns), wide.shape[1])
     for x, ids in zip(hidden.double().split(CHUNK), target.split(CHUNK), strict=True):

@@ -1,4 +1,4 @@
-"""The small ops around the matrix products against plain torch, eager and compiled: launches and traffic decide."""
+"""The small ops around the matrix products against plain torch, eager and compiled; bound by launches and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EPS, TOP = 1e-6, 64
 
 @dataclass(frozen=True)
 class Case:
-    """An op, the same in plain torch, and inputs of one size."""
+    """An op, the same computation in plain torch, and inputs of one size."""
 
     shape: str
     ours: Callable[..., Output]
@@ -49,7 +49,7 @@ def randn(*shape: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """What is added up in float32, and in float64 for the truth."""
+    """x in the dtype of the sums: float32, or float64 for the truth."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -128,7 +128,7 @@ def topk_entropy_case(rows: int) -> Case:
     def plain(logits: Tensor) -> Output:
         values = widened(logits.topk(TOP).values)
         logprob = values.log_softmax(-1)
-        return -(logprob.exp() * logprob).sum(-1), values  # among equal values torch.topk picks any: no indices
+        return -(logprob.exp() * logprob).sum(-1), values  # no indices: torch.topk picks any of equal values
 
     return Case(
         f"N={rows} V={VOCABULARY} k={TOP}", lambda x: topk_entropy(x, TOP), plain, (3 * randn(rows, VOCABULARY),)
@@ -153,7 +153,7 @@ def test_neighbours(compare: Callable, op: str, rows: int, timing: Timing) -> No
     case = CASES[op](1 if op == "topk_entropy" and rows == min(ROWS) else rows)
     inputs = (*case.floats, *case.others)
     expected = tuple_of(case.plain(*(x.double() for x in case.floats), *case.others))
-    expected = tuple(x for x in expected if x.is_floating_point())  # near ties fall either way in low precision
+    expected = tuple(x for x in expected if x.is_floating_point())  # no indices: near ties go either way
     plain = tuple_of(case.plain(*inputs))[: len(expected)]
     compiled = torch.compile(case.plain, dynamic=False, fullgraph=True)
     runs = {
@@ -178,9 +178,9 @@ def tuple_of(output: Output) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-# --- what a decode step adds ------------------------------------------------------------------------------------------
+# --- further ops of a decode step -------------------------------------------------------------------------------------
 
-PROJECTIONS = {  # of a layer, and the head: inputs, outputs, what stands beside the product
+PROJECTIONS = {  # of a layer, and the head: inputs, outputs, what is fused with the product
     "q k v": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, "norm"),
     "o": (HEADS * HEAD_DIM, HIDDEN, "residual"),
     "gate and up": (HIDDEN, 2 * WIDTH, "norm, swiglu"),
@@ -238,7 +238,7 @@ def test_skinny_linear(compare: Callable, name: str, rows: int) -> None:
 @pytest.mark.parametrize("held", shapes.CONTEXTS)
 @torch.no_grad()
 def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
-    """A step (one row, kept) and the candidates of an event (16 rows, not kept)."""
+    """A step (one row, written to the cache) and the candidates of an event (16 rows, not written)."""
     angle = torch.outer(torch.arange(held + 1.0), 1e6 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
     tensors = (
         randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
@@ -287,9 +287,9 @@ def test_branch_attention_qkv(compare: Callable, held: int, rows: int) -> None:
     )
 
 
-@pytest.mark.skipif(not shapes.ON_GPU, reason="it is a matter of launches")
+@pytest.mark.skipif(not shapes.ON_GPU, reason="what matters here are launches")
 def test_commit(compare: Callable) -> None:
-    """The end of a step against the same by tensor operations; a halted state, so that every call is the same."""
+    """The end of a step against the same with tensor operations; the state is halted, so all calls are equal."""
     state = DecodeState(
         torch.zeros(1, 64, dtype=torch.int64, device=DEVICE),
         *(torch.ones(1, dtype=torch.int32, device=DEVICE) for _ in range(3)),

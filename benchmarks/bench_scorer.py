@@ -1,7 +1,7 @@
 """Scoring groups and trajectories against what transformers offers, in one process.
 
-The truth is the repeated cache in float64, on a GPU in float32 with the weights of the bfloat16 model: the K full
-forwards, held against it, show that it is theirs too. There the error of the same path in bfloat16 bounds ours.
+The truth is the repeated cache in float64. On a GPU it is in float32, with the weights of the bfloat16 model, and our
+error must not exceed the repeated cache's in bfloat16 by much. K full forwards are compared with the same truth.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def scoring_cost(
     head: bool = True,
     candidates: Sequence[int] = (),
 ) -> Cost:
-    """Of one forward that scores branches of h rows behind each of `positions`: of K candidates, or as many as said.
+    """Cost of one forward that scores branches of h rows after each of `positions`, for K or `candidates` candidates.
 
-    Products of all rows, attention, LM head; all weights read once. Of `prefixes` the last layer needs keys and values
-    only. Without any, the keys and values of all positions are read instead.
+    It counts the products of all rows, attention and LM head, and reads all weights once. For `prefixes` the last layer
+    computes only keys and values. Without prefixes, the keys and values of all positions are read instead.
     """
     candidates = candidates or [CANDIDATES] * len(positions)
     config = model.config
@@ -112,7 +112,7 @@ def test_group(compare: Callable, models: Models, p: int, h: int) -> None:
 @pytest.mark.skipif(ON_GPU, reason="a model for CPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_group_of_a_llama(compare: Callable, dtype: torch.dtype) -> None:
-    """A group by a model that people run on CPUs, in both dtypes of its weights."""
+    """A group with a model that people run on CPUs, its weights in either dtype."""
     p, h = 256, 32
     single = shapes.random_model(LlamaConfig(**shapes.LLAMA), 0)
     model = copy.deepcopy(single).to(dtype)
@@ -143,7 +143,7 @@ def test_group_of_a_llama(compare: Callable, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("count", "p", "h"), shapes.PACKED)
 def test_groups(compare: Callable, models: Models, count: int, p: int, h: int) -> None:
-    """Groups of as many trajectories, in one forward."""
+    """One group from each of several trajectories, in one forward."""
     groups = [random_group(models.model, p, h, seed) for seed in range(count)]
     trajectories = [(prefix, [BranchGroup(p, *rest)]) for prefix, *rest in groups]
 
@@ -186,9 +186,9 @@ def test_trajectory(compare: Callable, models: Models, count: int, t: int, h: in
 
 
 def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
-    """Random trajectories that span the lengths and pools of a published run, whose distribution is not known.
+    """Random trajectories that span the lengths and pools of a published run; their true distribution is not known.
 
-    Lengths are uniform in their logarithm, states lie evenly along the last half of a trajectory.
+    Log-lengths are uniform, and states are evenly spaced over the second half of a trajectory.
     """
     count, states, (shortest, longest), h = shapes.SAMPLE
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +207,7 @@ def sample(model: PreTrainedModel) -> list[tuple[Tensor, list[BranchGroup]]]:
 
 
 def test_sample(compare: Callable, models: Models) -> None:
-    """Time of a group over trajectories of all lengths, as in a run's scoring."""
+    """Time per group over trajectories of all lengths, as in a run's scoring."""
     given = sample(models.model)
     groups = [(ids[: group.position], group.candidates, group.future) for ids, found in given for group in found]
 
@@ -253,7 +253,7 @@ def compare_packed(
     cost: Cost,
     goals: list[Goal],
 ) -> None:
-    """What scores all groups in one forward against what takes one group after the other."""
+    """All groups in one forward against one group after the other."""
     repeated = f"{REPEATED}, one group at a time"
 
     def each(score: Callable[..., Tensor]) -> Callable[[], Tensor]:
@@ -304,7 +304,7 @@ def test_one_token_branches(compare: Callable, models: Models, p: int) -> None:
 
 @torch.no_grad()
 def test_decoder(compare: Callable, models: Models) -> None:
-    """The forward of such a trajectory: the native decoder against the model's own modules."""
+    """The forward pass of a trajectory with its branches: the native decoder against the model's own modules."""
     count, t, h = shapes.TRAJECTORIES[-1]
     positions = torch.linspace(t // 2, t, count).long().tolist()
     inputs = packed_rows(models.model, t, h, positions)
@@ -313,7 +313,7 @@ def test_decoder(compare: Callable, models: Models) -> None:
     def through_modules(model: PreTrainedModel) -> Tensor:
         return hf.forward_through_modules(model, *inputs)[scored]
 
-    with backend.override("reference"):  # the modules' attention is ours too
+    with backend.override("reference"):  # in both ways the attention is ours
         expected = through_modules(models.wide)
     runs = {
         OURS: partial(hf.packed_forward, models.model, *inputs, scored),
@@ -338,7 +338,7 @@ def test_decoder(compare: Callable, models: Models) -> None:
 
 
 def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) -> tuple[Tensor, Tensor, hf.Layout]:
-    """(ids, positions, layout) of a trajectory of t tokens and K branches of h behind each of its states."""
+    """(ids, positions, layout) of a trajectory of t tokens with K branches of h tokens after each of its states."""
     device = model.device
     groups = [([t], 0, 0), *(([h] * CANDIDATES, 0, position) for position in positions)]
     places = [torch.arange(t), *(torch.arange(position, position + h).repeat(CANDIDATES) for position in positions)]
@@ -350,7 +350,7 @@ def packed_rows(model: PreTrainedModel, t: int, h: int, positions: list[int]) ->
 
 @torch.no_grad()
 def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
-    """(operations, bytes a token besides the products) of a layer of Qwen3-1.7B: what a second one adds."""
+    """(operations, bytes per token besides the products) of a layer of Qwen3-1.7B: what a second layer adds."""
     counted = []
     for layers in (1, 2):
         config = Qwen3Config(
@@ -375,7 +375,7 @@ def layer_cost(forward: Callable[..., Tensor]) -> tuple[int, float]:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what every operation but a product reads and writes; an fb:: op is one operation."""
+    """Counts the bytes that operations other than products read and write; an fb:: op is one operation."""
 
     PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "fb::skinny_linear")
 

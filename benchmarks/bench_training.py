@@ -1,4 +1,4 @@
-"""An optimiser step of the sweep of rerankers, by the group and run: prefixes shared by all runs, or made for each."""
+"""An optimiser step of the sweep of rerankers, per group and run: prefixes shared by all runs against one per run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FROZEN = Recipe(learning_rate=0.0, groups_per_step=1 << 20, epochs=EPOCHS)  # ev
 
 
 def trajectories(slm: PreTrainedModel) -> list[TrainingTrajectory]:
-    """Random ones, their states evenly along the last half, random soft targets."""
+    """Random trajectories with states evenly spaced over the second half and random soft targets."""
     count, states, length = shapes.TRAINED_TRAJECTORIES
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -36,12 +36,12 @@ def trajectories(slm: PreTrainedModel) -> list[TrainingTrajectory]:
 
 
 def rerankers(slm: PreTrainedModel) -> list[TokenReranker]:
-    """All alike and without dropout, so that their losses can be compared."""
+    """Equal runs without dropout, so that their losses can be compared."""
     return [peers.as_trained(slm, dropout=0.0) for _ in range(shapes.RUNS)]
 
 
 def step(sweeps: Sequence[Sweep]) -> torch.Tensor:
-    """[R] losses of one step of every sweep."""
+    """[R] losses of one step, from one sweep or from several."""
     return torch.tensor([loss for sweep in sweeps for loss in sweep.advance()])
 
 
@@ -51,7 +51,7 @@ def peft_step(
     given: Sequence[TrainingTrajectory],
     optimizer: torch.optim.Optimizer | None,
 ) -> torch.Tensor:
-    """[R] losses as plain PEFT has them: of every run and state the prefix, then the candidates behind its cache."""
+    """[R] losses with plain PEFT: for every run and state the prefix, then the candidates over its cache."""
     losses = []
     groups = sum(len(one.groups) for one in given)
     for adapted, head in runs:
@@ -81,7 +81,7 @@ def test_training_step(compare: Callable, slm: PreTrainedModel) -> None:
     trained = [parameter for one in plain for parameter in one.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     wide = copy.deepcopy(plain[0].adapted).to(shapes.WIDE)
-    with torch.no_grad():  # of the first run: all are alike
+    with torch.no_grad():  # of the first run: all are equal
         base = copy.deepcopy(slm).to(shapes.WIDE)
         expected = peft_step(base, [(wide, plain[0].head.detach().to(shapes.WIDE))], given, None)
     runs = [(one.adapted, one.head) for one in plain]

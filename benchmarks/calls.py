@@ -1,6 +1,6 @@
-"""`python -m benchmarks.calls`: microseconds of a small call on the CPU, beside the same arithmetic in eager PyTorch.
+"""`python -m benchmarks.calls`: microseconds of a small call on the CPU, and of the same arithmetic in eager PyTorch.
 
-At such sizes a call costs more than its work. Both take turns in one process; the least of several rounds counts.
+At such sizes a call costs more than its work. Both take turns in one process; the fastest of several rounds counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fb_kernels import (
 )
 
 EPS = 1e-6
-ROUNDS, SECONDS = 15, 0.02  # of each, and for one
+ROUNDS, SECONDS = 15, 0.02  # rounds of each way, seconds per round
 
 
 class Call(NamedTuple):
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """Of the sizes of a small decoder's step."""
+    """Calls at the sizes of a small decoder's step."""
     x, other, weight, gate_up = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64), torch.randn(4, 128)
 
     def normed(s: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ def calls() -> Iterator[Call]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of one call, over a stretch of them."""
+    """Microseconds per call, over many calls."""
     timer = timeit.Timer(call)
     number = max(1, int(SECONDS / max(timer.timeit(10) / 10, 1e-7)))
     return timer.timeit(number) / number * 1e6
 
 
 def main() -> None:
-    """Print a row a call."""
+    """Print one row per call."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"| {'op':<24} | {'size':<14} | ours, us | eager, us | eager / ours |\n|---|---|---|---|---|")

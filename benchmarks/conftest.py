@@ -1,4 +1,4 @@
-"""What every benchmark runs under: all cores, one random model, results on the terminal and, if asked, in files."""
+"""Shared by all benchmarks: all cores, one random model, results on the terminal and, if asked for, in files."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--write-results",
         metavar="DIR",
         type=Path,
-        help="write <device>/<bench>.json to DIR, behind every case; with compiled peers alone <bench>_compiled.json",
+        help="write <device>/<bench>.json to DIR after every case; <bench>_compiled.json if only compiled peers run",
     )
     parser.addoption(
-        "--peers", choices=PEERS, default=PEERS[0], help="those that torch.compile makes, the others, or all"
+        "--peers", choices=PEERS, default=PEERS[0], help="peers that use torch.compile, the others, or all"
     )
-    parser.addoption("--kernels", action="store_true", help="time nothing, write the kernel that ran longest of each")
+    parser.addoption("--kernels", action="store_true", help="time nothing; write each one's longest-running kernel")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(harness.cores())  # whatever OMP_NUM_THREADS says
+    torch.set_num_threads(harness.cores())  # regardless of OMP_NUM_THREADS
     config.stash[RESULTS] = {}
 
 
@@ -53,20 +53,20 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Every case compiles its peers anew: torch.compile stops after a few recompilations of one function."""
+    """Lets every case compile its peers afresh: torch.compile gives up after a few recompilations of one function."""
     yield
     torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)
 def ran() -> Iterator[Mapping[str, str]]:
-    """What ran our ops in this case."""
+    """Which implementation ran our ops in this case."""
     with backend.seen() as found:
         yield found
 
 
 def asked(implementations: Mapping[str, Implementation], peers: str) -> dict[str, Implementation]:
-    """Ours, and those of the peers that the command line asks for."""
+    """Ours, and the peers that the command line asks for."""
     kept = {"all": (True, False), "eager": (False,), "compiled": (True,)}[peers]
     return {name: each for name, each in implementations.items() if name == harness.OURS or each.compiled in kept}
 
@@ -75,7 +75,7 @@ def asked(implementations: Mapping[str, Implementation], peers: str) -> dict[str
 def compare(
     benchmark: BenchmarkFixture, request: pytest.FixtureRequest, ran: Mapping[str, str]
 ) -> Callable[..., list[Result]]:
-    """`harness.compare` that shows and writes what it measured; fails where ours fails the check."""
+    """`harness.compare` that also prints and writes its results; fails if ours fails the check."""
     peers, directory = request.config.getoption("--peers"), request.config.getoption("--write-results")
 
     def write(suffix: str, rows: Sequence[Result | dict[str, str]]) -> None:
@@ -140,7 +140,7 @@ def compare(
 
 @pytest.fixture(scope="session")
 def slm() -> PreTrainedModel:
-    """A Qwen3 of random weights: 1.7B in bfloat16 on a GPU; hidden 512, 8 layers, V = 32,000, float32 on a CPU."""
+    """A Qwen3 with random weights: 1.7B in bfloat16 on a GPU; hidden 512, 8 layers, V = 32,000, float32 on a CPU."""
     with torch.random.fork_rng(), torch.device(harness.DEVICE):
         torch.manual_seed(0)
         config = Qwen3Config(**shapes.SLM, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""What the published run costs at least, by stage: the arithmetic behind docs/cost.md. Nothing here is measured."""
+"""The least that the published run costs, by stage: the arithmetic of docs/cost.md. Nothing here is measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fb_core.config import RolloutSettings
 from fb_core.report.page import markdown_table
 
-FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # of an H100: dense bf16 and bytes a second, bytes a server may use
+FLOPS, COPY, MEMORY = 790e12, 3.0e12, 80e9 * 0.9  # H100: dense bf16 FLOP/s, bytes/s, bytes for a server
 MOST = 256  # sequences in a batch
-ANSWER, FUTURE, PROMPT = 1000, 800, 100  # tokens, means that we assume: the paper's lengths are not known here
+ANSWER, FUTURE, PROMPT = 1000, 800, 100  # mean tokens, assumed: the paper's lengths are not known here
 PROBLEMS, STATES, GROUPS, TRAINED = 7500, 31_680, 18_432, 16_576  # the paper's counts
 VALIDATION, BENCHMARKS, AIME, EVENTS, CANDIDATES = 750, 2553, 60, 4.8, 13
 RUNS, EPOCHS, SEEDS = 12, 3, 3
@@ -19,19 +19,19 @@ PAPER = {"collect": 5.8, "futures": 29.4, "score": 8.6, "train": 7.2}  # H200 ho
 
 @dataclass(frozen=True)
 class Model:
-    """A model in bfloat16: parameters, and bytes of keys and values a token."""
+    """A model in bfloat16: parameters, and bytes of keys and values per token."""
 
     parameters: float
     kv: int
 
     def read(self, tokens: float) -> float:
-        """GPU seconds of a forward over so many tokens."""
+        """GPU seconds of a forward over this many tokens."""
         return 2 * self.parameters * tokens / FLOPS
 
     def write(self, tokens: float, context: float, gpus: int = 1) -> float:
-        """GPU seconds to write so many tokens, `context` tokens in sight on average, on copies of so many GPUs."""
+        """GPU seconds to write this many tokens, each after `context` tokens on average; a copy has `gpus` GPUs."""
         weights = 2 * self.parameters
-        held = 2 * context  # a sequence's room is twice its mean
+        held = 2 * context  # each sequence reserves twice its mean length
         batch = min(MOST, (MEMORY * gpus - weights) // (self.kv * held))
         bytes_ = weights + batch * context * self.kv
         step = max(bytes_ / (COPY * gpus), weights * batch / (FLOPS * gpus))
@@ -44,7 +44,7 @@ LLM = Model(32.8e9, 64 * 2 * 8 * 128 * 2)
 
 @dataclass(frozen=True)
 class Row:
-    """A stage: GPU hours on one H100 and on copies of four, and how many GPUs can share it."""
+    """A stage: GPU hours with copies on one H100 and on four, and how many GPUs can share it."""
 
     stage: str
     work: str
@@ -53,18 +53,18 @@ class Row:
     most: int = 64
 
     def wall(self, gpus: int) -> float:
-        """Hours on so many GPUs."""
+        """Hours on this many GPUs."""
         return self.four / min(gpus, self.most)
 
 
 def decoded(problems: float, gpus: int) -> float:
-    """GPU hours of so many answers by a pair: the SLM writes, the LLM reads each once and gives a token an event."""
+    """GPU hours of answers by a pair: the SLM writes, the LLM reads each once and gives one token per event."""
     asked = LLM.write(problems * EVENTS, PROMPT + ANSWER / 2, gpus)
     return (SLM.write(problems * ANSWER, PROMPT + ANSWER / 2) + LLM.read(problems * (PROMPT + ANSWER)) + asked) / 3600
 
 
 def rolled(states: float) -> float:
-    """GPU hours of a greedy rollout of the SLM behind every candidate."""
+    """GPU hours of the SLM's greedy rollout after every candidate."""
     return SLM.write(states * CANDIDATES * ANSWER / 2, PROMPT + 3 * ANSWER / 4) / 3600
 
 
@@ -74,13 +74,13 @@ def futures(states: float, gpus: int) -> float:
 
 
 def collected(problems: float) -> float:
-    """GPU hours of trajectories, the pass that takes their entropies, and the LLM's one look at each."""
+    """GPU hours of the trajectories, of the pass that computes their entropies, and of the LLM reading each once."""
     whole = problems * (PROMPT + ANSWER)
     return (SLM.write(problems * ANSWER, PROMPT + ANSWER / 2) + SLM.read(whole) + LLM.read(whole)) / 3600
 
 
 def rows() -> list[Row]:
-    """All stages of the published run, then what is ours."""
+    """All stages of the published run, then our additions."""
     few = 3 * 50 + AIME  # problems: 50 of each of five benchmarks, AIME's 30 and 30
     ratio = STATES / PROBLEMS
     step = RUNS * TRAINED * EPOCHS * GROUP_STEP / 3600
@@ -132,7 +132,7 @@ def rows() -> list[Row]:
 
 
 def table() -> list[str]:
-    """Estimates beside what the paper reports."""
+    """Estimates next to the paper's figures."""
     head = [
         "stage",
         "work",
@@ -153,7 +153,7 @@ def table() -> list[str]:
 
 
 def rates() -> list[str]:
-    """Tokens a second and GPU that these estimates take."""
+    """Tokens per second and GPU that these estimates assume."""
     sight = PROMPT + ANSWER / 2
     shown = [
         ("SLM, one GPU per copy", SLM, sight, 1),

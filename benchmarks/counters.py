@@ -1,7 +1,7 @@
-"""What a GPU's hardware counters say of every kernel: `python -m benchmarks.counters [OP ...]`, by Nsight Compute.
+"""A GPU's hardware counters for every kernel, by Nsight Compute: `python -m benchmarks.counters [OP ...]`.
 
-Each op is called at the sizes that `benchmarks.tune` searches. A kernel that reaches neither its memory's nor its
-multiprocessors' limit waits for something; what it waits for is the next thing to mend.
+Each op is called at the sizes that `benchmarks.tune` searches. A kernel that reaches neither the memory's nor the
+multiprocessors' limit waits for something; that is the next thing to improve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from benchmarks import harness
 from benchmarks.tune import OPS, forward
 
-COLUMNS = {  # by Nsight Compute's names
+COLUMNS = {  # Nsight Compute's names
     "Duration": "us",
     "Compute (SM) Throughput": "SM %",
     "DRAM Throughput": "DRAM %",
@@ -53,7 +53,7 @@ def profile(op: str) -> str:
 
 
 def table(printed: str) -> list[str]:
-    """One line a kernel launch, in Markdown."""
+    """One line per kernel launch, in Markdown."""
     lines = printed.splitlines()
     begin = next((place for place, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, dict[str, str]] = {}

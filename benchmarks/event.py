@@ -1,6 +1,7 @@
 """README's figure, one event of a real run: `python -m benchmarks.event` draws it from docs/event.json.
 
-`python -m benchmarks.event RUN PROBLEM` first makes that file anew from a run that compared FutureBridge.
+`python -m benchmarks.event RUN PROBLEM` first writes that file, from a run that compared FutureBridge with other
+methods.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BAR, WRITTEN, TOP, LINE = 0.075, 0.425, 0.555, 0.105  # a full bar's width, wher
 
 
 def made(run: Path, problem: str) -> dict[str, Any]:
-    """The first event of a problem's FutureBridge generation, and what the SLM writes behind each candidate."""
+    """The first event of a problem's FutureBridge generation, and what the SLM writes after each candidate."""
     import torch
 
     from fb_core import CollaborativeDecoder, RequestPolicy
@@ -69,7 +70,7 @@ def made(run: Path, problem: str) -> dict[str, Any]:
 
 @pictured
 def figure(event: dict[str, Any], theme: Theme) -> Figure:
-    """The SLM's text up to the event, the candidates with three opinions of each, and what the SLM makes of them."""
+    """The SLM's text up to the event, the candidates with three probabilities each, and the SLM's text after them."""
     drawn = Figure(figsize=(9.6, 3.5))
     axis = drawn.add_axes((0, 0, 1, 1))
     axis.set(xlim=(0, 1), ylim=(0, 1))
@@ -78,7 +79,7 @@ def figure(event: dict[str, Any], theme: Theme) -> Figure:
     axis.text(0.015, 0.82, "SLM:", color=theme.faint)
     axis.text(0.06, 0.82, event["before"].strip(), fontsize=11, family="monospace")
     asks = f"?  {event['entropy']:.1f} nats: the LLM is asked for candidates"
-    end = 0.06 + len(event["before"].strip()) * 0.602 * 11 / (72 * 9.6)  # a character of DejaVu Sans Mono
+    end = 0.06 + len(event["before"].strip()) * 0.602 * 11 / (72 * 9.6)  # width of a character in DejaVu Sans Mono
     axis.text(end + 0.018, 0.82, asks, fontsize=10, color=theme.ground, backgroundcolor=theme.ours)
     for head, _, place in (*COLUMNS, ("what the SLM writes after it", "", WRITTEN)):
         axis.text(place, 0.675, head, color=theme.faint, fontsize=9)
@@ -109,8 +110,8 @@ def draw(root: Path = ROOT) -> None:
 
 
 def main(
-    run: Annotated[Path | None, typer.Argument(help="A run's folder, to make the event anew.")] = None,
-    problem: Annotated[str | None, typer.Argument(help="A problem of it.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="A run's folder, to take the event from.")] = None,
+    problem: Annotated[str | None, typer.Argument(help="One of the run's problems.")] = None,
 ) -> None:
     """Draw the figure."""
     if (run is None) != (problem is None):

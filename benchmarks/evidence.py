@@ -1,8 +1,8 @@
 """Is the recipe that `train` chooses safe? Fresh problems, training sets, rerankers: `python -m benchmarks.evidence`.
 
-Every cell is a whole run of the demo's worlds at one seed and one request quantile, from states to the choice; then the
-choice, what it was chosen from and the peers decode test problems of that seed. Cells that are finished stay: the same
-command goes on where it was stopped. `--report` writes docs/evidence from the cells that there are.
+A cell is a whole run in one of the demo's worlds, at one seed and one request quantile, from states to the choice. Then
+the chosen recipe, those it was chosen from, and baselines decode test problems of that seed. Finished cells are kept:
+the same command continues where it stopped. `--report` writes docs/evidence from the finished cells.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fb_core.stages.values import ValueStage
 from fb_core.statistics import Interval
 
 WORLDS = ("tiny", "tiny-helpful", "tiny-control")
-SEEDS = tuple(range(86_001, 86_011))  # of problems, training sets and rerankers; written down before the run
+SEEDS = tuple(range(86_001, 86_011))  # of problems, training sets and rerankers; fixed before the run
 QUANTILES = (0.90, 0.92, 0.94, 0.96)
-PROBLEMS = 400  # of a test set
+PROBLEMS = 400  # test problems per cell
 TAKEOVER = "takeover"
 PUBLISHED = Recipe()
-FORMS = (  # of the value of a candidate, and what stands beside them
+FORMS = (  # forms of a candidate's value, and what they are compared with
     Recipe(certainty=0.6),
     Recipe(value="gate"),
     Recipe(value="gate", certainty=0.6),
@@ -82,9 +82,9 @@ def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS
 
 
 class TestStage(DecodeStage):
-    """Recipes and takeover on a cell's test problems, behind the choice."""
+    """Recipes and takeover on a cell's test problems, after the choice."""
 
-    __test__ = False  # for pytest it is none
+    __test__ = False  # not a test for pytest to collect
     name = "tests"
     command = "evidence"
     slice = (*DEPLOYED, *ASKED, "train.seeds", "choice")
@@ -92,14 +92,14 @@ class TestStage(DecodeStage):
 
     @property
     def seed(self) -> int:
-        """The cell's."""
+        """The cell's seed."""
         (seed,) = self.settings.train.seeds
         return seed
 
     @cached_property
     def recipes(self) -> list[Recipe]:
         """Greedy decoding, the direct score, the published recipe, the forms of value, and what was tried."""
-        forms = [one for one in FORMS if one.label in self._candidates]  # a reranker may not compete
+        forms = [one for one in FORMS if one.label in self._candidates]  # some rerankers may be absent
         return list(dict.fromkeys([GREEDY, DIRECT, PUBLISHED, *forms, *self.input(TrialStage).recipes(self.seed)]))
 
     @cached_property
@@ -124,12 +124,12 @@ class TestStage(DecodeStage):
 
 
 def name_of(world: str, seed: int, quantile: float) -> str:
-    """Of a cell."""
+    """The name of a cell."""
     return f"{world}-{seed}-{quantile:g}"
 
 
 def make(world: str, seed: int, quantiles: Sequence[float], out: Path, problems: int) -> None:
-    """The cells of one world and seed, perhaps in a process of its own; their trajectories are made once."""
+    """Make the cells of one world and seed, which share trajectories; may run in a separate process."""
     runs = {quantile: out / "runs" / name_of(world, seed, quantile) for quantile in quantiles}
     first = next(iter(runs.values()))
     for quantile, run in runs.items():
@@ -153,7 +153,7 @@ def make(world: str, seed: int, quantiles: Sequence[float], out: Path, problems:
 
 
 def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any]:
-    """What is kept of a cell."""
+    """The record of a cell."""
     rows: dict[str, list[Row]] = {}
     for row in tests.rows():
         rows.setdefault(row.method, []).append(row)
@@ -177,7 +177,7 @@ def record(settings: RunSettings, tests: TestStage, world: str) -> dict[str, Any
     }
 
 
-# --- what the cells say -----------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 class Cells:
@@ -196,20 +196,20 @@ class Cells:
         return [one for one in self.found if one["world"] == world]
 
     def correct(self, cell: Mapping[str, Any], name: str) -> Outcomes:
-        """[n] of a row, or of the deployed recipe."""
+        """[n]: which problems a row got right."""
         return np.array([int(bit) for bit in self.row(cell, name)["correct"]], dtype=np.float64)
 
     def row(self, cell: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """A row by its label; "deployed" is the one that was chosen."""
+        """A row by its label; "deployed" is the chosen recipe's."""
         found: Mapping[str, Any] = cell["rows"][cell["deployed"] if name == "deployed" else name]
         return found
 
     def mean(self, world: str, name: str, column: str) -> float:
-        """Of a column over the cells that have the row."""
+        """The mean of a column over the cells that have the row."""
         return float(np.mean([self.row(one, name)[column] for one in self.of(world) if self.has(one, name)]))
 
     def mean_accuracy(self, world: str, name: str) -> float:
-        """Over all cells of a world."""
+        """The mean accuracy over all cells of a world."""
         return float(np.mean([self.correct(one, name).mean() for one in self.of(world)]))
 
     def has(self, cell: Mapping[str, Any], name: str) -> bool:
@@ -217,7 +217,7 @@ class Cells:
         return name == "deployed" or name in cell["rows"]
 
     def interval(self, world: str, value: Any) -> Interval:
-        """Of a value [n] a cell, averaged over cells; seeds are drawn again, and problems within each."""
+        """Of value(cell) [n], averaged over cells; the bootstrap resamples seeds, and problems within each seed."""
         by_seed: dict[int, list[Outcomes]] = {}
         for cell in self.of(world):
             by_seed.setdefault(cell["seed"], []).append(value(cell))
@@ -225,7 +225,7 @@ class Cells:
 
 
 def clustered(values: Sequence[Outcomes]) -> Interval:
-    """95% percentile bootstrap of the mean of vectors [n], one a seed: seeds are drawn, then problems of each."""
+    """95% percentile bootstrap of the mean of vectors [n], one per seed: it resamples seeds, then problems of each."""
     table, generator = np.stack(values), np.random.default_rng(0)
     seeds, problems = table.shape
     means = np.empty(RESAMPLES)
@@ -257,12 +257,12 @@ class Below(NamedTuple):
 
     cells: int  # all
     seen: int
-    significant: int  # of these
-    worst: float  # difference of all cells
+    significant: int  # of those in `seen`
+    worst: float  # the lowest difference in any cell
 
 
 def below(cells: Cells, world: str, name: str, delta: float) -> Below:
-    """How often and how far a row is below, in a world."""
+    """How often and how far a row is below the two, in one world."""
     gaps = [
         [
             statistics.paired_interval(cells.correct(cell, name), cells.correct(cell, other.label), resamples=2000)
@@ -276,12 +276,12 @@ def below(cells: Cells, world: str, name: str, delta: float) -> Below:
 
 
 def times_below(cells: Cells, name: str, delta: float) -> int:
-    """In how many cells of all worlds."""
+    """In how many cells of all worlds a row is below."""
     return sum(below(cells, world, name, delta).seen for world in cells.worlds)
 
 
 def safety(cells: Cells, delta: float) -> list[str]:
-    """The first table."""
+    """The table of cells below greedy decoding or the direct score."""
     head = [
         "world",
         "recipe",
@@ -299,7 +299,7 @@ def safety(cells: Cells, delta: float) -> list[str]:
 
 
 def accuracies(cells: Cells) -> list[str]:
-    """What methods reach on average, and what it costs."""
+    """Mean accuracy and cost of the methods."""
     head = ["world", "method", "accuracy, % [95%]", "LLM calls per problem", "LLM tokens per problem"]
     shown = (
         ("SLM greedy", GREEDY.label),
@@ -318,20 +318,20 @@ def accuracies(cells: Cells) -> list[str]:
 
 
 def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
-    """The recipe of a cell that is best on its test problems, takeover left out."""
+    """The best recipe on a cell's test problems; takeover does not count."""
     names = [GREEDY.label, DIRECT.label, PUBLISHED.label, *cell["tried"]]
     return max(names, key=lambda name: cells.correct(cell, name).mean())
 
 
 def above_the_line(cells: Cells, cell: Mapping[str, Any]) -> Outcomes:
-    """[n] the deployed recipe less taking over on as large a share of the problems as costs the same LLM tokens."""
+    """[n]: the deployed recipe minus takeover on the share of problems that costs the same LLM tokens."""
     greedy, takeover = cells.correct(cell, GREEDY.label), cells.correct(cell, TAKEOVER)
     share = min(1.0, cells.row(cell, "deployed")["llm_tokens"] / cells.row(cell, TAKEOVER)["llm_tokens"])
     return cells.correct(cell, "deployed") - (greedy + share * (takeover - greedy))
 
 
 def goals(cells: Cells, delta: float, level: float) -> list[str]:
-    """Sentences on the goals, with what was found."""
+    """The goals and the results, in sentences."""
     lines, total = [], len(cells.found)
     counts = [below(cells, world, "deployed", delta) for world in cells.worlds]
     seen, sure = sum(one.seen for one in counts), sum(one.significant for one in counts)
@@ -356,7 +356,7 @@ def goals(cells: Cells, delta: float, level: float) -> list[str]:
 
 
 def forms(cells: Cells) -> list[str]:
-    """The forms of a candidate's value on average, against greedy decoding and the direct score."""
+    """Mean accuracy with each form of a candidate's value, and differences to greedy decoding and the direct score."""
     head = [
         "world",
         "recipe",
@@ -385,7 +385,7 @@ def forms(cells: Cells) -> list[str]:
 
 
 def gates(cells: Cells) -> list[str]:
-    """What a gate ahead of the LLM saves and costs: the same recipe with and without it."""
+    """What a gate before the LLM saves and costs: the same recipe with and without it."""
     head = ["world", "recipe", "accuracy with minus without the gate, pp [95%]", "LLM calls with", "without"]
     rows = []
     for world in cells.worlds:
@@ -403,7 +403,7 @@ def gates(cells: Cells) -> list[str]:
 
 
 def chosen(cells: Cells) -> list[str]:
-    """How often what was part of the deployed recipe: first whose scores rank, then what stands beside them."""
+    """How often each part was in the deployed recipe: whose scores rank, then the other parts."""
     counts: dict[str, dict[str, int]] = {}
     for cell in cells.found:
         scores, *beside = cell["deployed"].split(" + ")
@@ -417,7 +417,7 @@ def chosen(cells: Cells) -> list[str]:
 
 @pictured
 def figure(cells: Cells, theme: Theme) -> Figure:
-    """Every cell's difference to greedy decoding and to the direct score, as published and as deployed."""
+    """A figure of every cell's difference to greedy decoding and the direct score, as published and as deployed."""
     drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.4), layout="constrained")
     panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
     kinds = [(name, other) for name in (PUBLISHED.label, "deployed") for other in (GREEDY.label, DIRECT.label)]
@@ -445,7 +445,7 @@ def figure(cells: Cells, theme: Theme) -> Figure:
     return drawn
 
 
-ASKING = (  # against calls: with and without what says where asking helps
+ASKING = (  # accuracy against calls, with and without the gate before the LLM
     ("as deployed", "deployed"),
     ("direct LLM score", DIRECT.label),
     ("published", PUBLISHED.label),
@@ -456,7 +456,7 @@ ASKING = (  # against calls: with and without what says where asking helps
 
 @pictured
 def asking(cells: Cells, theme: Theme) -> Figure:
-    """Accuracy against calls, a point a quantile, on average over its cells; greedy decoding and takeover are lines."""
+    """A figure of accuracy against calls, one point per quantile, the mean of its cells; greedy, takeover are lines."""
     drawn = Figure(figsize=(3.2 * len(cells.worlds), 3.6), layout="constrained")
     panels = drawn.subplots(1, len(cells.worlds), sharey=True, squeeze=False)[0]
     for axis, world in zip(panels, cells.worlds, strict=True):

@@ -35,8 +35,8 @@ SHOWN = {
     "tiny": "plans",
     "tiny-helpful": "helpful",
     "tiny-control": "control",
-}  # a run's world, where its name is another
-SPEED = (  # label, result file, op, what the shape says
+}  # a run's world, if its name differs
+SPEED = (  # label, result file, op, pattern of the shape
     ("score a group of candidates", "scorer", "score_group", "H=128"),
     ("log-probs of an LM head", "linear_logprob", "linear_logprob", ""),
     ("one decode step", "decode", "decode_step", ""),
@@ -46,7 +46,7 @@ SPEED = (  # label, result file, op, what the shape says
 
 
 def render(readme: str, root: Path = ROOT) -> str:
-    """The README with its two tables made anew."""
+    """The README with its two tables regenerated."""
     if (root / CELLS).is_file():
         readme = _replace(readme, "accuracy", accuracy(Cells(json.loads((root / CELLS).read_text()))), CELLS)
     results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
@@ -54,7 +54,7 @@ def render(readme: str, root: Path = ROOT) -> str:
 
 
 def accuracy(cells: Cells) -> list[str]:
-    """Ways to decode on average over the runs of the evidence, with the large model's tokens a problem beside them."""
+    """Mean accuracy of ways to decode over the runs of the evidence, with the large model's tokens per problem."""
     head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
     runs, problems = len(cells.found), len(cells.correct(cells.found[0], DEPLOYED))
@@ -78,7 +78,7 @@ def _accuracy(cells: Cells, world: str, name: str) -> str:
 
 
 def _why_not_take_over(cells: Cells) -> str:
-    """What takeover brings and costs, and how far the deployed recipe is above it at as many tokens."""
+    """What takeover gains and costs, and how far the deployed recipe is above it at the same number of LLM tokens."""
     ahead, shares, above, calls = 0, [], [], []
     for world in cells.worlds:
         ahead += cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED)
@@ -95,7 +95,7 @@ def _why_not_take_over(cells: Cells) -> str:
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Five things at the longest-running shape that was timed, next to the fastest alternative for each."""
+    """Five results, each at the longest-running shape that was timed, next to the fastest alternative."""
     lines = ["| what | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|"]
     device = ""
     for label, file, op, said in SPEED:
@@ -112,13 +112,13 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
-    """docs/worlds.md with its table of recipes made anew."""
+    """docs/worlds.md with its table of recipes regenerated."""
     found = root / ROWS
     return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
-    """docs/benchmarks.md with its tables made anew; of a GPU only where there are results."""
+    """docs/benchmarks.md with its tables regenerated; a GPU's only if it has results."""
     cpu, gpus = load(root, "cpu"), {device: load(root, device) for device in GPUS}
     headlines = [line for gpu in gpus.values() if "scorer" in gpu for line in gpu_headline(gpu["scorer"])]
     headlines.append(headline(cpu["scorer"], cpu["linear_logprob"], cpu["decode"], bool(headlines)))
@@ -133,15 +133,15 @@ def render_benchmarks(text: str, root: Path = ROOT) -> str:
 
 
 def deployment(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What whole problems cost by method, of a device's result files."""
+    """The cost of whole problems by method, from a device's result files."""
     return cost_table(results["decode"]["cases"]) if "decode" in results else []
 
 
 def recipes(worlds: Sequence[Findings]) -> list[str]:
-    """Peers and recipes over all runs and request quantiles: where they do no harm, and their worst cell."""
+    """Methods and recipes over all runs and request quantiles: in how many cells they do no harm; the worst cell."""
     cells, found = recipes_of(worlds)
     head = ["", *COUNTED, *(f"lowest minus {other}, pp [95%]" for other in ("greedy", "direct"))]
-    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried everywhere
+    found = [recipe for recipe in found if len(recipe.minus("greedy")) == len(cells)]  # tried in every cell
     rows = []
     for recipe in found:
         rows.append([recipe.label, *counted(recipe)])
@@ -161,12 +161,12 @@ def load(root: Path, device: str) -> dict[str, dict[str, Any]]:
 
 
 def plot_names(root: Path, device: str) -> list[str]:
-    """Of the plots that are there."""
+    """The names of the plots that exist."""
     return sorted(file.stem for file in (root / "docs" / device).glob("*.svg"))
 
 
 def gpu_headline(scorer: dict[str, Any]) -> list[str]:
-    """One sentence of the largest pack of groups, by the group; none where ours was not timed."""
+    """One sentence on the largest pack of groups, per group; none if ours was not timed."""
     packs = [case for case in scorer["cases"] if case["op"] == "score_group" and _groups(case) and case["impl"] == OURS]
     packs = [case for case in packs if case["median_us"]]
     if not packs:
@@ -179,13 +179,13 @@ def gpu_headline(scorer: dict[str, Any]) -> list[str]:
 
 
 def _groups(case: dict[str, Any]) -> int:
-    """How many groups are packed in a case; 0 where that is not said."""
+    """How many groups are packed in a case; 0 if the shape does not say."""
     found = re.search(r"\bG=(\d+)", case["shape"])
     return int(found.group(1)) if found else 0
 
 
 def headline(scorer: dict[str, Any], head: dict[str, Any], decode: dict[str, Any], gpu: bool) -> str:
-    """One sentence of what was measured of the scorer, of the LM head's memory and of decoding."""
+    """One sentence on the scorer, the LM head's memory and decoding."""
     shape = "K=13 H=64 P=512"
     group = {case["impl"]: case["median_us"] for case in scorer["cases"] if case["shape"] == shape}
     peaks = {case["impl"]: case["peak_bytes"] for case in head["cases"]}
@@ -218,7 +218,7 @@ def ratios(result: dict[str, Any]) -> list[str]:
 
 
 def _replace(text: str, name: str, lines: list[str], source: Path | None = None) -> str:
-    """The lines in a block of that name, whose first line says what they are from."""
+    """The text with the named block replaced; the block's first line says what it is generated from."""
     begin = text.index(f"<!-- {name}:")
     start, stop = text.index("-->", begin) + 3, text.index(f"<!-- end of {name} -->")
     mark = f"<!-- {name}: written by `make figures` from {source.as_posix()} -->" if source else text[begin:start]
@@ -226,35 +226,35 @@ def _replace(text: str, name: str, lines: list[str], source: Path | None = None)
 
 
 def render_scale(text: str, root: Path = ROOT) -> str:
-    """docs/scale.md with its table of measured stages made anew."""
+    """docs/scale.md with its table of measured stages regenerated."""
     found = sorted((root / "benchmarks" / "results" / "stages").glob("*.json"))
     tables = [[*stages.table(json.loads(file.read_text())), ""] for file in found]
     return _replace(text, "stage table", [line for lines in tables for line in lines])
 
 
 def render_ops(text: str, _: Path = ROOT) -> str:
-    """docs/ops.md with its table made anew."""
+    """docs/ops.md with its table regenerated."""
     return _replace(text, "ops", reference.ops_table())
 
 
 def render_settings(text: str, _: Path = ROOT) -> str:
-    """docs/settings.md with its tables made anew."""
+    """docs/settings.md with its tables regenerated."""
     return _replace(text, "settings", reference.settings_tables())
 
 
 def render_cost(text: str, _: Path = ROOT) -> str:
-    """docs/cost.md with its estimates made anew."""
+    """docs/cost.md with its estimates regenerated."""
     return _replace(_replace(text, "cost", cost.table()), "rates", cost.rates())
 
 
 def render_notes(text: str, root: Path = ROOT) -> str:
-    """benchmarks/NOTES.md with its tables of targets made anew."""
+    """benchmarks/NOTES.md with its tables of targets regenerated."""
     tables = [[*targets.table(load(root, device), device), ""] for device in GPUS]
     return _replace(text, "targets", [line for lines in tables for line in lines])
 
 
 def render_shared_prefix(text: str, root: Path = ROOT) -> str:
-    """docs/shared_prefix.md with its tables made anew."""
+    """docs/shared_prefix.md with its tables regenerated."""
     if grpo := load(root, "grpo").get("cpu"):
         text = _replace(text, "grpo", speedups.grpo_table(grpo))
         text = _replace(text, "sweep", speedups.sweep_table(grpo))
@@ -263,7 +263,7 @@ def render_shared_prefix(text: str, root: Path = ROOT) -> str:
 
 
 def render_serving(text: str, root: Path = ROOT) -> str:
-    """docs/serving.md with what was measured of the server made anew."""
+    """docs/serving.md with the server's measurements regenerated."""
     load_test, soaked = load(root, "cpu").get("serving"), load(root, "soak").get("cpu")
     text = _replace(text, "load", serving.table(load_test)) if load_test else text
     return _replace(text, "soak", soak.lines(soaked)) if soaked else text
@@ -285,7 +285,7 @@ RENDERED = {  # by file
 
 
 def main(root: Path = ROOT) -> None:
-    """Write the generated blocks of every file and the plots of what there are results of."""
+    """Write the generated blocks of every file, and plots of all results."""
     grpo = load(root, "grpo").get("cpu")
     for device in GPUS:
         if gpu := load(root, device):

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # One visit of VISIT=10, 30 or 60 minutes to a machine with a GPU, which needs no network (benchmarks/GPU.md):
 #   VISIT=30 PYTHON=python3 benchmarks/gpu_check.sh
-# PARTS=build,check,head chooses what runs, LIMIT=1700 the seconds in all, RESULTS=folder where <device>/<bench>.json go,
-# OUT=folder the log. Wheels in build/wheels (`make gpu-wheels`) are used for this visit alone; nothing is installed.
-# What compiles comes first, many at a time; then parts by their worth. Each has a time of its own, so that one that fails
-# or hangs leaves the others theirs. Results are written case by case; what ran and the targets come last.
+# PARTS=build,check,head chooses what runs, LIMIT=1700 the total seconds, RESULTS=folder where <device>/<bench>.json go,
+# OUT=folder where the log goes. Wheels in build/wheels (`make gpu-wheels`) are used for this visit only; nothing is
+# installed. Compilation comes first, many at a time; then the other parts, the most useful first. Each has its own time
+# limit, so one that fails or hangs takes no time from the others. Results are written after every case; what ran and the
+# targets are printed last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ PARTS=${PARTS:-$BY_WORTH}
 OUT=${OUT:-build/gpu_check}
 RESULTS=${RESULTS:-benchmarks/results} LIMIT=${LIMIT:-$((VISIT * 60 - 30))} PYTHON=${PYTHON:-python3}
 export TRITON_INTERPRET=0 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export FB_KERNELS_DEVICES=$OUT/devices  # what the check switches off is off for this visit
+export FB_KERNELS_DEVICES=$OUT/devices  # kernels that the check switches off are off for this visit only
 for name in ${PARTS//,/ }; do
   if [[ ",$KNOWN," != *",$name,"* ]]; then
     echo "PARTS: expected some of $KNOWN, got $name; separate them by commas" >&2
@@ -32,7 +33,7 @@ rm -rf "$OUT/parts" "$OUT/devices"
 mkdir -p "$OUT/parts" "$RESULTS"
 : > "$OUT/log.txt"
 CORES=$(nproc)
-FILES=$((CORES > 8 ? CORES / 4 : 2)) # of tests at a time, each with processes of its own
+FILES=$((CORES > 8 ? CORES / 4 : 2)) # test files at a time, each with its own processes
 names=() shown=0 wheels=
 if compgen -G "build/wheels/*.whl" > /dev/null; then
   site=$(mktemp -d)
@@ -43,8 +44,8 @@ fi
 
 left() { echo $((LIMIT - SECONDS)); }
 
-# perform NAME LIMIT COMMAND...: LIMIT seconds of a visit of 10 minutes, twice that of a longer one. The command's output
-# and a line on how it ended go to files of its name.
+# perform NAME LIMIT COMMAND...: runs a command for at most LIMIT seconds in a visit of 10 minutes, twice that in a longer one.
+# Its output, and a line on how it ended, go to files named after it.
 perform() {
   local name=$1 limit=$(($2 * (LIMIT > 570 ? 2 : 1))) began=$SECONDS code ended="ok"
   local output=$OUT/parts/$name.txt line=$OUT/parts/$name.line
@@ -62,7 +63,7 @@ perform() {
   echo "$name: $ended, $((SECONDS - began)) s, $(tail -n 1 "$output" | cut -c1-120)" > "$line"
 }
 
-# Behind those that were performed: the log, and of what failed the end.
+# After parts have run: appends their output to the log, and prints the end of the output of those that failed.
 collect() {
   local name
   for name in "${names[@]:shown}"; do
@@ -81,7 +82,7 @@ run() {
   collect
 }
 
-# beside JOBS NAME LIMIT COMMAND...: beside others, JOBS of them at a time; `wait` and `collect` follow.
+# beside JOBS NAME LIMIT COMMAND...: runs in the background, at most JOBS at a time; call `wait` and `collect` afterwards.
 beside() {
   local jobs=$1
   shift

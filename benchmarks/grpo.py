@@ -1,10 +1,10 @@
-"""GRPO's passes by TRL's own trainer and with shared prompts: `python -m benchmarks.grpo MODEL [PART ...]`.
+"""GRPO's passes with TRL's own trainer and with shared prompts: `python -m benchmarks.grpo MODEL [PART ...]`.
 
 MODEL is a directory (`examples/pretrained_model.py` makes one). Both ways are methods of one trainer on one float32
-model in one process; they are compared first and then take turns. TRL's own has G rows at once and its fused LM head,
-as by default, and gradient checkpointing, its default, where the shape says so. Memory is what a call adds to the peak
-of a process of its own, gradients of parameters left out. Results are added to `benchmarks/results/grpo/cpu.json`
-part by part.
+model in one process; their results are compared first, then they are timed in turn. TRL's own runs with its defaults: G
+rows at once, a fused LM head, and gradient checkpointing if the shape says so. Memory is what a call adds to the peak
+of a separate process, without the gradients of parameters. Results are added to `benchmarks/results/grpo/cpu.json` part
+by part.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ KINDS = {OURS: SharedPrefixGRPOTrainer, THEIRS: GRPOTrainer}
 GOALS = {"grpo_no_grad": 2.5, "grpo_gradient": 2.0}
 MEMORY_GOAL = 0.5
 SWEEP = [(g, p, r) for r in (32, 128) for p in (64, 256, 1024) for g in (2, 8)]
-# Of a tensor's largest value, ours against TRL's own, whose float32 gradients are up to 4e-5 from those in float64.
+# Relative to a tensor's largest value. TRL's own float32 gradients differ from those in float64 by up to 4e-5.
 TOLERANCE = 1e-4
 STEPS = 50
 
 
 def trainer(kind: type[GRPOTrainer], model: Any, tokenizer: Any, folder: str, **settings: Any) -> GRPOTrainer:
-    """On the CPU in float32, with prompts and a reward for `curves`."""
+    """A trainer on the CPU in float32, with the prompts and the reward of `curves`."""
     plain = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     texts = [" ".join(f"w{3 + (7 * i + 5 * j) % 60}" for j in range(4 + i % 5)) for i in range(64)]
     return kind(
@@ -54,12 +54,12 @@ def trainer(kind: type[GRPOTrainer], model: Any, tokenizer: Any, folder: str, **
 
 
 def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The toy reward: which share of the tokens has an even id."""
+    """The toy reward: the share of tokens with even ids."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 class Passes:
-    """A group's passes at one shape, either way."""
+    """A group's passes, either way."""
 
     def __init__(self, folder: str, g: int, checkpointing: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -87,13 +87,13 @@ class Passes:
 
     @torch.no_grad()
     def no_grad(self, kind: str, given: tuple[Tensor, Tensor, int], rows: int) -> tuple[Tensor, ...]:
-        """As the old policy's and the reference's, `rows` at once."""
+        """The pass of the old policy and of the reference, `rows` at once."""
         self.model.eval()
         method = KINDS[kind]._get_per_token_logps_and_entropies
         return (method(self.trainer, self.model, *given, batch_size=rows)[0],)
 
     def gradient(self, kind: str, given: tuple[Tensor, Tensor, int]) -> tuple[Tensor, ...]:
-        """As the policy's: log-probs and entropies, then the gradient of a weighted sum; gradients stay allocated."""
+        """The policy's pass: log-probs and entropies, then the gradient of a weighted sum; gradients stay allocated."""
         self.model.train()
         self.model.zero_grad(set_to_none=False)
         method = KINDS[kind]._get_per_token_logps_and_entropies
@@ -102,14 +102,14 @@ class Passes:
         return logprob.detach(), entropy.detach(), *(p.grad for p in self.model.parameters())
 
     def run(self, op: str, kind: str, given: tuple[Tensor, Tensor, int], rows: int) -> tuple[Tensor, ...]:
-        """One call of either."""
+        """One call of either pass."""
         return self.no_grad(kind, given, rows) if op == "grpo_no_grad" else self.gradient(kind, given)
 
 
 def prepared(
     folder: str, op: str, kind: str, shape: tuple[int, int, int], rows: int, checkpointing: bool
 ) -> Callable[[], object]:
-    """What a process of its own calls once: weights, and gradients where there are any, are there before."""
+    """The call that a separate process makes once; weights and any gradients are allocated before it."""
     passes = Passes(folder, shape[0], checkpointing)
     for parameter in passes.model.parameters():
         parameter.grad = torch.zeros_like(parameter) if op == "grpo_gradient" else None
@@ -126,7 +126,7 @@ def measured(
     memory: bool,
     chunks: Sequence[int],
 ) -> list[Result]:
-    """One shape: the ways compared, then timed in turn; TRL's also in chunks of fewer rows."""
+    """One shape: the ways are compared, then timed in turn; TRL's also in chunks of fewer rows."""
     given = passes.given(*shape)
     g, p, r = shape
     checkpointing = passes.trainer.args.gradient_checkpointing
@@ -161,7 +161,7 @@ def measured(
 
 
 def goal(folder: str, rounds: int) -> None:
-    """The shape that the goals are for, without gradient checkpointing and, TRL's default, with."""
+    """The shape of the goals, without gradient checkpointing and with it, TRL's default."""
     for checkpointing in (False, True):
         passes = Passes(folder, 8, checkpointing)
         for op in ("grpo_gradient",) if checkpointing else tuple(GOALS):
@@ -170,14 +170,14 @@ def goal(folder: str, rounds: int) -> None:
 
 
 def sweep(folder: str, rounds: int) -> None:
-    """The pass without gradients over prompts, completions and groups of other sizes."""
+    """The pass without gradients for other sizes of prompts, completions and groups."""
     passes = Passes(folder, 8, False)
     for shape in SWEEP:
         write(measured(passes, folder, "grpo_no_grad", shape, rounds=min(rounds, 2), memory=False, chunks=()))
 
 
 def curves(folder: str, rounds: int) -> None:
-    """STEPS steps of a tiny random model towards even tokens, by both trainers: rewards and losses, step by step."""
+    """STEPS steps of a tiny random model with both trainers and the toy reward: rewards and losses of every step."""
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(3, 64)}}
     found = {}
     for name, kind in KINDS.items():
@@ -189,7 +189,7 @@ def curves(folder: str, rounds: int) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             model = AutoModelForCausalLM.from_config(config)
             model.save_pretrained(scratch)
-            model.config._name_or_path = scratch  # where TRL reads the reference
+            model.config._name_or_path = scratch  # TRL loads the reference from here
             one = trainer(
                 kind, model, word_tokenizer(words), scratch,
                 num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=STEPS,
@@ -206,7 +206,7 @@ def curves(folder: str, rounds: int) -> None:
 
 
 def word_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
-    """A token a word."""
+    """One token per word."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -217,7 +217,7 @@ def word_tokenizer(words: dict[str, int]) -> PreTrainedTokenizerFast:
 
 
 def write(results: Sequence[Result], others: dict[str, Any] | None = None) -> None:
-    """Add to the file, in place of what it had of the same case; each case keeps the device that it ran on."""
+    """Add cases to the file, replacing the same cases in it; each case keeps the device that it ran on."""
     held, machine = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"cases": []}, harness.machine()
     device = {"device": machine["device"]}
     fresh = [device | {key: value for key, value in asdict(row).items() if value is not None} for row in results]

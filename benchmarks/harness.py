@@ -1,7 +1,7 @@
 """Times an implementation and its peers in one process, interleaved, and only those whose results are right.
 
-On a GPU times come from CUDA events, and what was reached is set against two ceilings measured first: a copy and a bf16
-matrix product.
+On a GPU, times come from CUDA events, and rates are compared with two ceilings that are measured first: a copy and a
+bf16 matrix product.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from torch import Tensor
 from fb_kernels import devices, self_check
 
 OURS, FLOOR = "fb", "floor"
-COMPILED = "_compiled"  # behind the name of a file that holds compiled peers alone
-KERNELS = "_kernels"  # of one that holds what ran longest: nothing is timed once a profiler has run
+COMPILED = "_compiled"  # suffix of a file that has only compiled peers
+KERNELS = "_kernels"  # suffix of a file of longest kernels, which come from a separate run: profiling disturbs timing
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GRAPH_CALLS = 20  # in one replay, where a graph is timed with a warm cache
+GRAPH_CALLS = 20  # per replay, when a graph is timed with a warm cache
 ROOT = Path(__file__).resolve().parent.parent
 PROC = Path("/proc/self")
 
 
 class Timing(Enum):
-    """How a call is timed on a GPU; on the CPU all are the same."""
+    """How a call is timed on a GPU; on a CPU all are the same."""
 
     COLD = "cold L2"  # the call is queued behind a write of more than the cache holds
-    EAGER = "eager, warm L2"  # on an idle GPU, the host's launches included
-    GRAPH_COLD = "graph, cold L2"  # one call a replay, queued behind a write of more than the cache holds
+    EAGER = "eager, warm L2"  # on an idle GPU, including the host's launches
+    GRAPH_COLD = "graph, cold L2"  # one call per replay, queued behind a write of more than the cache holds
     GRAPH_WARM = "graph, warm L2"  # a replay of many calls, divided by their number
 
 
@@ -55,7 +55,7 @@ Output = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a case has to do at least: floating-point operations, and bytes read and written once."""
+    """The least work of a case: floating-point operations, and bytes, each read or written once."""
 
     flops: float
     bytes: float
@@ -63,7 +63,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches: a copy (read + write) and a bf16 matrix product."""
+    """The rates that this GPU reaches: of a copy (read + write) and of a bf16 matrix product."""
 
     copy_tbps: float
     bf16_tflops: float
@@ -84,12 +84,12 @@ class Implementation:
     expected: Output
     rows: Tensor | None = None
     tolerance: float | None = None  # in place of the case's
-    compiled: bool = False  # by torch.compile, which takes minutes
+    compiled: bool = False  # uses torch.compile, which takes minutes to compile
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one implementation of one case; the times are None where it was not timed."""
+    """The measurements of one implementation in one case; times are None if it was not timed."""
 
     op: str
     shape: str
@@ -104,8 +104,8 @@ class Result:
     tflops: float | None = None
     tbps: float | None = None
     fraction_of_ceiling: float | None = None
-    details: dict[str, float] = field(default_factory=dict)  # what else the calls counted, by name
-    backend: str = ""  # what ran our ops: one word, or op=word of each where they differ
+    details: dict[str, float] = field(default_factory=dict)  # other counts, by name
+    backend: str = ""  # which implementation ran our ops: one word, or op=word for each if they differ
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def compare(
 ) -> list[Result]:
     """Check every implementation once (which also warms it up), then time the right ones in turn.
 
-    pytest-benchmark drives the rounds: it calls ours, and before each of our rounds the peers' round as its set-up.
+    pytest-benchmark drives the rounds: it times ours, and runs the peers' round as the set-up of each of our rounds.
 
     Args:
         benchmark: pytest-benchmark's fixture; gets our times, and the peers' medians and ratios as extra_info.
@@ -148,18 +148,18 @@ def compare(
         shape: sizes by name, such as "K=13 H=64 P=512".
         implementations: by name, ours as "fb".
         rounds: how many times each is timed.
-        tolerance: largest absolute error that counts as right, of all tensors or of each.
-        peaks: bytes of memory by name, to be reported beside the times; on a GPU they are measured here.
+        tolerance: largest absolute error that counts as right, one for all tensors or one for each.
+        peaks: bytes of memory by name, to be reported with the times; on a GPU they are measured here.
         timing: how a call is timed on a GPU, named in the shape there.
-        cost: what the case has to do at least; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
+        cost: the least work of the case; on a GPU it gives rates, fractions of the ceiling and a "floor" row.
         dtype: of the inputs, to be reported; the result's own by default.
-        skipped: takes peers that raised, by name, with the reason; without it they raise here.
-        per: tokens, or other units, of one call; times are of one of them.
-        details: says what else is to be reported of an implementation that was timed, by its name.
-        ran: what ran our ops, as `backend.seen` fills it.
+        skipped: filled with the peers that raised, by name, and the reason; without it they raise here.
+        per: tokens, or other units, of one call; times are per unit.
+        details: gives further counts to report for an implementation that was timed, by its name.
+        ran: which implementation ran each of our ops, as `backend.seen` fills it.
 
     Returns:
-        one result an implementation that ran, in the given order.
+        one result per implementation that ran, in the given order.
     """
     device = _device_of(implementations[OURS])
     ceiling = ceilings() if device == "cuda" else None
@@ -235,20 +235,20 @@ def _backend(ran: Mapping[str, str]) -> str:
 def kernels_of(
     op: str, shape: str, implementations: Mapping[str, Implementation], timing: Timing
 ) -> list[dict[str, str]]:
-    """What runs longest on the GPU in a call of each implementation that runs here, by the profiler."""
+    """The longest-running GPU kernel of each implementation that runs here, by the profiler."""
     found = []
     for name, implementation in implementations.items():
         try:
             implementation.run()
             kernel = longest_kernel(implementation.run)
-        except Exception:  # absent, or not for this size: the results say so
+        except Exception:  # absent, or not for this size: the results show that
             continue
         found.append({"op": op, "shape": f"{shape} ({timing.value})", "impl": name, "kernel": kernel})
     return found
 
 
 def longest_kernel(run: Callable[[], Output]) -> str:
-    """The name of the kernel that a call spends most time in on the GPU."""
+    """The name of the kernel in which a call spends most of its GPU time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -267,14 +267,15 @@ def _on_host(run: Callable[[], Output]) -> float:
 
 
 def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
-    """A function that times one call in seconds, on a GPU between CUDA events; a graph is captured here."""
+    """A function that times one call in seconds, on a GPU between CUDA events; graphs are captured here."""
     if DEVICE == "cpu":
         return partial(_on_host, run)
     calls = GRAPH_CALLS if timing is Timing.GRAPH_WARM else 1
     work: Callable[[], object] = run
     if timing in (Timing.GRAPH_COLD, Timing.GRAPH_WARM):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # that one again if this fails
+        # The outer context restores the stream if capturing fails.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             for _ in range(calls):
                 run()
         graph.replay()
@@ -297,12 +298,12 @@ def timer(run: Callable[[], Output], timing: Timing) -> Callable[[], float]:
 
 @cache
 def _flusher() -> Tensor:
-    """A buffer of many times the L2 cache: writing it empties it, and outlasts launching a few kernels."""
+    """A buffer many times as large as the L2 cache: writing it empties the cache and outlasts a few launches."""
     return torch.empty(1 << 30, dtype=torch.int8, device=DEVICE)
 
 
 def _peak_on_device(run: Callable[[], Output]) -> int:
-    """Bytes that a call allocates at its peak, its result included."""
+    """Peak bytes that a call allocates, including its result."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -314,7 +315,7 @@ def _peak_on_device(run: Callable[[], Output]) -> int:
 
 @cache
 def ceilings() -> Ceilings:
-    """Measured once a process."""
+    """Both ceilings, measured once per process."""
     copied, multiplied = self_check.ceilings(DEVICE)
     return Ceilings(copied * 1e-12, multiplied * 1e-12)
 
@@ -333,7 +334,7 @@ def _tensors(output: Output) -> tuple[Tensor, ...]:
 
 
 def max_error(got: Output, expected: Output, rows: Tensor | None = None) -> float:
-    """The largest absolute error in the rows that `expected` has; infinite for another shape or for NaN."""
+    """The largest absolute error in the rows that `expected` has; infinite for a wrong shape or for NaN."""
     worst = 0.0
     for actual, truth in zip(_tensors(got), _tensors(expected), strict=False):
         actual = actual[: len(truth)] if rows is None else actual[rows]
@@ -346,7 +347,7 @@ def max_error(got: Output, expected: Output, rows: Tensor | None = None) -> floa
 
 
 def within(got: Output, expected: Output, rows: Tensor | None, tolerance: float | tuple[float, ...]) -> bool:
-    """Whether the error of all tensors, or of each its own, is at most the tolerance."""
+    """Whether the error of all tensors is at most the tolerance, or that of each tensor at most its own."""
     if not isinstance(tolerance, tuple):
         return max_error(got, expected, rows) <= tolerance
     parts = zip(_tensors(got), _tensors(expected), tolerance, strict=True)
@@ -354,7 +355,7 @@ def within(got: Output, expected: Output, rows: Tensor | None, tolerance: float 
 
 
 def allowed_error(plain: Output, expected: Output, ulps: float = 4.0) -> float:
-    """Twice the error of plain PyTorch in the case's dtype and a few ulps of the largest value: the house rule."""
+    """The house rule: twice the error of plain PyTorch in the case's dtype, plus a few ulps of the largest value."""
     allowance = max(
         ulps * torch.finfo(value.dtype).eps * float(truth.abs().max())
         for value, truth in zip(_tensors(plain), _tensors(expected), strict=True)
@@ -416,10 +417,10 @@ def _shown(microseconds: float | None) -> str:
 
 
 def peak_memory(prepare: Callable[..., Callable[[], object]], *arguments: object) -> int | None:
-    """Bytes by which a first call of prepare(*arguments)() raises the peak resident memory of a process of its own.
+    """Bytes by which a first call of prepare(*arguments)() raises the peak resident memory of a separate process.
 
-    The kernel's own accounts are read (VmHWM after the call less VmRSS before it), so that whatever the call touches
-    counts: tensors, libraries' scratch memory, thread stacks. None where the system keeps no such accounts.
+    They come from the operating system (VmHWM after the call minus VmRSS before it), so everything that the call
+    touches counts: tensors, libraries' scratch memory, thread stacks. None on a system without these counters.
     """
     if not (PROC / "status").exists():
         return None
@@ -487,7 +488,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The checked-out commit, with "+" where files other than results differ from it."""
+    """The checked-out commit, with "+" if files other than results differ from it."""
     others = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
     commands = (["git", "rev-parse", "HEAD"], others)
     try:
@@ -498,12 +499,12 @@ def _commit() -> str:
 
 
 def device_name() -> str:
-    """Of the folder of this device's results: "cpu", or "h200" of an NVIDIA H200."""
+    """The name of the folder of this device's results: "cpu", or "h200" for an NVIDIA H200."""
     return devices.file_name(torch.cuda.get_device_name()) if DEVICE == "cuda" else "cpu"
 
 
 def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[str, str]]]) -> list[Path]:
-    """Write <directory>/<device>/<bench>.json for every bench, each at once or not at all; returns the paths."""
+    """Write <directory>/<device>/<bench>.json for every bench, each as a whole or not at all; returns the paths."""
     folder = directory / device_name()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -520,7 +521,7 @@ def write_results(directory: Path, results: Mapping[str, Sequence[Result | dict[
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """{bench: its file} of a device; compiled peers stand beside the others, and with a case the kernel that ran."""
+    """{bench: its file} of a device; compiled peers and the kernels that ran are merged into the cases."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     for name in [name for name in found if name.endswith(COMPILED)]:
         alone = found.pop(name)

@@ -1,6 +1,6 @@
-"""llama.cpp as a peer on CPUs: a transformers Llama written as GGUF, decoded by `xllamacpp` in a process of its own.
+"""llama.cpp as a peer on CPUs: a transformers Llama written as GGUF, decoded by `xllamacpp` in a separate process.
 
-A process of its own, since its threads and torch's would disturb each other in one.
+In one process its threads and torch's would disturb each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def write_gguf(model: PreTrainedModel, path: Path) -> None:
-    """A Llama's weights, matrices in their dtype and norms in float32, with made-up tokens: "<7>" is the id 7."""
+    """Write a Llama's weights, matrices in their dtype and norms in float32; the vocabulary is "<0>", "<1>", ..."""
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     config = model.config
@@ -55,7 +55,7 @@ def write_gguf(model: PreTrainedModel, path: Path) -> None:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         value = tensor.float()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp turns neighbours, not halves
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp rotates neighbouring pairs, not halves
             value = value.view(-1, 2, width // 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
         data, kind = value.numpy(), GGMLQuantizationType.F32
         if value.ndim > 1 and tensor.dtype == torch.bfloat16:
@@ -77,7 +77,7 @@ def _gguf_name(name: str) -> str:
 
 
 class LlamaCpp:
-    """Greedy tokens [new] behind a prompt, which is read anew in every call; made by `serving`."""
+    """A call gives greedy tokens [new] after a prompt, which is prefilled in every call; made by `serving`."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -90,12 +90,12 @@ class LlamaCpp:
 
 @contextmanager
 def serving(file: Path, prompt: list[int], new: int, threads: int) -> Iterator[LlamaCpp]:
-    """llama.cpp with a model's file.
+    """llama.cpp with the model of a file.
 
     Raises:
         ImportError: xllamacpp is not installed.
     """
-    import xllamacpp  # noqa: F401  (that it is there)
+    import xllamacpp  # noqa: F401  (only to check that it is installed)
 
     context = get_context("spawn")
     pipe, other = context.Pipe()
@@ -105,7 +105,7 @@ def serving(file: Path, prompt: list[int], new: int, threads: int) -> Iterator[L
     try:
         yield LlamaCpp(pipe)
     finally:
-        pipe.close()  # which ends it
+        pipe.close()  # which ends the process
         process.join(30)
         process.kill()
 

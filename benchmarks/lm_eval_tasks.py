@@ -1,7 +1,8 @@
-"""`python -m benchmarks.lm_eval_tasks MODEL`: the tasks of examples/lm_eval by lm-eval's `hf` and by `futurebridge`.
+"""`python -m benchmarks.lm_eval_tasks MODEL`: examples/lm_eval's tasks with lm-eval's `hf` and with `futurebridge`.
 
-MODEL is a folder, such as `examples/pretrained_model.py` writes; both use one loaded model. `hf` answers a task once
-at each batch size, which must agree with ours; the quickest then takes turns with ours, from the texts to the answers.
+MODEL is a folder, such as `examples/pretrained_model.py` writes; both use one loaded model. `hf` runs a task once at
+each batch size, and its answers must agree with ours. Then the fastest batch size and ours are timed in turn, from
+texts to answers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Answers = list[tuple[float, bool]] | list[float]
 
 
 def requests(name: str, documents: int, model: HFLM) -> list[Instance]:
-    """Of a task's first documents."""
+    """The requests of a task's first documents."""
     manager = TaskManager(include_path=str(harness.ROOT / "examples" / "lm_eval"), include_defaults=False)
     task = manager.load([name])["tasks"][name]
     task.build_all_requests(limit=documents, tokenizer_name=model.tokenizer_name)
@@ -43,7 +44,7 @@ def requests(name: str, documents: int, model: HFLM) -> list[Instance]:
 
 
 def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
-    """(the largest difference of log-likelihoods, whether all are equal to rounding and every flag is the same)."""
+    """(largest difference of log-likelihoods, whether they are equal up to rounding and all greedy flags agree)."""
     pairs = [
         ((one, True), (other, True)) if isinstance(one, float) else (one, other)
         for one, other in zip(ours, theirs, strict=True)
@@ -53,14 +54,14 @@ def differences(ours: Answers, theirs: Answers) -> tuple[float, bool]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, theirs: Sequence[HFLM]) -> list[Result]:
-    """A row for ours and for every batch size of `hf`; those that are not the quickest were timed once."""
+    """One row for ours and one per batch size of `hf`; batch sizes other than the fastest are timed once."""
     asked = requests(name, documents, ours)
     kind = asked[0].request_type
     runs: dict[str, Callable[[], Any]] = {OURS: lambda: getattr(ours, kind)(asked, disable_tqdm=True)}
@@ -89,7 +90,7 @@ def measured(name: str, documents: int, rounds: int, ours: FutureBridgeLM, their
 
 
 def main() -> None:
-    """Print a row a task; write them where asked."""
+    """Print one row per task; write them if asked to."""
     parser = argparse.ArgumentParser(description="lm-eval's tasks by hf and by futurebridge")
     parser.add_argument("model", help="a folder with a model and its tokenizer")
     parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)

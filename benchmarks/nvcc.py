@@ -1,8 +1,7 @@
-"""`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print what each kernel takes of the chip.
+"""`python -m benchmarks.nvcc`: compile csrc/ for its architectures and print the resources of each kernel.
 
-Instructions are those of the machine code, in all and in the main loop: the longest without another one in it, of
-those that multiply matrices where there are some. Fails on a spill or a stack frame. Without nvcc it says so and
-passes.
+Instructions are counted in the machine code, in all and in the main loop: the longest innermost loop, among those with
+matrix products if there are any. A spill or a stack frame is a failure. Without nvcc it says so and passes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ USED = re.compile(r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of a kernel."""
+    """A kernel's resources as ptxas reports them, and its instructions."""
 
     kernel: str
     arch: str
@@ -71,14 +70,14 @@ def compiled(source: Path, folder: Path) -> Iterator[Resources]:
 
 
 def machine_code(target: Path) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """The instructions of each (mangled name, architecture) of an object file."""
+    """The instructions of each (mangled name, architecture) in an object file."""
     tool = shutil.which("cuobjdump") or triton.knobs.nvidia.cuobjdump.path  # the toolkit's, or Triton's own
     done = subprocess.run([tool, "--dump-sass", str(target)], capture_output=True, text=True, check=True)
     return sass.functions(done.stdout)
 
 
 def main_loop(code: sass.Code) -> int:
-    """Instructions of the longest innermost loop, of those with matrix products where there are some."""
+    """Instructions of the longest innermost loop, among those with matrix products if there are any."""
     return max(map(sass.counted, sass.inner_loops(code, "MMA") or sass.inner_loops(code)), default=0)
 
 
@@ -92,7 +91,7 @@ def readable(name: str) -> str:
 
 def main() -> None:
     if nvcc() is None:
-        print("csrc: nvcc is not here, nothing compiled")
+        print("csrc: no nvcc found, nothing compiled")
         return
     print(f"{'csrc kernel':<72} {'arch':<8}{'regs':>6}{'shared':>8}{'stack':>7}{'spills':>8}{'loop':>6}{'all':>6}")
     count = faults = 0

@@ -1,4 +1,4 @@
-"""What a user would write with transformers, peft, torch and the fastest kernels that are installed."""
+"""Peers: what a user would write with transformers, peft, torch and the fastest kernels that are installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fb_kernels import merge_attention_states
 def full_forwards(
     model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor, *, keep_all: bool = False
 ) -> Tensor:
-    """[K, H]: one forward of prefix + branch a candidate, with the logits of the H needed positions or of all."""
+    """[K, H]: one forward of prefix + branch per candidate, with the logits of the H needed positions or of all."""
     h, rows = len(future), []
     for candidate in candidates:
         ids = torch.cat([prefix, candidate[None], future[:-1]])[None]
@@ -36,7 +36,7 @@ def full_forwards(
 
 @torch.no_grad()
 def padded_batch(model: PreTrainedModel, prefix: Tensor, candidates: Tensor, future: Tensor) -> Tensor:
-    """[K, H]: all K sequences as one batch (they have one length, so there is nothing to mask)."""
+    """[K, H]: all K sequences as one batch (they are equally long, so there is nothing to mask)."""
     ids = torch.cat([prefix.expand(len(candidates), -1), _branches(candidates, future)], 1)
     return _gather(model(input_ids=ids, use_cache=False, logits_to_keep=len(future)).logits, future)
 
@@ -49,14 +49,14 @@ def repeated_cache(
     if cache is None:
         cache = prefill(model, prefix)
     else:
-        cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])  # repeating works in place
+        cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])  # repeats the cache in place
     cache.batch_repeat_interleave(len(candidates))
     return _gather(model(input_ids=_branches(candidates, future), past_key_values=cache).logits, future)
 
 
 @torch.no_grad()
 def repeated_caches(model: PreTrainedModel, prefixes: Tensor, candidates: Tensor, futures: Tensor) -> Tensor:
-    """[G, K, H]: `repeated_cache` of G groups at once, whose prefixes [G, P] have one length."""
+    """[G, K, H]: `repeated_cache` of G groups at once, whose prefixes [G, P] are equally long."""
     cache, k = DynamicCache(), candidates.shape[1]
     model.base_model(input_ids=prefixes, past_key_values=cache)
     cache.batch_repeat_interleave(k)
@@ -98,7 +98,7 @@ def as_trained(slm: PreTrainedModel, dropout: float = 0.05) -> TokenReranker:
 
 @torch.no_grad()
 def rerank_full_forwards(adapted: PeftModel, head: Tensor, prefix: Tensor, candidates: Tensor) -> Tensor:
-    """[K]: one forward of prefix + candidate a candidate, adapters on all of it."""
+    """[K]: one forward of prefix + candidate per candidate, adapters on every token."""
     decoder = adapted.get_base_model().base_model
     rows = [torch.cat([prefix, candidate[None]])[None] for candidate in candidates]
     return torch.cat([_score(decoder(input_ids=ids, use_cache=False), head) for ids in rows])
@@ -108,7 +108,7 @@ def rerank_full_forwards(adapted: PeftModel, head: Tensor, prefix: Tensor, candi
 def rerank_cached_forwards(
     adapted: PeftModel, head: Tensor, prefix: Tensor, candidates: Tensor, cache: DynamicCache
 ) -> Tensor:
-    """[K]: one forward of a single token a candidate over the frozen model's cache, cropped after each."""
+    """[K]: one forward of a single token per candidate over the frozen model's cache, cropped after each."""
     decoder = adapted.get_base_model().base_model
     cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     scores = []
@@ -133,12 +133,12 @@ def rerank_repeated_cache(
 def rerank_expanded_cache(
     adapted: PeftModel, head: Tensor, prefix: Tensor, candidates: Tensor, cache: DynamicCache
 ) -> Tensor:
-    """[K]: as `rerank_repeated_cache` with the repeats as views."""
+    """[K]: as `rerank_repeated_cache`, but the repeats are views."""
     return candidate_scores(adapted, head, candidates, cache)
 
 
 def candidate_scores(adapted: PeftModel, head: Tensor, candidates: Tensor, cache: DynamicCache) -> Tensor:
-    """[K]: the candidates behind views of a cache, with gradients."""
+    """[K]: the candidates over views of a cache, with gradients."""
     decoder = adapted.get_base_model().base_model
     output = decoder(input_ids=candidates[:, None], past_key_values=_expanded(cache, len(candidates)))
     return _score(output, head)
@@ -152,7 +152,7 @@ def log_softmax_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tenso
 
 @torch.no_grad()
 def logsumexp_logprob(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """[N]: logits, the target's less their log-sum-exp."""
+    """[N]: the target's logit minus the log-sum-exp of all logits."""
     logits = hidden @ weight.T
     return logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
 
@@ -204,7 +204,7 @@ LOSSES: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = { 
 
 
 def trl_chunked_logprob() -> Callable[..., Tensor]:
-    """TRL's log-probs over chunks of the vocabulary, whose arguments differ from version to version."""
+    """TRL's log-probs over chunks of the vocabulary; the function's arguments differ between versions."""
     function = importlib.import_module("trl.trainer.utils")._ChunkedLogProbFunction
     names = list(inspect.signature(function.forward).parameters)[1:]
     known = {"temperature": 1.0, "chunk_size": 8192, "bias": None, "logit_scale": 1.0}
@@ -249,7 +249,7 @@ def _matmuls(case: Branches) -> Attend:
 
 
 def _sdpa(case: Branches, backend: SDPBackend, mask: Any) -> Attend:
-    """Scaled dot product attention of one backend over copies of the prefix, which every call makes."""
+    """Scaled dot product attention with one backend over copies of the prefix, which every call makes."""
 
     def run() -> Tensor:
         q, k, v = case.repeated()
@@ -273,13 +273,13 @@ def _sdpa_cudnn(case: Branches) -> Attend:
 
 
 def _lower_right(case: Branches) -> Tensor:
-    """[L, P + L]: the prefix whole, the branch causally."""
+    """[L, P + L]: a mask that shows the whole prefix and the branch causally."""
     whole = torch.ones(case.length, case.prefix + case.length, dtype=torch.bool, device=case.q.device)
     return whole.tril(case.prefix)
 
 
 def _two_flash_calls(case: Branches) -> Attend:
-    """One call a group over its prefix, one causal call a branch over itself, merged by their log-sum-exp."""
+    """One call per group over its prefix, one causal call per branch over itself, merged by their log-sum-exp."""
     k, kv_heads = case.candidates, case.prefix_k.shape[1]
     on_gpu = case.q.device.type == "cuda"
     flash = torch.ops.aten._scaled_dot_product_flash_attention if on_gpu else _cpu_flash(case.q.shape[1] // kv_heads)
@@ -351,7 +351,7 @@ def _flash_attn_varlen(case: Branches) -> Attend:
 
 
 def _flash_attn_kvcache(case: Branches) -> Attend:
-    """Pages of the prefix shared by a group's branches, then pages of each branch's own, which every call fills."""
+    """A group's branches share the prefix's pages; each has its own pages after them, which every call fills."""
     function = importlib.import_module("flash_attn").flash_attn_with_kvcache
     page = 256
     if case.prefix % page:
@@ -415,7 +415,7 @@ DIFFERENTIABLE = (
     "SDPA flash, repeated prefix",
     "SDPA cuDNN, repeated prefix",
     "flex attention, block mask",
-)  # those of ATTENTION that autograd sees through; merged ones would need the gradient of a log-sum-exp
+)  # those of ATTENTION that autograd can differentiate; merged ones would need the gradient of a log-sum-exp
 
 
 def _branches(candidates: Tensor, future: Tensor) -> Tensor:

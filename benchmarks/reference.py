@@ -1,4 +1,4 @@
-"""The reference pages that are read off the code: the table of ops, the picture of a layout, the table of settings."""
+"""Reference pages that are generated from the code: the table of ops, the picture of a layout, the settings."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SMALL |= {"h": 16, "s": 2, "m": 80}
 
 @dataclass(frozen=True)
 class Row:
-    """What a reader wants to know of an op and its signature does not say.
+    """What a reader wants to know about an op beyond its signature.
 
     Attributes:
         op: its public name.
         takes: its tensors with their shapes; those in brackets may be None.
         gives: its results.
-        floats: the float tensors of a call of `fb_kernels.self_check_calls`, in its order.
+        floats: names of the float tensors of its call in `fb_kernels.self_check_calls`, in that order.
         cpu: dtypes of its kernel for CPU tensors.
         cuda: dtypes of its CUDA kernel.
     """
@@ -161,7 +161,7 @@ OPTIONAL = {"linear_logprob": ("bias",), "linear_logprob_partials": ("bias",), "
 
 
 def kernels(op: str) -> list[str]:
-    """The kinds of kernels that an op's operator has."""
+    """The kinds of kernels that an op has."""
     call = SHAPED[op](**{name: SMALL[name] for name in bench.dimensions()[op]})
     found = vars(importlib.import_module(f"fb_kernels.{call.op}")).values()
     (kinds,) = (each.kinds for each in found if isinstance(each, Op) and each.name == op)
@@ -169,7 +169,7 @@ def kernels(op: str) -> list[str]:
 
 
 def gradients(row: Row) -> list[str]:
-    """The arguments that a small call's results give a gradient, by autograd."""
+    """The arguments to which a small call's results give a gradient, by autograd."""
     call = SHAPED[row.op](**{name: SMALL[name] for name in bench.dimensions()[row.op]})
     floats, indices = call.given(torch.float32, "cpu")
     try:
@@ -199,14 +199,14 @@ def ops_table() -> list[str]:
 
 BRANCHES, PREFIXES = [[2, 3], [2]], [(0, 4), (4, 3)]
 CELL, LEFT, TOP = 26, 210, 92
-COLOURS = ("#3b7dd8", "#c2702c")  # of the groups; read on white and on black, and told apart by colour-blind people
+COLOURS = ("#3b7dd8", "#c2702c")  # of the groups; legible on white and on black, and distinct for colour-blind people
 
 
 def seen() -> list[list[bool]]:
-    """[rows][prefix keys, then rows]: what `branch_attention` lets each row see, read off its own result."""
+    """[rows][prefix keys, then rows]: which keys each row sees, read off a result of `branch_attention`."""
     layout = BranchLayout.of(BRANCHES, PREFIXES, device="cpu")
     rows, keys = sum(map(sum, BRANCHES)), sum(length for _, length in PREFIXES)
-    values = torch.eye(keys + rows)[:, None]  # every key's value is a direction of its own
+    values = torch.eye(keys + rows)[:, None]  # every key's value is its own unit vector
     zero = torch.zeros(keys + rows, 1, keys + rows)
     out = branch_attention(zero[keys:], zero[keys:], values[keys:], zero[:keys], values[:keys], layout)
     return (out[:, 0] > 0).tolist()
@@ -261,14 +261,14 @@ def layout_picture() -> str:
 
 
 def meanings(kind: type[BaseModel]) -> dict[str, str]:
-    """{field: what the docstring's Attributes say of it}."""
+    """{field: its text in the docstring's Attributes}."""
     said = (kind.__doc__ or "").partition("Attributes:")[2]
     found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", said, re.MULTILINE)
     return {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found}
 
 
 def nested(field: FieldInfo) -> type[BaseModel] | None:
-    """The settings class of a field that holds keys of its own."""
+    """The settings class of a field that has nested keys."""
     for part in (field.annotation, *get_args(field.annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
@@ -294,7 +294,7 @@ def kind_of(annotation: Any) -> str:
 
 
 def bounds(field: FieldInfo) -> str:
-    """The limits of a number, of it or of each of a list."""
+    """The limits of a number, or of each number in a list."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 
     def of(metadata: Any) -> Iterator[str]:
@@ -311,7 +311,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """As YAML says it."""
+    """The default as written in YAML."""
     if field.is_required():
         return "must be given"
     value = field.get_default(call_default_factory=True)
@@ -325,7 +325,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
-    """A heading and a table a section, then those inside it."""
+    """A heading and a table per section, then its nested sections."""
     said = meanings(kind)
     yield from ("", f"{'#' * (2 + name.count('.'))} `{name}`", "")
     yield from ((kind.__doc__ or "").strip().partition("\n\n")[0], "")

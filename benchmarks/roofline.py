@@ -1,4 +1,4 @@
-"""Plots of GPU results: time against a size, how much of the ceiling each case reaches, and the decode loop."""
+"""Plots of GPU results: time against a size, each case's share of the ceiling, and the decode loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.harness import FLOOR, OURS
 
-GREY = "#808891"  # is read on white and on black
-COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's; ours is the first
-MARKERS = "osD^vP"  # says the same
+GREY = "#808891"  # legible on white and on black
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's; the first is ours
+MARKERS = "osD^vP"  # one per colour
 STYLE: Mapping[str, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor", "legend.edgecolor"), "none"),
@@ -26,14 +26,14 @@ SWEEPS = {  # file: (size on the x axis, what it is, ops)
     "rows": ("N", "rows", ("linear_logprob",)),
 }
 BOUNDS = (FLOOR, "the matrix product alone", "the weights, read by a sum")
-YARDSTICKS = ("one greedy step", "greedy")  # other work, for scale
+YARDSTICKS = ("one greedy step", "greedy")  # other work, for comparison
 LOOP = ("decode_step", "rerank_event", "end_to_end")  # ops of the decode loop
 Case = Mapping[str, Any]
 Curves = dict[str, list[tuple[int, float]]]
 
 
 def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write what these result files can show to `folder` as SVG; returns the paths."""
+    """Write all plots that these result files allow to `folder` as SVG; returns the paths."""
     from matplotlib import pyplot as plt
 
     cases = [case for result in results for case in result["cases"] if case["median_us"]]
@@ -54,7 +54,7 @@ def plots(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
 
 
 def sweeps(cases: Sequence[Case], size: str) -> dict[str, Curves]:
-    """{all that stays the same: {implementation: [(size, microseconds)]}} where a size takes several values."""
+    """{the other sizes: {implementation: [(size, microseconds)]}}, where the size takes several values."""
     found: dict[str, Curves] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         value = re.search(rf"\b{size}=(\d+) ?", case["shape"])
@@ -69,7 +69,7 @@ def sweeps(cases: Sequence[Case], size: str) -> dict[str, Curves]:
 
 
 def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
-    """The fastest of the others that was right, by (op, shape)."""
+    """The fastest peer that was timed, by (op, shape)."""
     best: dict[tuple[str, str], Case] = {}
     for case in cases:
         place = case["op"], case["shape"]
@@ -79,7 +79,7 @@ def best_peers(cases: Sequence[Case]) -> dict[tuple[str, str], Case]:
 
 
 def is_peer(case: Case) -> bool:
-    """Whether it was timed, does the same work and is not ours."""
+    """Whether the case was timed, does the same work and is not ours."""
     return bool(case["median_us"]) and case["impl"].partition(",")[0] not in (OURS, *BOUNDS, *YARDSTICKS)
 
 
@@ -138,7 +138,7 @@ def _bars(reached: Sequence[Case], best: Mapping[tuple[str, str], Case]) -> Any:
 
 
 def _loop(cases: Sequence[Case]) -> Any:
-    """A panel a case, a bar an implementation, in milliseconds."""
+    """A panel per case, a bar per implementation, in milliseconds."""
     from matplotlib import pyplot as plt
 
     panels: dict[str, dict[str, float]] = defaultdict(dict)

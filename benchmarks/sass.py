@@ -1,4 +1,4 @@
-"""Reads machine code as `cuobjdump --dump-sass` prints it: instructions, loops, and what those with products hold."""
+"""Reads machine code as `cuobjdump --dump-sass` prints it: instructions, loops, and counts in loops with products."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _NAME = re.compile(r"(?:@!?U?P\w+\s+)?(\S+)")
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop with HGMMA: how many instructions of each kind a warp meets a turn."""
+    """An innermost loop with HGMMA: how many instructions of each kind a warp executes per iteration."""
 
     instructions: int
     hgmma: int
-    arrive: int  # begins of a batch of products
+    arrive: int  # starts of batches of products
     wait: int  # waits for batches
     local: int  # loads and stores of spilled registers
 
     @property
     def serialised(self) -> bool:
-        """Whether every product is waited for by itself."""
+        """Whether the loop waits for every product separately."""
         return self.arrive >= self.hgmma > 4
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of a kernel with HGMMA; one without has no loops here."""
+    """A kernel's loops with HGMMA (none if it has no HGMMA), and its spills."""
 
     loops: tuple[Loop, ...]
     epilogue: int  # instructions after the last product
@@ -42,7 +42,7 @@ class MachineCode:
 
     @property
     def main(self) -> Loop | None:
-        """The loop that most work is done in: the one with the fewest instructions a product."""
+        """The loop that does most of the work: the one with the fewest instructions per product."""
         return min(self.loops, key=lambda loop: loop.instructions / loop.hgmma, default=None)
 
     @classmethod
@@ -68,11 +68,11 @@ def functions(listing: str) -> dict[tuple[str, str], list[tuple[int, str]]]:
 
 
 def loops(code: Code) -> list[range]:
-    """The places of every loop, from its first instruction to the jump back."""
+    """Every loop as a range of places in the code, from its first instruction to the jump back."""
     places = {address: place for place, (address, _) in enumerate(code)}
     last = max((place for place, (_, text) in enumerate(code) if "EXIT" in text), default=len(code))
     found = []
-    for end, (address, text) in enumerate(code[:last]):  # behind it is what mends a divided warp and jumps back
+    for end, (address, text) in enumerate(code[:last]):  # the jumps back after EXIT only reconverge divided warps
         branch = _BRANCH.search(text)
         if branch and int(branch["target"], 16) < address:
             found.append(range(places[int(branch["target"], 16)], end + 1))
@@ -80,19 +80,19 @@ def loops(code: Code) -> list[range]:
 
 
 def inner_loops(code: Code, holding: str = "") -> list[Code]:
-    """Of the loops that hold such an instruction those without another one of them inside."""
+    """The loops that hold such an instruction and contain no other such loop."""
     found = [loop for loop in loops(code) if any(holding in code[place][1] for place in loop)]
     inner = [loop for loop in found if not any(contains(loop, other) for other in found)]
     return [code[loop.start : loop.stop] for loop in inner]
 
 
 def contains(loop: range, other: range) -> bool:
-    """Whether another loop lies inside a loop."""
+    """Whether the loop contains the other one."""
     return loop != other and loop.start <= other.start and other.stop <= loop.stop
 
 
 def counted(code: Code) -> int:
-    """How many instructions they are without those that only fill."""
+    """The number of instructions, without NOPs."""
     return sum(not text.startswith("NOP") for _, text in code)
 
 

@@ -1,4 +1,4 @@
-"""`futurebridge serve` on the demo's plans as a process of its own, and what it should answer."""
+"""`futurebridge serve` with the demo's plans pair in a separate process, and the answers that it should give."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import DemoPair
 
-PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # tokens of an answer, of a sequence, at most
+PAIR, THRESHOLD, NEW, LENGTH = "plans", 1.7, 60, 256  # NEW and LENGTH: maximum tokens of an answer and of a sequence
 MODEL = f"demo:{PAIR}"
-THREADS = 1  # of torch, in every process: the models are small
+THREADS = 1  # torch's threads in every process; the models are small
 
 
 class Server:
-    """The process, on a free port of the loopback, from its being ready on; ends with the context.
+    """The process, on a free port of the loopback; once constructed it is ready, and it ends with the context.
 
     Args:
-        options: more of the command's.
-        environment: more variables.
+        options: further options of the command.
+        environment: further environment variables.
     """
 
     def __init__(self, *options: str, **environment: str) -> None:
@@ -42,7 +42,7 @@ class Server:
             if found is None:
                 raise RuntimeError(f"{' '.join(command)}: expected an address, got none; run it to see why")
             self.host, self.port = found[1], int(found[2])
-            self.metrics()  # once it answers it has opened all that it opens without clients
+            self.metrics()  # after this answer it has opened all files that it opens without clients
             time.sleep(0.5)
             self.files = self.open_files()
         except BaseException:
@@ -57,7 +57,7 @@ class Server:
         try:
             self.process.wait(60)
         finally:
-            self._kill()  # which does nothing to one that has ended
+            self._kill()  # does nothing if it has ended
 
     def _kill(self) -> None:
         self.process.kill()
@@ -65,37 +65,37 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Of its API."""
+        """The URL of its API."""
         return f"http://{self.host}:{self.port}/v1"
 
     def cpu_seconds(self) -> float:
-        """That it has used so far."""
+        """CPU time that it has used so far."""
         fields = self._about("stat").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
-        """Memory that it has now."""
+        """Its present resident memory."""
         return int(self._about("statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def open_files(self) -> int:
-        """Files and sockets."""
+        """Number of open files and sockets."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def threads(self) -> int:
-        """Of all kinds."""
+        """Number of its threads."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def metrics(self) -> dict[str, float]:
-        """What it counts, by name and labels."""
+        """Its metrics, by name and labels."""
         with urllib.request.urlopen(f"http://{self.host}:{self.port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
     def wait_until_idle(self, seconds: float = 60.0) -> None:
-        """Until no sequence is under way, no page is held and no client is connected.
+        """Wait until no sequence is in progress, no page is held and no client is connected.
 
         Raises:
-            TimeoutError: something is still.
+            TimeoutError: something is left after so many seconds.
         """
         names = [f"futurebridge_{name}" for name in ("waiting", "running", "asking", "kv_pages_used")]
         stop = time.monotonic() + seconds
@@ -113,16 +113,16 @@ class Server:
 
 
 class Truth(NamedTuple):
-    """What a prompt becomes alone."""
+    """The answer to a prompt that runs alone."""
 
     text: str
     tokens: int
-    ended: bool  # by the end-of-sequence token
+    ended: bool  # with the end-of-sequence token
     steps: list[int]  # of its events
 
 
 def alone(pair: DemoPair, prompts: Sequence[Sequence[int]], new: int = NEW, max_events: int = 8) -> list[Truth]:
-    """One prompt after another, without pages, batches and server."""
+    """The answers to prompts one after another, without pages, batches and server."""
     decoder = CollaborativeDecoder(
         pair.slm,
         pair.llm,

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.serving`: the server under 1 to 64 clients, beside its engine in process and one at a time.
+"""`python -m benchmarks.serving`: the server with 1 to 64 clients, its engine in-process, and one prompt at a time.
 
-Clients ask one request after another, streamed; a load of requests is timed whole, all ways in turn, and every answer
-is checked against the prompt's alone. The client reads HTTP by hand: it shares the machine with the server, and a
-client library takes several times as much of it.
+Each client sends one streamed request after another. A load of requests is timed as a whole, all ways in turn, and
+every answer is compared with that of its prompt alone. The clients read HTTP without a library: they share the machine
+with the server, and a library would take several times as much CPU.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SHARES = (50, 90, 99)
 
 @dataclass
 class Reply:
-    """A streamed answer, and when its pieces came."""
+    """A streamed answer, and the times at which its pieces arrived."""
 
     began: float
     times: list[float] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)
 
     def truth(self) -> Truth:
-        """What it says."""
+        """The answer that the pieces make."""
         lines = b"".join(self.pieces).decode().split("\n\n")
         assert lines[-2] == "data: [DONE]", lines
         *pieces, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -59,7 +59,7 @@ class Reply:
 
 @dataclass
 class Load:
-    """What was seen of one load of requests."""
+    """The answers and measurements of one load of requests."""
 
     seconds: float
     answers: list[Truth]
@@ -68,7 +68,7 @@ class Load:
 
 
 async def ask(host: str, port: int, requests: Iterator[tuple[int, bytes]], replies: dict[int, Reply]) -> None:
-    """One client: a connection, and the next of the requests as soon as it has an answer."""
+    """One client: one connection; it sends the next request as soon as it has an answer."""
     reader, writer = await asyncio.open_connection(host, port)
     for place, body in requests:
         reply = replies[place] = Reply(time.perf_counter())
@@ -102,7 +102,7 @@ def served(server: Server, prompts: Sequence[list[int]], clients: int) -> Load:
 
 
 def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], clients: int) -> Load:
-    """The same load on an engine here, from as many threads as there are clients."""
+    """The same load on an engine in this process, from as many threads as there are clients."""
     loop = engine.decoder.loop
     assert loop is not None
     steps, began = loop.step.begun, time.perf_counter()
@@ -114,7 +114,7 @@ def in_process(engine: Engine, pair: DemoPair, prompts: Sequence[list[int]], cli
 
 
 def one_at_a_time(decoder: CollaborativeDecoder, pair: DemoPair, prompts: Sequence[list[int]], _: int) -> Load:
-    """`CollaborativeDecoder.generate`, over pages as the engine, without company."""
+    """`CollaborativeDecoder.generate` one prompt at a time, over pages like the engine."""
     began = time.perf_counter()
     found = [decoder.generate(ids, NEW) for ids in prompts]
     return Load(time.perf_counter() - began, [_truth(pair, one) for one in found])
@@ -127,13 +127,13 @@ def _truth(pair: DemoPair, one: Any) -> Truth:
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Percentiles in milliseconds."""
     values = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor(SHARES, dtype=torch.float64) / 100)
     return {f"{name} p{share}": value * 1e3 for share, value in zip(SHARES, values.tolist(), strict=True)}
 
 
 def row(clients: int, impl: str, loads: Sequence[Load], wanted: Sequence[Truth]) -> Result:
-    """What the loads of all rounds say; nothing of those whose answers are not the prompts' alone."""
+    """The result of all rounds; without figures if an answer differs from that of its prompt alone."""
     asked = len(loads[0].answers)
     wrong = sum(got != wanted[place % PROBLEMS] for load in loads for place, got in enumerate(load.answers))
     shape = f"{clients} client{'s' * (clients > 1)}"
@@ -159,7 +159,7 @@ def row(clients: int, impl: str, loads: Sequence[Load], wanted: Sequence[Truth])
 
 
 def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, rounds: int) -> list[Result]:
-    """A row for every way and number of clients."""
+    """One row for every way and number of clients."""
     prompts = [list(problem.prompt_ids) for problem in pair.world.problems(PROBLEMS, seed=0, role="test")]
     wanted, alike = alone(pair, prompts), (pair.slm, pair.llm, LLMPreference(), RequestPolicy(THRESHOLD))
     decoder = CollaborativeDecoder(*alike, tokenizer=pair.world.tokenizer, max_length=LENGTH)
@@ -180,7 +180,7 @@ def measured(server: Server, engine: Engine, pair: DemoPair, requests: int, roun
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Every load that was right; the others by name."""
+    """A row for every load that was right, and the names of the others."""
     head = [
         "clients",
         "requests/s",
@@ -212,7 +212,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
 
 def _by_shape(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """{shape: {implementation: details}} of what was right."""
+    """{shape: {implementation: details}} of the loads that were right."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for case in result["cases"]:
         if case["ok"]:
@@ -259,10 +259,10 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
 
 
 def main() -> None:
-    """Print the table; write the results where asked."""
+    """Print the table; write the results if asked to."""
     parser = argparse.ArgumentParser(description="the server under load")
-    parser.add_argument("--requests", type=int, default=256, help="of a load of 64 clients; fewer have fewer")
-    parser.add_argument("--rounds", type=int, default=3, help="of all ways and numbers of clients in turn (default: 3)")
+    parser.add_argument("--requests", type=int, default=256, help="requests per load at 64 clients; fewer send fewer")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all ways and client numbers (default: 3)")
     parser.add_argument("--write-results", metavar="DIR", type=Path, help="write <device>/serving.json to DIR")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)

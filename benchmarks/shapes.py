@@ -16,7 +16,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 CANDIDATES = 13
 HIDDEN, WIDTH, VOCABULARY = (2048, 6144, 151_936) if ON_GPU else (256, 512, 8192)
 HEADS, KV_HEADS, HEAD_DIM = (16, 8, 128) if ON_GPU else (8, 4, 64)
-ROWS = (16, 4096) if ON_GPU else (4, 64)  # of a decode step and of a packed forward
+ROWS = (16, 4096) if ON_GPU else (4, 64)  # rows of a decode step and of a packed forward
 
 # The model that scores: Qwen3-1.7B on a GPU. Its prefixes [P], futures [H] and packs of G groups.
 SLM = (
@@ -26,18 +26,18 @@ SLM = (
     else {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32_000}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
 )
-WIDE = torch.float32 if ON_GPU else torch.float64  # of the truth that such a model is held against
+WIDE = torch.float32 if ON_GPU else torch.float64  # dtype of the truth that such a model is compared with
 SCORED = [(1024, 128), (2048, 128)] if ON_GPU else [(512, 64), (1024, 128)]  # (P, H)
 PACKED = [(g, p, 128) for p in (1024, 2048) for g in (3, 4)] if ON_GPU else [(3, 512, 64)]  # (G, P, H)
 TRAJECTORIES = [(g, 2048, 128) for g in (3, 4)] if ON_GPU else [(4, 1024, 64)]  # (G, T, H)
 SAMPLE = (72, 3, (512, 4096), 128) if ON_GPU else (8, 3, (64, 512), 32)  # trajectories, states of each, tokens, H
-POOLS = (8, 16)  # of the sample: smallest, largest
+POOLS = (8, 16)  # smallest and largest pool of the sample
 CACHED = (1024, 4096) if ON_GPU else (512, 1024)  # prefixes of one-token branches
 
-# Deployment: tokens of context, new tokens of a problem, and the large model, Qwen3-32B on a GPU.
+# Deployment: tokens of context, new tokens per problem, and the large model, Qwen3-32B on a GPU.
 CONTEXTS = (256, 2048) if ON_GPU else (256, 1024)
 PROBLEMS = (500, 1200) if ON_GPU else (250,)
-EVENTS = 4.8  # a problem, as published
+EVENTS = 4.8  # per problem, as published
 LLM = (
     {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600, "vocab_size": 151_936}
     | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
@@ -60,8 +60,8 @@ LLAMA = {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
     "rope_theta": 100_000.0,
 }
 
-RUNS = 12 if ON_GPU else 4  # of a training sweep
-TRAINED_TRAJECTORIES = (2, 4, 2048) if ON_GPU else (2, 4, 256)  # how many, states of each, tokens
+RUNS = 12 if ON_GPU else 4  # runs of a training sweep
+TRAINED_TRAJECTORIES = (2, 4, 2048) if ON_GPU else (2, 4, 256)  # trajectories, states per trajectory, tokens
 
 # (groups, branch length, prefix length)
 BRANCHES = [(g, 128, p) for p in (1024, 2048, 4096) for g in (1, 4)] if ON_GPU else [(2, 16, 512)]
@@ -72,7 +72,7 @@ CANDIDATE_COUNTS = (4, 8, 32) if ON_GPU else (4,)  # at the last of BRANCHES
 
 
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Of random weights, tied, in DTYPE; it never ends by itself."""
+    """A model with random weights in DTYPE and tied embeddings; it has no end-of-sequence token."""
     config.tie_word_embeddings, config.eos_token_id, config.bos_token_id = True, None, None
     with torch.random.fork_rng(), torch.device(DEVICE):
         torch.manual_seed(seed)
@@ -83,7 +83,7 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Branches:
-    """The inputs of `branch_attention`: G groups of K branches of L rows, each group behind P keys of its own."""
+    """The inputs of `branch_attention`: G groups of K branches of L rows, each group with its own prefix of P keys."""
 
     groups: int
     candidates: int
@@ -108,7 +108,7 @@ class Branches:
         dtype: torch.dtype = DTYPE,
         device: str = DEVICE,
     ) -> Branches:
-        """Scores of standard deviation 2, so that a row's largest weights are far from equal."""
+        """Random inputs; scores have standard deviation 2, so that a row's largest weights are far from equal."""
         generator = torch.Generator(device).manual_seed(0)
         rows = groups * candidates * length
 
@@ -130,7 +130,7 @@ class Branches:
 
     @property
     def layout(self) -> BranchLayout:
-        """Who sees whom."""
+        """Which rows see which keys."""
         slices = [(group * self.prefix, self.prefix) for group in range(self.groups)]
         return BranchLayout.of([[self.length] * self.candidates] * self.groups, slices, device=self.q.device)
 
@@ -146,14 +146,14 @@ class Branches:
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """How many (row, key) pairs see each other: keys of the prefix, and of the row's own branch."""
+        """How many (row, key) pairs there are: with keys of the prefix, and with keys of the row's own branch."""
         behind = self.length * self.prefix
         return self.branches * behind, self.branches * self.length * (self.length + 1) // 2
 
     @property
     def cost(self) -> Cost:
         rows, heads, width = self.q.shape
-        once = (self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # q and a result like it
+        once = (self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # q, and the result of the same size
         return Cost(4.0 * heads * width * sum(self.pairs), float(sum(x.nbytes for x in once) + 4 * heads * rows))
 
     @property
@@ -161,7 +161,7 @@ class Branches:
         """Three products over the prefix, which gets no gradient, and five over a branch's own keys."""
         rows, heads, width = self.q.shape
         behind, own = self.pairs
-        read = (self.q, self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # out and its gradient are like q
+        read = (self.q, self.q, self.q, self.k, self.v, self.prefix_k, self.prefix_v)  # q, out, gradient of out
         written = (self.q, self.k, self.v)
         traffic = float(sum(x.nbytes for x in (*read, *written)) + 4 * heads * rows)
         return Cost(2.0 * heads * width * (3 * behind + 5 * own), traffic)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.soak`: thousands of mixed requests to one server, which must answer right and keep nothing.
+"""`python -m benchmarks.soak`: thousands of mixed requests to one server, which must answer right and leak nothing.
 
-OpenAI's client asks: streamed and whole, completions and chats, with stop strings, limits, several answers and without
-events; some go away in the middle, some are refused. Answers are compared with the prompt's alone, and what the server
-holds at the end with what it held after the first requests.
+Requests come from OpenAI's client: streamed and whole, completions and chats, with stop strings, limits, several
+answers, and without events. Some clients leave early, some requests must be refused. Answers are compared with those of
+the prompts alone; what the server holds at the end is compared with what it held after the first requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fb_core.demo.pairs import DemoPair, load_pair
 from fb_core.report.page import markdown_table
 
 RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
-LIMITS, EVENTS = (60, 25, 7), (8, 0)  # tokens, events at most
+LIMITS, EVENTS = (60, 25, 7), (8, 0)  # maximum tokens, maximum events
 KINDS = ("streamed", "whole", "left while streaming", "left while waiting", "refused")
 WEIGHTS = (40, 30, 10, 5, 15)
 BAD: tuple[Mapping[str, Any], ...] = (
@@ -44,14 +44,14 @@ BAD: tuple[Mapping[str, Any], ...] = (
     {"extra_body": {"futurebridge": {"max_events": 99}}},
 )
 CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "16")
-"""Of torch's oneDNN, which keeps kernels for the last 1,024 shapes: that would hide a leak."""
-PATIENCE = 0.1  # seconds, of those who leave while waiting; some have not even sent their request
-SHOWN = 5  # wrong answers, in words
+"""Sizes of oneDNN's kernel caches. By default they keep the last 1,024 shapes, and such growth would hide a leak."""
+PATIENCE = 0.1  # seconds until a client leaves while waiting; some have not even sent their request
+SHOWN = 5  # wrong answers that are printed in full
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the server has while nothing is under way."""
+    """What the server holds while no request is in progress."""
 
     requests: int  # so far
     resident_bytes: int
@@ -61,19 +61,19 @@ class Held:
 
 @dataclass
 class Soak:
-    """What came of it."""
+    """The result of a soak test."""
 
     clients: int
     seconds: float = 0.0
     kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    statuses: dict[str, int] = field(default_factory=dict)  # by the server's own count
+    statuses: dict[str, int] = field(default_factory=dict)  # as the server counted them
     wrong: list[str] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request, and what is to come back."""
+    """A request, and the expected answer."""
 
     kind: str
     chat: bool
@@ -83,7 +83,7 @@ class Question:
 
 
 def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[Question]:
-    """Drawn alike in every process."""
+    """Random requests, the same ones for the same seed in every process."""
     asked = pair.world.problems(problems, seed=0, role="test")
     ids = [list(problem.prompt_ids) for problem in asked]
     truths = {(limit, events): alone(pair, ids, limit, events) for limit in LIMITS for events in EVENTS}
@@ -109,7 +109,7 @@ def questions(pair: DemoPair, problems: int, count: int, seed: int) -> Iterator[
 
 
 async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
-    """What is wrong with the answer, where something is."""
+    """Send a request; returns what is wrong with the answer, or None."""
     create: Any = client.chat.completions.create if question.chat else client.completions.create
     body = {"model": MODEL, **question.body}
     if question.kind == "refused":
@@ -134,7 +134,7 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
         pieces = [await create(**body)]
     got = [_answer(pieces, index) for index in range(body["n"])]
     tokens, steps = question.want.tokens, question.want.steps
-    if question.text != question.want.text:  # as far as the stop string
+    if question.text != question.want.text:  # the answer ends at the stop string
         tokens = pieces[-1].usage.completion_tokens // body["n"]
         steps = [step for step in steps if step < tokens]
     finish = "stop" if question.want.ended or question.text != question.want.text else "length"
@@ -145,7 +145,7 @@ async def ask(client: openai.AsyncOpenAI, question: Question) -> str | None:
 
 
 def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[int]]:
-    """(text, reason, steps of events) of one of the answers, whole or in pieces."""
+    """(text, finish reason, steps of events) of one of the answers, whole or streamed."""
     text, reason, steps = "", None, []
     for choice in (one for piece in pieces for one in piece.choices if one.index == index):
         said = getattr(choice, "delta", None) or getattr(choice, "message", None)
@@ -156,17 +156,17 @@ def _answer(pieces: Sequence[Any], index: int) -> tuple[str, str | None, list[in
 
 
 def soak(requests: int, every: int, *, problems: int = 64, clients: int = 64, seed: int = 0) -> Soak:
-    """Ask, and look at what the server holds behind every so many requests.
+    """Send requests, and record what the server holds after every `every` of them.
 
     Args:
-        requests: in all.
-        every: requests between two looks; the clients leave for each.
-        problems: different prompts.
-        clients: requests under way at once.
-        seed: of what is asked.
+        requests: total number.
+        every: requests between two records; all clients disconnect before each.
+        problems: number of different prompts.
+        clients: concurrent requests.
+        seed: of the requests.
 
     Raises:
-        TimeoutError: the server still holds something though nobody asks.
+        TimeoutError: the server still holds something while no request is in progress.
     """
     pair = load_pair(PAIR)
     asked, found = list(questions(pair, problems, requests, seed)), Soak(clients)
@@ -197,7 +197,7 @@ async def _together(url: str, asked: Iterator[Question], found: Soak) -> None:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What a result says."""
+    """The result in Markdown."""
     first, last = result["held"][0], result["held"][-1]
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in result["kinds"].items())
     statuses = ", ".join(f"{count:,} of {status}" for status, count in sorted(result["statuses"].items()))
@@ -218,10 +218,10 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Print what came of it; status 1 where an answer was wrong."""
+    """Print the result; exit with 1 if an answer was wrong."""
     parser = argparse.ArgumentParser(description="thousands of mixed requests to one server")
-    parser.add_argument("--requests", type=int, default=10_000, help="in all (default: 10,000)")
-    parser.add_argument("--every", type=int, default=2_000, help="between two looks at the server (default: 2,000)")
+    parser.add_argument("--requests", type=int, default=10_000, help="number of requests (default: 10,000)")
+    parser.add_argument("--every", type=int, default=2_000, help="requests between two records (default: 2,000)")
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/soak/<device>.json")
     given = parser.parse_args()
     torch.set_num_threads(THREADS)

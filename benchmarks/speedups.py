@@ -17,7 +17,7 @@ PASSES = {"grpo_no_grad": "no gradients", "grpo_gradient": "gradients"}
 
 
 def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
-    """{shape: (ours, the quickest peer)} of an op's timed cases."""
+    """{shape: (ours, the fastest peer)} of an op's timed cases."""
     cases = [case for case in result["cases"] if case["op"] == op and case["median_us"]]
     found = {}
     for shape in dict.fromkeys(case["shape"] for case in cases):
@@ -29,18 +29,18 @@ def pairs(result: Result, op: str) -> dict[str, tuple[Result, Result]]:
 
 
 def sizes(shape: str) -> Sizes:
-    """Of `G=8 P=512 R=128`."""
+    """The sizes in a shape such as `G=8 P=512 R=128`."""
     group, prompt, completion = map(int, re.findall(r"=(\d+)", shape))
     return group, prompt, completion
 
 
 def saved(group: int, prompt: int, completion: int) -> float:
-    """Tokens of full rows by those of a packed forward."""
+    """Tokens of full rows divided by those of a packed forward."""
     return group * (prompt + completion) / (prompt + group * completion)
 
 
 def grpo_table(result: Result) -> list[str]:
-    """Every way at the shapes whose memory was measured, by the device that it ran on, then what the runs say."""
+    """Every way at the shapes whose memory was measured, one table per device, then how far the curves differ."""
     rows: dict[str, list[list[str]]] = {}
     for op, label in PASSES.items():
         cases = [case for case in result["cases"] if case["op"] == op and case.get("peak_bytes")]
@@ -60,7 +60,7 @@ def grpo_table(result: Result) -> list[str]:
 
 
 def sweep_table(result: Result) -> list[str]:
-    """Times over sizes, beside the tokens saved."""
+    """Times at all sizes, and the tokens saved."""
     rows = []
     for shape, (ours, trl) in pairs(result, "grpo_no_grad").items():
         seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, trl)]
@@ -69,7 +69,7 @@ def sweep_table(result: Result) -> list[str]:
 
 
 def lm_eval_table(result: Result) -> list[str]:
-    """Every task by `hf` at its best batch size, and by ours."""
+    """Every task with `hf` at its best batch size, and with ours."""
     rows = []
     for shape, (ours, best) in pairs(result, "lm_eval").items():
         seconds = [f"{case['median_us'] / 1e6:.2f}" for case in (ours, best)]
@@ -79,7 +79,7 @@ def lm_eval_table(result: Result) -> list[str]:
 
 
 def plot(result: Result, path: Path) -> Path:
-    """Speed-up over P / R, a line for each G, a panel for each R; dashed, the tokens saved."""
+    """Speed-up over P / R, one line per G and one panel per R; dashed lines are the tokens saved."""
     from matplotlib import pyplot as plt
 
     points = {sizes(shape): pair for shape, pair in pairs(result, "grpo_no_grad").items()}

@@ -1,4 +1,4 @@
-"""What each stage of a run does in a second, and scoring against a loop: `python -m benchmarks.stages`."""
+"""The throughput of each stage of a run, and scoring against a loop: `python -m benchmarks.stages`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def logged_groups(settings: RunSettings, run: Path) -> list[tuple[Tensor, Branch
 
 @torch.no_grad()
 def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGroup, valid_vocab: int) -> Tensor:
-    """[K, H] by a full forward of the model's own for every candidate, logits of the future alone."""
+    """[K, H] by a full forward of the model for every candidate, with logits of the future only."""
     rows = []
     for candidate in group.candidates:
         ids = torch.cat([tokens[: group.position], candidate[None], group.future[:-1]])
@@ -69,7 +69,7 @@ def one_candidate_at_a_time(model: hf.CausalLM, tokens: Tensor, group: BranchGro
 
 
 def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
-    """Groups a second of packed trajectories and of the loop, on the same groups, after a check that they agree."""
+    """Groups per second with packed trajectories and with the loop, on the same groups; both must agree."""
     stage, groups = TrajectoryStage(settings, run), logged_groups(settings, run)
     model, scorer = stage.models.slm, stage.models.scorer
     packed: dict[int, tuple[Tensor, list[BranchGroup]]] = {}
@@ -94,7 +94,7 @@ def scoring(settings: RunSettings, run: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown of a result."""
+    """The result in Markdown."""
     lines = [
         f"*`{result['config']}`, {result['device']}, torch {result['torch']}, commit "
         f"{result['commit'][:10]}, {result['date']}*",
@@ -119,7 +119,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run a configuration from nothing, or read a finished run, and print what each stage did in a second."""
+    """Run a configuration from scratch, or read a finished run, and print the throughput of each stage."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--config", default="tiny")
     parser.add_argument("--run", type=Path, help="a finished run; a new one in a temporary folder if left out")

@@ -12,7 +12,7 @@ from benchmarks.harness import OURS
 
 
 def against_the_best(result: dict[str, Any]) -> list[str]:
-    """Ours with its share of the ceiling and the best peer, a line a case, in Markdown."""
+    """Ours with its share of the ceiling, and the best peer; one line per case, in Markdown."""
     reached = result.get("ceilings")
     ceilings = (
         ""
@@ -42,7 +42,7 @@ def against_the_best(result: dict[str, Any]) -> list[str]:
 
 
 def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """What whole problems cost by method, in Markdown: the published table's columns, of cases that counted them."""
+    """The cost of whole problems by method, in Markdown, with the columns of the published table."""
     shapes = dict.fromkeys(case["shape"] for case in cases if case["op"] == "end_to_end" and case.get("details"))
     lines = []
     for shape in shapes:
@@ -64,13 +64,13 @@ def cost_table(cases: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def wrong(result: dict[str, Any]) -> list[str]:
-    """What of ours failed its check and was not timed."""
+    """Our results that failed their check and were not timed."""
     failed = [case for case in result["cases"] if case["impl"] == OURS and not case["ok"]]
     return [f"WRONG: {case['op']} {case['shape']}, error {case['max_error']}" for case in failed]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of this device's result files and, of a GPU's, what was to be reached."""
+    """Print the tables of this device's result files and, for a GPU, the targets."""
     device = harness.device_name()
     results = harness.read_results(Path(arguments[0]) / device)
     for name, result in results.items():

@@ -1,7 +1,7 @@
-"""What this library wants to reach, beside what was measured: `python -m benchmarks.targets [FOLDER]`.
+"""The library's targets and the measured values: `python -m benchmarks.targets [FOLDER]`.
 
-A folder has a device's name. Bounds are an H200's; of what its memory bounds an H100 has 1.4 times as long, at 3.0
-instead of 4.3 TB/s, and ratios and shares of the ceiling are alike on both.
+The folder is named after a device. Bounds are for an H200. Memory-bound work may take 1.4 times as long on an H100, at
+3.0 instead of 4.3 TB/s; ratios and shares of the ceiling are the same on both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from benchmarks.harness import OURS, read_results
 
 RESULTS = Path(__file__).parent / "results"
-SLOWER = {"h200": 1.0, "h100": 1.4}  # by device, times of work that its memory bounds
-SCORED, TRAINED, RUNS, EPOCHS = 18_432, 16_576, 12, 3  # groups, and the sweep, of the published run
+SLOWER = {"h200": 1.0, "h100": 1.4}  # by device, factor on the times of memory-bound work
+SCORED, TRAINED, RUNS, EPOCHS = 18_432, 16_576, 12, 3  # published: groups scored; the sweep's groups, runs, epochs
 Case = Mapping[str, Any]
 Measure = Callable[[Sequence[Case]], float | None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on the worst of some cases: at most, or where more is better at least, `first`, then `stretch`."""
+    """Bounds `first` and `stretch` on the worst of some cases: at most, or, if more is better, at least."""
 
     what: str
     unit: str
@@ -34,8 +34,8 @@ class Target:
     measure: Measure
     more: bool = False
     published: str = ""  # in the same unit
-    memory: bool = False  # whether the memory's rate bounds it
-    peer: str = ""  # whose kernel is to be named
+    memory: bool = False  # whether it is memory-bound
+    peer: str = ""  # the peer whose kernel the table names
 
     def bounds(self, device: str) -> tuple[float | None, ...]:
         """(first, stretch) on a device; None where there is none."""
@@ -61,20 +61,20 @@ def chosen(cases: Sequence[Case], op: str, shape: str, impl: str = OURS) -> Iter
 
 
 def size(case: Case, name: str) -> int:
-    """Of a case's shape, such as G of "G=3 K=13"."""
+    """A size in a case's shape, such as G in "G=3 K=13"."""
     found = re.search(rf"\b{name}=(\d+)", case["shape"])
     assert found is not None, case["shape"]
     return int(found.group(1))
 
 
 def slowest(cases: Sequence[Case], *, op: str, shape: str, per: str | None = None, scale: float = 1.0) -> float | None:
-    """Ours in microseconds times `scale`, by one of what `per` names in the shape."""
+    """Our longest time in microseconds times `scale`, divided by the size that `per` names."""
     times = [case["median_us"] * scale / (size(case, per) if per else 1) for case in chosen(cases, op, shape)]
     return max(times, default=None)
 
 
 def ratio(cases: Sequence[Case], *, op: str, shape: str, peer: str, ours_over: bool = False) -> float | None:
-    """The peer's time over ours, or ours over the peer's, in the worst case that has both."""
+    """The peer's time / ours, or ours / the peer's, in the worst case that has both."""
     found = []
     for case in chosen(cases, op, shape):
         for other in chosen(cases, op, f"^{re.escape(case['shape'])}$", peer):
@@ -211,7 +211,7 @@ TARGETS = (
 
 
 def table(results: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
-    """Every target on a device with its measured value, in Markdown; of its result files by name."""
+    """Every target on a device with its measured value, in Markdown, from its result files by name."""
     cases = [case for result in results.values() for case in result["cases"]]
     head = f"| on an {device.upper()} | measured | first | | stretch | | published |"
     lines = [head, "|---|---|---|---|---|---|---|"]

@@ -1,10 +1,10 @@
 """Search launch configurations on this GPU: `python -m benchmarks.tune [OP ...] [--seconds N]`.
 
-Public ops are called at the sizes of `benchmarks.shapes` while the table behind `fb_kernels.tuning` is replaced: it
-notes which entries a call looks up, and answers with the candidate under test. Each entry is searched one parameter at
-a time from its default, over all calls that look it up; a candidate counts only if every result stays right. What beats
-the default goes to the user's file of `fb_kernels.devices`, or with `--output fb_kernels/tuned` to the package's. Each
-op is searched in a process of its own, which a bad candidate may ruin.
+Public ops are called at the sizes of `benchmarks.shapes` while the table that `fb_kernels.tuning` reads is replaced.
+The replacement notes which entries a call looks up, and answers with the candidate under test. Each entry is searched
+one parameter at a time from its default, over all calls that look it up; a candidate counts only if every result stays
+right. Launches that beat the default go to the user's file of `fb_kernels.devices`, or with `--output fb_kernels/tuned`
+to the package's. Each op is searched in a separate process, which a bad candidate may ruin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fb_kernels.testing import poisoned_memory
 from fb_kernels.tuning import Launch
 
 REPEATS = 15
-GAIN = 0.98  # of the time so far: less is noise
+GAIN = 0.98  # of the best time so far: a smaller gain is noise
 LIMITS = {
     "num_warps": (1, 16),
     "num_stages": (1, 6),
@@ -43,17 +43,17 @@ LIMITS = {
     "columns": (256, 1 << 18),
     "maxnreg": (64, 255),
     "STAGES": (2, 6),  # of gluon.py
-    "TILES": (1, 32),  # likewise: a bit of 32 for each tile
+    "TILES": (1, 32),  # likewise: one of 32 bits per tile
 }
 CAP = 50.0
 CHOICES = ("fused", "gluon")  # 0 or 1
-SIZES = ("WIDTH", "HALF")  # the shape's own, not to be chosen
-BLOCKS = (1, 1 << 14)  # limits of everything else
+SIZES = ("WIDTH", "HALF")  # given by the shape, not searched
+BLOCKS = (1, 1 << 14)  # limits of all other parameters
 
 
 @dataclass
 class Table:
-    """Stands in for the measured launches: remembers the defaults it was asked for, answers with what is chosen."""
+    """Replaces the measured launches: remembers the defaults it was asked for, answers with the chosen launches."""
 
     chosen: dict[str, Launch] = field(default_factory=dict)
     defaults: dict[str, Launch] = field(default_factory=dict)
@@ -70,22 +70,22 @@ class Table:
 
 @dataclass
 class Call:
-    """An op at one size, its truth, and how far from it a right result may be."""
+    """An op at one size, its truth, and the largest error of a right result."""
 
     run: Callable[[], Output]
     expected: Output
     tolerance: float
 
     def right(self) -> bool:
-        """Whether one call is, from memory full of NaN: an element that is not written would keep an older result."""
+        """Whether one call is right, in memory full of NaN: otherwise unwritten elements could keep an older result."""
         try:
             with poisoned_memory():
                 return harness.max_error(self.run(), self.expected) <= self.tolerance
-        except Exception:  # it does not compile or does not fit
+        except Exception:  # does not compile or does not fit
             return False
 
     def seconds(self) -> float:
-        """The median of some calls from a cold cache."""
+        """The median time of some calls with a cold cache."""
         timed = harness.timer(self.run, Timing.COLD)
         return torch.tensor([timed() for _ in range(REPEATS)], dtype=torch.float64).median().item()
 
@@ -103,16 +103,16 @@ def neighbour(op: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
 
 
 def head(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """Each form by itself first, so that the choice between them, searched last, is one between their best."""
+    """Each form alone first; the choice between them is searched last, and so compares the best of each."""
     if shapes.ON_GPU and not finishes(one_gluon_call):
-        kernels.HAS_GLUON = False  # in this process, the op's own
+        kernels.HAS_GLUON = False  # in this op's process only
     for rows in (13, 128, 1664, 8192) if shapes.ON_GPU else (4,):
         hidden, weight, target = bench_linear_logprob.inputs(rows)
 
         def function(hidden: Tensor, weight: Tensor, target: Tensor = target) -> Output:
             return linear_logprob(hidden, weight, target)
 
-        for form in ("fused", "chunked", "gluon"):  # the last is "fused" again where it is not for this GPU
+        for form in ("fused", "chunked", "gluon"):  # without "gluon" on this GPU, "fused" runs again
             choice = mock.patch.object(tuning, "linear_logprob_form", lambda *_, form=form: form)
             yield choice(function), (hidden, weight), 0
         yield function, (hidden, weight), 1
@@ -125,7 +125,7 @@ def one_gluon_call() -> None:
 
 
 def finishes(function: Callable[[], object], seconds: float = 120.0) -> bool:
-    """Whether a function does in a process of its own: kernels whose parts wait for each other may do so for ever."""
+    """Whether a function returns, in a separate process: kernels whose parts wait for each other may hang."""
     process = get_context("spawn").Process(target=function, daemon=True)
     process.start()
     process.join(seconds)
@@ -134,12 +134,12 @@ def finishes(function: Callable[[], object], seconds: float = 120.0) -> bool:
 
 
 def attention(_: str) -> Iterator[tuple[Function, tuple[Tensor, ...], int]]:
-    """The benchmarked sizes, and of some the forms with a window, capped, and with keys that do not lie at 16 bytes.
+    """The benchmarked sizes; some also with a window, with a soft-cap, and with keys that are not 16-byte aligned.
 
-    Long branches come first by each kernel of theirs, as in `head`.
+    Long branches first run with each of their kernels alone, as in `head`.
     """
     if shapes.ON_GPU and not finishes(one_gluon_attention):
-        attention_kernels.HAS_GLUON = False  # in this process, the op's own
+        attention_kernels.HAS_GLUON = False  # in this op's process only
     for size in shapes.BRANCHES:
         case = shapes.Branches.random(*size)
         floats = (case.q, case.k, case.v, case.prefix_k, case.prefix_v)
@@ -175,7 +175,7 @@ def attended(*floats: Tensor, layout: BranchLayout, window: int | None, softcap:
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same values one element behind a 16-byte boundary."""
+    """The same values, starting one element after a 16-byte boundary."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -188,7 +188,7 @@ OPS: dict[str, Callable[[str], Iterator[tuple[Function, tuple[Tensor, ...], int]
 
 
 def calls(op: str) -> Iterator[Call]:
-    """The op's forward and, where it has one, backward at every size, with their truth from the float64 reference."""
+    """The op's forward and, if it has one, backward at every size, with truth from the reference in float64."""
     for function, floats, trained in OPS[op](op):
         for run in (forward, backward) if trained else (forward,):
             prepared = run(function, floats, trained)
@@ -199,7 +199,7 @@ def calls(op: str) -> Iterator[Call]:
 
 
 def forward(function: Function, floats: tuple[Tensor, ...], _: int) -> Callable[[], tuple[Tensor, ...]]:
-    """Its floating-point results."""
+    """A call that gives the function's floating-point results."""
 
     @torch.no_grad()
     def run() -> tuple[Tensor, ...]:
@@ -209,7 +209,7 @@ def forward(function: Function, floats: tuple[Tensor, ...], _: int) -> Callable[
 
 
 def backward(function: Function, floats: tuple[Tensor, ...], trained: int) -> Callable[[], tuple[Tensor, ...]]:
-    """Gradients of the leading floats; the forward is done here."""
+    """A call that gives gradients of the leading floats; the forward runs here."""
     leaves = [x.detach().requires_grad_(index < trained) for index, x in enumerate(floats)]
     outputs = [x for x in carriers(function(*leaves)) if x.requires_grad]
     upstream = [torch.cos(torch.arange(x.numel(), device=x.device) % 97).view(x.shape).to(x.dtype) for x in outputs]
@@ -221,7 +221,7 @@ def carriers(outputs: Output) -> tuple[Tensor, ...]:
 
 
 def candidates(name: str, value: int) -> list[int]:
-    """Values beside the present one."""
+    """The values next to the present one."""
     if name in SIZES:
         return []
     if name in CHOICES:
@@ -232,7 +232,7 @@ def candidates(name: str, value: int) -> list[int]:
 
 
 def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[str]]:
-    """Search one op's entries for so long, not counting the truth that is computed first.
+    """Search one op's entries for so many seconds, without the time to compute the truth.
 
     Returns:
         (launches that beat their default, all keys that were looked up, lines to be printed).
@@ -263,7 +263,7 @@ def search(op: str, seconds: float) -> tuple[dict[str, Launch], set[str], list[s
 
 
 def improve(table: Table, key: str, used_by: list[Call], stop: float) -> str:
-    """Search one entry, a parameter at a time, until nothing helps or time is up; leaves the best in the table."""
+    """Search one entry, one parameter at a time, until nothing helps or time is up; the best stays in the table."""
     best = dict(table.defaults[key])
     table.chosen[key] = best
     before = [call.seconds() for call in used_by]
@@ -287,7 +287,7 @@ def improve(table: Table, key: str, used_by: list[Call], stop: float) -> str:
 
 
 def measure(used_by: list[Call], before: list[float]) -> float:
-    """Geometric mean of the calls' times by those of the default; infinite for a candidate that does not work."""
+    """Geometric mean of the calls' times relative to the default's; infinite if a result is wrong."""
     if not all(call.right() for call in used_by):
         return math.inf
     return math.exp(
@@ -306,7 +306,7 @@ def ruined() -> bool:
 
 
 def write(folder: Path, found: Mapping[str, Launch], looked_up: set[str]) -> Path:
-    """Put the launches that were found into the device's file; keys that were searched in vain leave it."""
+    """Write the launches found to the device's file; keys that were searched without success are removed."""
     name = harness.device_name()
     path = folder / f"{name}.json"
     before = json.loads(path.read_text(encoding="utf-8")).get("launches", {}) if path.exists() else {}

@@ -1,8 +1,8 @@
-"""GRPO with TRL where each prompt of a batch runs once: a tiny model learns to write even tokens.
+"""GRPO with TRL where each prompt of a batch runs once: a tiny model learns to write tokens with even ids.
 
-`SharedPrefixGRPOTrainer` takes the place of `trl.GRPOTrainer`; nothing else changes. Run it with
-`python examples/grpo.py [--steps N] [--own]` (`pip install 'futurebridge[trl]'`); --own trains with TRL's own trainer,
-and the rewards are the same.
+`SharedPrefixGRPOTrainer` replaces `trl.GRPOTrainer`; nothing else changes. Run it with
+`python examples/grpo.py [--steps N] [--own]` (`pip install 'futurebridge[trl]'`). --own trains with TRL's own trainer,
+which gets the same rewards.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WORDS = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Which share of a completion's tokens has an even id."""
+    """The share of a completion's tokens that have even ids."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a word."""
+    """One token per word."""
     made = Tokenizer(WordLevel(WORDS, unk_token="<pad>"))
     made.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")

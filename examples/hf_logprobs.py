@@ -1,9 +1,9 @@
 """Per-token log-probs of a text under any Hugging Face causal LM, without its logits.
 
-The model's own body gives the hidden states and `linear_logprob` reads its LM head, so that nothing as large as
-[tokens, vocabulary] exists; the same is done with logits and log_softmax, and the largest tensor of each way is printed
-beside the largest difference. Run it with `python examples/hf_logprobs.py [MODEL] [--text TEXT]`, where MODEL is a
-directory or a name on the hub; without one a tiny random model is made here and given random tokens.
+The model's own body gives the hidden states and `linear_logprob` reads its LM head, so no tensor as large as
+[tokens, vocabulary] ever exists. The same log-probs are then computed from logits with log_softmax; the script prints
+the largest tensor of each way and the largest difference. Run it with `python examples/hf_logprobs.py [MODEL] [--text
+TEXT]`, where MODEL is a directory or a name on the hub; without one, a tiny random model gets random tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def logprobs_by_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def tiny_model() -> PreTrainedModel:
-    """A random Qwen3 with a vocabulary much wider than it is deep."""
+    """A random Qwen3 whose vocabulary is much larger than its hidden size."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=20_000,

@@ -1,8 +1,8 @@
 """A whole decoder of about 60 lines on `branch_attention` and `linear_logprob`.
 
-It shows that the ops need no model class, cache class or mask: rows of a prompt and of all its branches go through each
-layer together, a `BranchLayout` says who sees whom, and `linear_logprob` turns hidden states into
-log-probs of given tokens without logits. The check runs every branch as a sequence of its own.
+It shows that the ops need no model class, cache class or mask. The rows of a prompt and of all its branches go through
+each layer together, a `BranchLayout` says which rows see which keys, and `linear_logprob` turns hidden states into
+log-probs of given tokens without logits. As a check, every branch also runs as a separate sequence.
 Run it with `python examples/home_made_decoder.py`, on a CPU or a GPU.
 """
 
@@ -52,9 +52,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
     def forward(self, prompt: Tensor, branches: list[Tensor]) -> list[Tensor]:
-        """Log-probs of each branch's tokens after its first, given prompt and branch so far."""
+        """Log-probs of each branch's tokens from its second on, given the prompt and the branch before them."""
         device, lengths = prompt.device, [len(branch) for branch in branches]
-        # Group 0 is the prompt, one branch without a prefix; group 1 holds the branches behind it.
+        # Group 0 is the prompt, one branch without a prefix; group 1 has the branches, with the prompt as their prefix.
         layout = BranchLayout.of([[len(prompt)], lengths], [(0, 0), (0, len(prompt))], device=device)
         places = [torch.arange(len(prompt)), *(torch.arange(len(prompt), len(prompt) + n) for n in lengths)]
         positions = torch.cat(places).to(device)

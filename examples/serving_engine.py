@@ -1,9 +1,9 @@
 """How a serving engine with a page table calls `branch_attention`: candidates of several requests in one launch.
 
-The engine keeps keys and values in pages of one pool and a table of page numbers for every request, as vLLM and SGLang
-do; a request's length need not fill its last page, and nothing is copied or gathered. Each request has some candidate
-branches, and all of them attend in one call, to the request's pages and to themselves. The check lays every prefix out
-in one piece and calls again. Run it with `python examples/serving_engine.py`, on a CPU or a GPU.
+The engine keeps keys and values in the pages of one pool, and a table of page numbers for every request, as vLLM and
+SGLang do. A request need not fill its last page, and nothing is copied or gathered. Each request has some candidate
+branches; in one call all of them attend to their request's pages and to themselves. As a check, the prefixes are laid
+out contiguously and the op is called again. Run it with `python examples/serving_engine.py`, on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PagedCache:
         return cls(pool[0], pool[1], torch.randperm(pages).tolist())
 
     def append(self, request: str, k: Tensor, v: Tensor) -> None:
-        """Write k, v [n, Hkv, E] behind what the request holds."""
+        """Write k, v [n, Hkv, E] after the request's present tokens."""
         own, start = self.pages.setdefault(request, []), self.lengths.get(request, 0)
         stop = start + len(k)
         while len(own) * PAGE < stop:
@@ -56,10 +56,10 @@ def main() -> None:
     kept = {}
     for request, length in prefixes.items():
         kept[request] = [torch.randn(length, KV_HEADS, HEAD_DIM, device=device) for _ in range(2)]
-        for start in range(0, length, 29):  # chunks of a prefill, of no page's size
+        for start in range(0, length, 29):  # a prefill in chunks that do not match the page size
             cache.append(request, *(x[start : start + 29] for x in kept[request]))
 
-    candidates = [13, 4, 8]  # of each request: branches of one token, as in a rerank event
+    candidates = [13, 4, 8]  # per request; branches of one token, as in a rerank event
     rows = sum(candidates)
     q = torch.randn(rows, HEADS, HEAD_DIM, device=device)
     k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM, device=device) for _ in range(2))

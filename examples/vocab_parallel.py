@@ -1,10 +1,10 @@
-"""Log-probs with the LM head cut along the vocabulary over several processes.
+"""Log-probs with the LM head sharded along the vocabulary over several processes.
 
-Every process holds some rows of the head and computes its share with `linear_logprob_partials`: three numbers a row
-(maximum, sum of exponentials, target's logit). Gathering those and `combine_logprob_partials` give the log-probs, so
-that 12 bytes a row travel instead of logits. The check is `linear_logprob` with the whole head. Run it with
-`torchrun --nproc-per-node 2 examples/vocab_parallel.py`; it uses gloo on CPUs and NCCL on GPUs. Without torchrun it is
-one process that has the whole head.
+Every process holds some rows of the head and computes its share with `linear_logprob_partials`: three numbers per row
+(maximum, sum of exponentials, target's logit). These are gathered, and `combine_logprob_partials` turns them into
+log-probs: each process sends 12 bytes per row instead of logits. As a check, `linear_logprob` runs with the whole head.
+Run it with `torchrun --nproc-per-node 2 examples/vocab_parallel.py`; it uses gloo on CPUs and NCCL on GPUs. Without
+torchrun a single process has the whole head.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fb_kernels import combine_logprob_partials, linear_logprob, linear_logprob_partials
 
-ROWS, HIDDEN, VOCABULARY = 32, 64, 1001  # which no number of processes divides evenly
+ROWS, HIDDEN, VOCABULARY = 32, 64, 1001  # odd, so that two shards are uneven
 
 
 def parallel_logprob(hidden: Tensor, shard: Tensor, target: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """(log-prob[N], lse[N]) in every process, from its own rows of the head."""
+    """(log-prob[N], lse[N]), the same in every process; `shard` is its own rows of the head."""
     mine = torch.stack(linear_logprob_partials(hidden, shard, target, vocab_start=vocab_start))  # [3, N]
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -36,7 +36,7 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu")
     rank, shards = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)  # the same everywhere, so that the whole is known for the check
+    generator = torch.Generator().manual_seed(0)  # the same everywhere: the check needs the whole head
     hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(device)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(device)
     target = torch.randint(VOCABULARY, (ROWS,), generator=generator).to(device)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def readme_example(heading: str) -> str:
-    """The first Python block behind a heading of the README."""
+    """The first Python block after a heading of the README."""
     text = (ROOT / "README.md").read_text()
     found = re.search(r"```python\n(.*?)```", text[text.index(heading) :], re.DOTALL)
     assert found is not None

@@ -1,6 +1,7 @@
 """`python -m benchmarks.aot [OP ...] [--arch sm_90 ...] [--quick] [--json]`: compile, a row each, fail on a fault.
 
-More instructions a key or a logit than instructions.json has are a fault too; `--record` writes that file anew.
+A kernel with more instructions per key or logit than instructions.json allows is faulty too; `--record` rewrites that
+file.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> None:
     count = faults = 0
     missed, found = [], {}
     table = {} if options.record else json.loads(TABLE.read_text(encoding="utf-8"))
-    most = table["most"] if table.get("triton") == triton.__version__ else {}  # another compiler has other counts
+    most = table["most"] if table.get("triton") == triton.__version__ else {}  # other compilers give other counts
     chosen = representative if options.quick else every_variant
     for row in (gated(compiled(*pair), most) for pair in chosen(launched(options.ops or OPS, options.arch))):
         if row.per_unit is not None:

@@ -29,7 +29,7 @@ def case(
     softcap: float | None = None,
     form: str = "tile",
 ) -> Case:
-    """Groups as (branch lengths, prefix length); the layout's values do not matter, only the costs know them."""
+    """Groups are (branch lengths, prefix length). Only the costs depend on them: the layout's values are never read."""
     lengths = [length for branches, _ in groups for length in branches]
     rows, longest, prefix = sum(lengths), max(lengths), max(p for _, p in groups)
     keys = sum(p for _, p in groups)
@@ -48,7 +48,7 @@ def case(
     size = dtype.itemsize
     rows_bytes = (2 * q.numel() + 2 * own.numel()) * size
     prefix_bytes, flops = 2 * keys * heads[1] * width * size, 4 * heads[0] * width
-    pieces = sum(sum(branches) * -(-p // 128) for branches, p in groups)  # pairs of a row and a piece of its prefix
+    pieces = sum(sum(branches) * -(-p // 128) for branches, p in groups)  # (row, chunk of its prefix) pairs
     partial_bytes = pieces * heads[0] * width * 4
     costs = {
         TILE: Cost(rows_bytes + prefix_bytes, flops * (on_prefix + on_own)),
@@ -57,7 +57,7 @@ def case(
         COMBINE: Cost(rows_bytes + partial_bytes, flops * on_own),
     }
     shape = f"{shape} {heads[0]}/{heads[1]}x{width} {NAMES[dtype]}" + " gluon" * (form == "gluon")
-    wide = width > 128  # then 32 rows at once, which is no HGMMA: in the split, and in windowed tiles
+    wide = width > 128  # the split, and windowed tiles, then take 32 rows at a time: too few for HGMMA
     products = () if wide and window else (TILE,) if wide else (TILE, SPLIT)
     products = (GLUON,) if form == "gluon" else () if dtype == torch.float32 or pad else products
     exact = (TILE, SPLIT) if dtype == torch.float32 else ()
@@ -84,7 +84,7 @@ def cases() -> Iterator[Case]:
             yield case([([128] * 13, prefix)] * count, f"{count} x K=13 L=128 P={prefix}")
     trajectory = [([2048], 0), *(([128] * 13, p) for p in (512, 1024, 1536, 2048))]
     yield case(trajectory, "trajectory 2048 + 4 x K=13 L=128")
-    if HAS_GLUON:  # where it is not for the architecture, "tile" stands in
+    if HAS_GLUON:  # on other architectures "tile" runs instead
         for prefix in (1024, 2048):
             yield case([([128] * 13, prefix)] * 4, f"4 x K=13 L=128 P={prefix}", form="gluon")
         yield case(trajectory, "trajectory 2048 + 4 x K=13 L=128", form="gluon")

@@ -63,7 +63,7 @@ def _case(
     size = 2 * width * dtype.itemsize
     cost = Cost(
         bytes=groups * seen * kv_heads * size + rows * (2 * heads + 2 * kv_heads) * size,
-        flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # three products; eight over half of its own
+        flops=rows * heads * width * (3 * 2 * seen + 8 * 2 * length // 2),  # 3 products; 8 over half of the own keys
     )
     on_prefix = Cost(
         bytes=2 * groups * seen * kv_heads * size + rows * heads * size,

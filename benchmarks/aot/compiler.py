@@ -1,6 +1,6 @@
 """Compile what a launcher would launch: meta tensors in, machine code and its resources out, no GPU needed.
 
-Must run in a process of its own without TRITON_INTERPRET, since kernels are bound when their module is imported.
+This must run in a separate process without TRITON_INTERPRET, since kernels are bound when their module is imported.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from benchmarks.sass import MachineCode
 from fb_kernels import tuning
 
 VARIANTS = ("aligned", "unaligned", "ones")
-FRONT_END = "sm_90"  # where "ones" is compiled: what goes wrong with constant arguments is the same everywhere
+FRONT_END = "sm_90"  # the only one for which "ones" is compiled: faults of constant arguments show on any architecture
 
 
-PRODUCTS = 4096  # FLOPs of dense bf16 that a Hopper multiprocessor does a cycle
-ISSUED = 4  # warps of which an instruction is issued a cycle
-REACHED = 0.8  # of that rate by a large product of cuBLAS
+PRODUCTS = 4096  # dense bf16 FLOPs per cycle of a Hopper multiprocessor
+ISSUED = 4  # instructions issued per cycle, one per warp
+REACHED = 0.8  # share of that rate that a large cuBLAS product reaches
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU to compile for; predictions assume its rates of copies and dense bf16 products as reached, not peaks."""
+    """A GPU to compile for; `tbps` and `tflops` are the rates that copies and bf16 products reach, not peaks."""
 
     name: str
-    gpu: str  # whose measured configurations are compiled
+    gpu: str  # the device whose tuned configurations are compiled
     processors: int
-    shared_block: int  # bytes a block may have
-    shared_processor: int  # bytes of a multiprocessor
+    shared_block: int  # maximum bytes of a block
+    shared_processor: int  # bytes per multiprocessor
     tbps: float
     tflops: float
 
@@ -61,7 +61,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What one launch of a kernel cannot do without."""
+    """The least that one launch of a kernel must move and compute."""
 
     bytes: int
     flops: int = 0
@@ -69,14 +69,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of a kernel with matrix products works off, by its launch.
+    """The work of one program of a kernel with matrix products, which depends on the launch.
 
     Attributes:
-        turns: of the main loop.
-        flops: of a turn.
-        units: keys, or logits of a thread, among which its instructions are divided.
-        overlaps: whether the loop's other instructions are issued while products run; what comes after it is not.
-        target: the fraction of the reached rate of products that is to be met.
+        turns: iterations of the main loop.
+        flops: per iteration.
+        units: keys, or logits of a thread; instructions are counted per unit.
+        overlaps: whether the loop's other instructions are issued while products run; those after the loop never are.
+        target: the fraction of the reached rate of products that the kernel should reach.
     """
 
     turns: float
@@ -93,11 +93,11 @@ class Case:
     Attributes:
         op: stem of the op.
         shape: the shape in words, such as "N=1664 V=151936 bf16".
-        call: calls functions of `fb_kernels.<op>.triton` with tensors on the meta device.
+        call: calls functions of `fb_kernels.<op>.triton` with meta tensors.
         costs: kernel name -> its cost; a kernel without one gets no prediction.
         matmul: the kernels that must use the tensor cores' HGMMA on sm_90.
         exact: the kernels that must not contain TF32 products.
-        tiles: kernel name -> its tile, of its launch's keyword arguments.
+        tiles: kernel name -> function from its launch's keyword arguments to its tile.
     """
 
     op: str
@@ -127,11 +127,11 @@ class Compiled:
     shared: int
     hgmma: int
     tf32: int
-    loop: tuple[int, int, int, int]  # instructions, HGMMA, ARRIVE and waits of the main loop
+    loop: tuple[int, int, int, int]  # instructions, HGMMA, ARRIVE and waits in the main loop
     epilogue: int  # instructions after the last product
-    per_unit: float | None  # instructions a key, or a logit of a thread
+    per_unit: float | None  # instructions per key, or per logit of a thread
     predicted_us: float | None
-    of_rate: float | None  # of the reached rate of products, predicted from the instructions
+    of_rate: float | None  # share of the reached rate of products, predicted from the instructions
     target: float | None
     faults: tuple[str, ...]
 
@@ -193,7 +193,7 @@ class Launch:
 
 
 def launches(case: Case, arch: Architecture) -> list[Launch]:
-    """What the case launches."""
+    """The launches of a case, recorded instead of run."""
     found: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -211,14 +211,14 @@ def launches(case: Case, arch: Architecture) -> list[Launch]:
 
 
 def every_variant(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
-    """Each launch in each variant that is compiled for its architecture."""
+    """Each launch with each variant that is compiled for its architecture."""
     for launch in found:
         for variant in VARIANTS if launch.arch.name == FRONT_END else VARIANTS[:2]:
             yield launch, variant
 
 
 def representative(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
-    """A kernel's first launch in every variant; of the others, aligned, those given what none before them was."""
+    """A kernel's first launch in every variant; later ones, aligned, only with a constant or type not yet seen."""
     met: dict[tuple[str, str], set[tuple[str, object]]] = {}
     for launch in found:
         before = met.get((launch.arch.name, launch.name))
@@ -230,7 +230,7 @@ def representative(found: Iterable[Launch]) -> Iterator[tuple[Launch, str]]:
 
 
 def compiled(launch: Launch, variant: str) -> Compiled:
-    """What becomes of a launch."""
+    """Compile a launch."""
     driver = _Driver()
     driver.capability = launch.arch.capability
     triton.runtime.driver.set_active(driver)
@@ -296,7 +296,7 @@ def _describe(launch: Launch, variant: str, made: Any) -> Compiled:
 
 
 def _from_instructions(tile: Tile, code: MachineCode, warps: int) -> tuple[float, float]:
-    """(instructions a unit, fraction of the reached rate of products) of one program a multiprocessor."""
+    """(instructions per unit, fraction of the reached rate of products), with one program per multiprocessor."""
     assert code.main is not None
     inside, after = tile.turns * code.main.instructions, code.epilogue if tile.overlaps else 0
     products = tile.turns * tile.flops / PRODUCTS / REACHED
@@ -306,7 +306,7 @@ def _from_instructions(tile: Tile, code: MachineCode, warps: int) -> tuple[float
 def _predict(
     cost: Cost | None, arch: Architecture, grid: int, warps: int, registers: int, shared: int, of_rate: float
 ) -> float | None:
-    """Microseconds from bytes and FLOPs at the assumed rates, by how many multiprocessors the last wave leaves idle."""
+    """Microseconds from bytes and FLOPs at the assumed rates; idle multiprocessors of the last wave cost time too."""
     if cost is None:
         return None
     resident = min(2048 // (32 * warps), _fit(warps, registers), 32, arch.shared_processor // (shared + 1024))
@@ -317,13 +317,13 @@ def _predict(
 
 
 def _fit(warps: int, registers: int) -> int:
-    """Programs for whose threads a multiprocessor has registers."""
+    """How many programs fit a multiprocessor's registers."""
     return 65_536 // (32 * warps * -(-registers // 8) * 8)
 
 
 @cache  # shapes share machine code
 def _resources(cubin: bytes) -> tuple[int, int, MachineCode]:
-    """(registers, bytes of stack, what the machine code says)."""
+    """(registers per thread, bytes of stack, machine code)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)

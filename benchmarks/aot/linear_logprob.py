@@ -1,4 +1,4 @@
-"""Shapes of `linear_logprob`: the head of Qwen3-1.7B over one row a candidate and over packed branches, every form."""
+"""Shapes of `linear_logprob`: the head of Qwen3-1.7B for one row per candidate and packed branches, in every form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.aot.compiler import Case, Cost, Tile
 from fb_kernels import tuning
 from fb_kernels.linear_logprob import triton as kernels
 
-GLUON = ("gluon",) if kernels.HAS_GLUON else ()  # where it is not for the architecture, "fused" stands in
+GLUON = ("gluon",) if kernels.HAS_GLUON else ()  # on other architectures "fused" runs instead
 
 VOCABULARY, WIDTH = 151_936, 2048
 
@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
         if form != "gluon":
             yield _case(1664, VOCABULARY, WIDTH, fp32, form)
         yield _case(1664, VOCABULARY, WIDTH, fp16, form, softcap=30.0, bias=True)
-    yield _case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width off the block
+    yield _case(13, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)  # a width that no block size divides
     yield _case(1664, VOCABULARY, WIDTH + 8, bf16, "fused", softcap=30.0, bias=True)
     partials = torch.empty(3, 8, 1664, device="meta")
     yield Case(
@@ -54,7 +54,7 @@ def _case(
     offset = meta(vocab) if bias else None
     chunk = tuning.linear_logprob_chunk_size(dtype, rows)
     columns = chunk["columns"]
-    valid = columns if form == "chunked" else None  # one chunk: the others launch the same code
+    valid = columns if form == "chunked" else None  # one chunk: all chunks launch the same code
     options = (1.0, softcap, 1.0, -100, valid)
     statistic = meta(rows, dtype=torch.float32)
 

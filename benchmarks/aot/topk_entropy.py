@@ -1,4 +1,4 @@
-"""Shapes of `topk_entropy`: rows of Qwen3's vocabulary, one and as many as a trajectory's log has."""
+"""Shapes of `topk_entropy`: rows of Qwen3's vocabulary, a single one and as many as a trajectory has."""
 
 from __future__ import annotations
 

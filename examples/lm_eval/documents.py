@@ -1,4 +1,4 @@
-"""Documents of the tasks beside this file, drawn anew from a seed: what people keep where, and who keeps what."""
+"""Documents for the tasks in this folder, drawn from a seed: who keeps what where."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PLACES = ["in the kitchen", "under the bed", "on the roof", "behind the door", "
 
 
 def belongings(draw: random.Random) -> str:
-    """What somebody keeps somewhere."""
+    """A random belonging and its place, such as "two red apples under the bed"."""
     return " ".join(map(draw.choice, (COUNTS, COLOURS, THINGS, PLACES)))
 
 
 def document(draw: random.Random, facts: int, answer: int) -> dict[str, Any]:
-    """A context of so many sentences, and four options of so many belongings each, of which `label` is right."""
+    """A context of at most `facts` sentences, and four options of `answer` belongings each; option `label` is right."""
     people = [draw.choice(NAMES) for _ in range(facts - answer)]
     who, label = draw.choice(NAMES), draw.randrange(4)
     options = [", and ".join(belongings(draw) for _ in range(answer)) for _ in range(4)]
@@ -30,7 +30,7 @@ def document(draw: random.Random, facts: int, answer: int) -> dict[str, Any]:
 
 
 def split(facts: int, answer: int, documents: int, **_: Any) -> dict[str, Dataset]:
-    """The `test` documents and, from another seed, four to show as examples."""
+    """The `test` documents and, from another seed, four `train` documents as few-shot examples."""
     drawn = {"test": (random.Random(0), documents), "train": (random.Random(1), 4)}
     return {
         name: Dataset.from_list([document(draw, facts, answer) for _ in range(count)])

@@ -1,15 +1,15 @@
-"""The pair: SmolLM2-135M-Instruct, fine-tuned on one writer's solutions; 22 of its 30 layers, healed on the other's.
+"""Makes the pair: SmolLM2-135M-Instruct fine-tuned, and 22 of its 30 layers healed, each on one writer's solutions.
 
-`python make_pair.py large BASE FOLDER` makes the large model from the folder that `pretrained_model.py` wrote, and then
-`python make_pair.py small LARGE FOLDER` the small one from the large. A run that was ended goes on from its last
-checkpoint; a finished model stays as it is.
+`python make_pair.py large BASE FOLDER` makes the large model from the folder that `pretrained_model.py` wrote. Then
+`python make_pair.py small LARGE FOLDER` makes the small one from the large. An interrupted run continues from its last
+checkpoint; a finished model is left as it is.
 
-A token costs each weight 2 operations forward and 4 backward. The large model has 106 million weights in its layers and
-28 million in its head, which is frozen and acts on the solution's tokens alone, some 60%: 0.70 GFLOP a token. On one
-core of an AMD EPYC of 2024, products in float32 run at 80 GFLOP/s, in bfloat16 at some 200, a step of the large model
-at 280 tokens a second and of the small at 380. So products are in bfloat16, weights in float32; sequences have 80 to
-110 tokens, and batches are of like lengths. 260 steps of 8 problems are 200 thousand tokens: 12 minutes; 160 steps of
-the small model 105 thousand: 5 minutes.
+Each weight takes 2 operations per token forward and 4 backward. The large model has 106 million weights in its layers
+and 28 million in its head. The head is frozen and acts only on the solution's tokens, about 60%: 0.70 GFLOP per token.
+On one core of an AMD EPYC of 2024, float32 products run at 80 GFLOP/s and bfloat16 products at about 200; training runs
+at 280 tokens per second for the large model and 380 for the small. So products are in bfloat16 and weights in float32.
+Sequences have 80 to 110 tokens, and a batch has sequences of similar length. 260 steps of 8 problems are 200 thousand
+tokens: 12 minutes; 160 steps of the small model are 105 thousand: 5 minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fb_core import LocalLLM, Verifier
 
-# The base's own without its default system message.
+# The base model's chat template, without its default system message.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -48,7 +48,7 @@ class Recipe:
 
     Attributes:
         writer: whose solutions it learns.
-        layers: those of the model it is made from that are kept.
+        layers: indices of the source model's layers that are kept.
         steps: of `batch` problems each, none seen twice.
     """
 
@@ -60,8 +60,8 @@ class Recipe:
     seed: int = 1
 
 
-# Those whose absence the large model, at step 100, minded least: found one after the other by its loss on eight
-# problems of role "pair".
+# The layers without which the large model's loss grew least, at step 100: found one by one on eight problems of role
+# "pair".
 DROPPED = (2, 5, 6, 7, 9, 10, 12, 25)
 RECIPES = {
     "large": Recipe("llm", tuple(range(30)), 260, 3e-4),
@@ -70,7 +70,7 @@ RECIPES = {
 
 
 def make(name: str, base: Path, folder: Path, recipe: Recipe) -> None:
-    """Train a model into `folder`, unless it is there, and write beside it what it can do."""
+    """Train a model into `folder`, unless it is there, and write its accuracy to `pair.json` in it."""
     folder.mkdir(parents=True, exist_ok=True)
     begun, wanted = folder / "recipe.json", json.dumps(asdict(recipe))
     if begun.is_file() and begun.read_text() != wanted:
@@ -94,16 +94,16 @@ def make(name: str, base: Path, folder: Path, recipe: Recipe) -> None:
 
 
 def cut(model: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    """The model with these of its layers alone."""
+    """The model with only these of its layers."""
     model.model.layers = torch.nn.ModuleList(model.model.layers[layer] for layer in layers)
     for place, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = place  # where its keys and values lie in a cache
+        layer.self_attn.layer_idx = place  # its slot in a KV cache
     model.config.num_hidden_layers = len(layers)
     return model
 
 
 def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, checkpoint: Path) -> float:
-    """AdamW with a cosine to a tenth, all weights but the embeddings; returns the processor's seconds."""
+    """AdamW on all weights but the embeddings, cosine decay to a tenth; returns seconds of CPU time."""
     model.model.embed_tokens.weight.requires_grad_(False)
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     optimizer = torch.optim.AdamW(weights.values(), recipe.learning_rate, weight_decay=0.01, fused=True)
@@ -128,7 +128,7 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Re
 
 
 def _batches(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every step's ids [B, T], padded behind, and where each row's solution begins [B]."""
+    """For every step the ids [B, T], padded at the end, and the position where each row's solution begins [B]."""
     drawn = problems.problems(recipe.steps * recipe.batch, recipe.seed, "pair")
     rng = Random(recipe.seed)
     rows = []
@@ -149,7 +149,7 @@ def _batches(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Iterator[tup
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, first: Tensor) -> Tensor:
-    """Mean cross-entropy of the solutions' tokens. Behind a row's end stands padding, which nothing before it sees."""
+    """Mean cross-entropy of the solutions' tokens. Rows are padded at the end, where no earlier token sees it."""
     asked = (torch.arange(ids.shape[1] - 1) + 1 >= first[:, None]) & (ids[:, 1:] >= 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(input_ids=ids.clamp(min=0), use_cache=False).last_hidden_state[:, :-1]
@@ -173,7 +173,7 @@ def _keep(
 
 
 def _resume(path: Path, weights: dict[str, torch.nn.Parameter], optimizer: torch.optim.AdamW) -> tuple[int, float]:
-    """Steps done and processor seconds taken, with the state that they led to."""
+    """Load a checkpoint into weights and optimizer; returns the steps done and the seconds of CPU time taken."""
     if not path.is_file():
         return 0, 0.0
     state = load_file(path)
@@ -187,7 +187,7 @@ def _resume(path: Path, weights: dict[str, torch.nn.Parameter], optimizer: torch
 def tried(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int = 100, seed: int = 3
 ) -> dict[str, float]:
-    """Greedy answers to problems of role "method": the share right, and of the products in either style."""
+    """Greedy answers to problems of role "method": their accuracy, and how many products of each style are right."""
     asked = problems.problems(count, seed, "method")
     prompts = []
     for problem in asked:

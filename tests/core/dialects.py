@@ -50,7 +50,7 @@ class Model:
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[P, V] behind each token."""
+        """[P, V]: logits after each token."""
         with self.lock:
             return self.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
 

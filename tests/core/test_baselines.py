@@ -39,7 +39,7 @@ ALWAYS, NEVER = RequestPolicy(-math.inf), RequestPolicy(math.inf)
 
 
 def bigram(table):
-    """A model of V ids whose logits behind a token are that token's row of the table [V, V], whatever came before."""
+    """A model of V ids whose logits after a token are that token's row of the table [V, V], whatever came before."""
     size = len(table)
     model = tiny("qwen3", vocab_size=size, tie_word_embeddings=False)
     with torch.no_grad():

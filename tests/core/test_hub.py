@@ -1,4 +1,4 @@
-"""What goes to the hub of an adapter's folder, and what is refused ahead of the network."""
+"""Which files of an adapter's folder go to the hub, and what is refused before the network is used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(undisturbed, tmp_path) -> Path:
 
 
 def with_a_recipe(folder: Path) -> Path:
-    """Another recipe, gated ahead of the LLM, deployed in the folder, the published adapter inside."""
+    """A folder with another recipe deployed, gated before the LLM, and the published adapter inside."""
     shutil.copytree(folder, folder.parent / "own")
     shutil.move(folder.parent / "own", folder / "published")
     policy = RequestPolicy(1.5, 64, AskHead(torch.zeros(32), 0.5, 0.1, 0.0))

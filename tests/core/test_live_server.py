@@ -194,7 +194,7 @@ def test_many_requests_come_in_order_and_as_many_at_once_as_allowed(live, local,
 
 
 class Interrupted(ServerLLM):
-    """Calls `then` behind the 20th answer; counts what failed."""
+    """Calls `then` after the 20th answer; counts the failures."""
 
     answers = failures = 0
     then = staticmethod(lambda: None)

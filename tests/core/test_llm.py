@@ -18,7 +18,7 @@ def prompts(*lengths, seed=0):
 
 @torch.no_grad()
 def full(model, ids):
-    """Log-probabilities [V] behind ids, from a forward without cache or mask."""
+    """Log-probabilities [V] after ids, from a forward without cache or mask."""
     return model(ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)
 
 

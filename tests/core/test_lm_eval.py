@@ -132,7 +132,7 @@ def test_every_task_gives_what_hf_gives(
 
 
 def greedy_pair(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """(context, the two tokens that the model would write behind it) where their text is split into them again."""
+    """(context, the two tokens that the model would write after it), where their text is tokenized as these two."""
     for word in WORDS:
         ids = words(f"Anna keeps {word}", return_tensors="pt").input_ids
         made = model.generate(ids, max_new_tokens=2, do_sample=False)[0].tolist()

@@ -60,7 +60,7 @@ async def ask(client: openai.AsyncOpenAI, prompts: list[str], prompt: int, strea
 
 
 async def load(server: Server, prompts: list[str], seconds: float, at_half: Any = None) -> list[Said]:
-    """Many clients at once, each with one request behind the other until the time is over."""
+    """Many clients at once, each with one request after another until the time is over."""
     began = time.monotonic()
 
     async def client_at_work(client: openai.AsyncOpenAI, number: int) -> list[Said]:

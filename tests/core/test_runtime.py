@@ -586,7 +586,7 @@ def alora_scores(model, directory, prefix, candidates):
 
 
 def merged_scores(merged, prefix, candidates):
-    """Of candidates behind a prefix that goes through the merged reranker's model first."""
+    """Scores of candidates after a prefix, which first runs through the merged reranker's model."""
     pages = held(merged.model, [*prefix.tolist(), 0])
     return merged.scores_many([hf.Prefix(merged.model.kv, 0, len(prefix), tuple(pages))], [candidates])[0]
 

@@ -1,4 +1,4 @@
-"""Stages whose models are behind llama.cpp servers: as in one process, and gone on with when a server was away."""
+"""Stages whose models run on llama.cpp servers: results as in one process, and resumed after a server was away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of ragged continuations behind shared prefixes against full forwards, with gradients and without."""
+"""Log-probs of ragged continuations of shared prefixes against full forwards, with gradients and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans: the LLM's candidate with what it writes behind it is one choice, in both loops and in training alike."""
+"""Spans: the LLM's candidate with what it writes after it is one choice, in both loops and in training."""
 
 import io
 import math

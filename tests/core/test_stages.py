@@ -626,7 +626,7 @@ def test_a_file_may_change_another(tmp_path):
 
 
 def test_what_is_set_is_a_setting_of_the_run(undisturbed, tmp_path):
-    """Recorded like any; refused where it is another than that of a run begun before, whatever the file says."""
+    """It is recorded like any setting, and refused if it differs from the one that the run began with."""
     folder, config = tmp_path / "run", tmp_path / "small.yaml"
     shutil.copytree(undisturbed[0]["collect"], folder)
     config.write_text(yaml.safe_dump(SMALL | {"collect": SMALL["collect"] | {"slm_k": 2}}))

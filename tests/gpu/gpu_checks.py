@@ -68,7 +68,7 @@ def randn(
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same values one element behind a 16-byte boundary."""
+    """The same values, starting one element after a 16-byte boundary."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 

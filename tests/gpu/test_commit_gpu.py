@@ -28,7 +28,7 @@ def make(device: str, slots: int) -> tuple[DecodeState, dict[str, Tensor]]:
 
 
 def host_sees_every_step(device: str, steps: int) -> None:
-    """With one step enqueued ahead of the one that is read, as in decoding."""
+    """With the next step enqueued before the result of one is read, as in decoding."""
     state, limits = make(device, steps)
     token = torch.zeros(ROWS, dtype=torch.int64, device=device)
     outcomes = torch.full((2, ROWS, 3), torch.nan, pin_memory=device != "cpu")

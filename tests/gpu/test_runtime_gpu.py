@@ -78,7 +78,7 @@ def test_small_tokens_are_the_plain_decoders(where: str) -> None:
 
 
 def gated_tokens_are_the_plain_decoders(device: str = DEVICE) -> None:
-    """The gate in the captured step, the value behind the captured rerank."""
+    """The gate in the captured step, and the value after the captured rerank."""
     slm, llm = model(torch.float32, device), model(torch.float32, device, num_hidden_layers=3)
     weight = torch.randn(SMALL["hidden_size"], generator=torch.Generator().manual_seed(0)).to(device)
     policy = RequestPolicy(-math.inf, ask=AskHead(weight / 16, 0.0, 0.3))

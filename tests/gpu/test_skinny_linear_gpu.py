@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_the_others(size: str) -> None:
 
 @pytest.mark.parametrize("layer", [LAYER, SPLIT])
 def test_a_chain_of_dependent_launches(layer: tuple[str, ...]) -> None:
-    """Each launch may begin before the one ahead of it ends; none may read what is not yet written."""
+    """A launch may begin before the previous one ends, but must not read what is not yet written."""
     cases = [make(SIZES[size], torch.bfloat16, rows=4) for size in layer]
     first = cases[0].floats[0]
 

@@ -68,7 +68,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
 
 
 def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
-    """All commands, then some shards made anew."""
+    """All commands; then some shards are made again."""
     settings, run = pair_on_disk(folder, device, dtype), folder / "run"
     for command in COMMANDS:
         run_command(command, settings, run)

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter refuse what a kernel is not to do: arithmetic on bfloat16, ahead of an upcast."""
+"""Makes Triton's interpreter refuse what a kernel must not do: arithmetic on bfloat16 before an upcast."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PAD = 5
 
 
 def laid(x: Tensor, *, step: int = 1, pad: int = 0, reverse: bool = False, around: int = PAD) -> Tensor:
-    """The values of x at a step in each dimension, `pad` places behind each row, in memory that is poison elsewhere."""
+    """The values of x with a step in each dimension and `pad` places after each row; other memory is poison."""
     order = list(range(x.ndim))[:: -1 if reverse else 1]
     sizes = [step * x.shape[dimension] + pad for dimension in order]
     flat = poison_(x.new_empty(torch.Size(sizes).numel() + 2 * around))

@@ -366,7 +366,7 @@ def test_pages_are_frozen() -> None:
 
 
 class Sequences:
-    """A trajectory of T rows and K branches behind each of its states, as one packed forward and as full sequences."""
+    """A trajectory of T rows and K branches after each of its states, as one packed forward and as full sequences."""
 
     rows, states, lengths, options = 24, (5, 17, 17), (4, 1, 7), {"scale": 0.4}
 
@@ -610,7 +610,7 @@ def test_one_compiled_group_has_no_block_without_rows(rows: int, repeat: int, gr
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("page", [None, 4])
 def test_a_compiled_slice_ends_with_the_prefix(page: int | None, beyond: int) -> None:
-    """Also where memory and pages behind it are sound."""
+    """Even where the memory and pages after it could be read."""
     case = in_16_bits([([1, 1], 3, 5), ([1], 0, 2)], heads=FEW, page=page, spare=0)
     names, along = (SHARED, 0) if page is None else (("layout.block_table",), 1)
     wider = {name: torch.cat([case.tensors[name]] * 2, along) for name in names}

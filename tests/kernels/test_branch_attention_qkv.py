@@ -42,7 +42,7 @@ def test_a_step_at_a_time_is_causal_attention() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_finite_shows_where_it_is_seen(way: str, value: float) -> None:
-    """Not from behind what is held, nor from before the window."""
+    """Values after the held keys and before the window must not show; values that a row sees must."""
     case = called(way, held=70, window=20)
     with running(way):
         clean = case.fresh().run()[0]

@@ -171,7 +171,7 @@ def test_overlaps_are_found_as_by_counting(one: tuple, other: tuple) -> None:
 
 
 def test_caches_of_one_buffer_are_apart() -> None:
-    """As engines lay them out: side by side in a slot, in a head, or one behind the other."""
+    """As engines lay them out: side by side in a slot, in a head, or one after the other."""
     buffer = torch.zeros(64, 2, 4, 16)
     for k, v in (
         buffer.unbind(1),
