@@ -82,7 +82,7 @@ def settings_of(world: str, seed: int, quantile: float, problems: int = PROBLEMS
 
 
 class TestStage(DecodeStage):
-    """Recipes and takeover on a cell's test problems, behind the choice."""
+    """Recipes and takeover on a cell's test problems, after the choice."""
 
     __test__ = False  # for pytest it is none
     name = "tests"
@@ -514,7 +514,7 @@ def page(cells: Cells) -> str:
         "![One point per cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
         "",
         *safety(cells, choice.delta),
-        "## Accuracy against the large model's work",
+        "## Accuracy against LLM tokens",
         "",
         *accuracies(cells),
         "## What was deployed",

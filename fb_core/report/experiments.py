@@ -86,7 +86,7 @@ def _losses(found: Panels) -> str:
                     lost.setdefault(words, []).extend([f"{head} ({percent(minus, signed=True)} pp)"] * below(minus))
         where = [f"than {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
         if lost:
-            nowhere = f"nowhere significantly worse than {', '.join(lost)}"
+            nowhere = f"nowhere significantly worse than {' or '.join(lost)}"
             told.append(f"{label}: {'significantly worse ' * bool(where)}{', '.join(where) or nowhere}")
     return ". ".join(told) or "FutureBridge: not compared with any other method"
 

@@ -93,7 +93,7 @@ def test_too_few_problems_show_nothing():
     noisy = [rng.permutation(first(10, 20)) for _ in range(3)]
     chosen, evidence = decide([tried(r, c) for r, c in zip((GREEDY, DIRECT, PLAIN), noisy, strict=True)], 0.02, 0.95)
     assert chosen == GREEDY
-    assert evidence[0][1].words.endswith("no LLM is asked.")
+    assert evidence[0][1].words.endswith("so the LLM is not asked.")
 
 
 @pytest.mark.parametrize("gained", [0.0, 0.005, 0.04])
@@ -246,7 +246,7 @@ def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings
     assert found.evidence.problems == 24
     assert found.policy.threshold == frozen_policy(run).threshold
     assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
-    assert "## The recipe deployed" in (folder_of(run) / "README.md").read_text()
+    assert "## Deployed recipe" in (folder_of(run) / "README.md").read_text()
     TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)
 
 
