@@ -133,7 +133,7 @@ def caveats(findings: Sequence[Findings], found: Sequence[Recipe]) -> str:
     slms = [one.pair and one.pair.slm_hash for one in findings]
     if all(slms) and all(one.test_sets for one in findings):
         sets = {digest for one in findings for digest in one.test_sets.values()}
-        shared = f"they share {_count(len(sets), 'test set')} and {_count(len(set(slms)), 'SLM')}"
+        shared = f"they use {_count(len(sets), 'test set')} and {_count(len(set(slms)), 'SLM')}"
     trained = f", and each run has one training set and {' or '.join(map(str, seeds))} reranker seeds" if seeds else ""
     return (
         f"The {_count(len(tried), 'cell')} are not independent: {shared}{trained}. Intervals are not corrected for "

@@ -1093,10 +1093,10 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
     found = recipes(runs)[1]
     compared = sum(len(recipe.minus(other)) for recipe in found for other in ("greedy", "direct", "futurebridge"))
     assert caveats(runs, found) == (
-        "The 12 cells are not independent: they share 2 test sets and 2 SLMs, and each run has one training set and 2 "
+        "The 12 cells are not independent: they use 2 test sets and 2 SLMs, and each run has one training set and 2 "
         f"reranker seeds. Intervals are not corrected for the {compared} comparisons."
     )
-    assert "they share 1 test set and 1 SLM, and" in caveats(runs[1:], recipes(runs[1:])[1])
+    assert "they use 1 test set and 1 SLM, and" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
 DRAWN = ["accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep", "frontier"]
