@@ -273,7 +273,7 @@ def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Prob
         places[identity] = where
         size += len(text) + len(answer)
         if size > LARGEST_SET:
-            raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "divide the set")
+            raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "split the set")
         problems.append(Problem(identity, text, answer))
     if not problems:
         raise _fault(source, "problems", "none", "give a file that holds some")
@@ -291,7 +291,7 @@ def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, 
         where,
         "a field " + " or ".join(map(repr, names)),
         has[:300],
-        "rename the fields, or say whose they are as in gsm8k=test.jsonl",
+        "rename the fields, or name the set that they are of, as in gsm8k=test.jsonl",
     )
 
 
@@ -337,7 +337,7 @@ def _json_list(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
 
 def _json(where: str, data: bytes) -> Any:
     if len(data) > LONGEST_ROW:
-        raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write a problem a line in a .jsonl file")
+        raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write one problem per line in a .jsonl file")
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
