@@ -514,7 +514,7 @@ def page(cells: Cells) -> str:
         "![One point per cell: its difference to greedy decoding and to the direct score](evidence/cells.svg)",
         "",
         *safety(cells, choice.delta),
-        "## Accuracy against the large model's work",
+        "## Accuracy against LLM tokens",
         "",
         *accuracies(cells),
         "## What was deployed",

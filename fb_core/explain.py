@@ -1,4 +1,4 @@
-"""How a problem was solved, event by event: `futurebridge explain` on a run's evaluation."""
+"""`futurebridge explain`: how a problem of a run's evaluation was solved, event by event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LISTED = 10  # ids in an error
 COLUMNS = ("", "token", "id", "source", "log p_S", "log p_T", "score")
 SOURCES = {1: "S", 2: "L", 3: "SL"}
 CHOSEN, GREEDY = "→", "g"
-LEGEND = f"{CHOSEN} chosen, {GREEDY} the SLM's own token (greedy); source S the SLM, L the LLM."
+LEGEND = f"{CHOSEN} is the chosen token, {GREEDY} the SLM's own (greedy); source S is the SLM, L the LLM."
 UNKNOWN = "–"
 HALF = "\N{REPLACEMENT CHARACTER}"
 RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -48,7 +48,7 @@ VERDICT_LOOKS = {"correct": "good", "wrong": "bad"}  # classes of the page
 
 
 class Judged(NamedTuple):
-    """What a run knows of a state: the output so far, and for each candidate's ids B_H and the rollout's outcome."""
+    """What a run knows of a state: the output so far, and B_H and the rollout's outcome by each candidate's ids."""
 
     output: list[int]
     compatibility: dict[tuple[int, ...], float]
@@ -60,15 +60,15 @@ class Known:
     """What a run knows of the states along the SLM's own texts, by (benchmark, problem, step).
 
     Attributes:
-        horizon: H of B_H, the one that the run chose.
-        states: those that were scored or rolled out.
+        horizon: H of B_H, as the run chose it.
+        states: the states that were scored or rolled out.
     """
 
     horizon: int
     states: Mapping[tuple[str, str, int], Judged]
 
     def of(self, row: Row, event: Event) -> Judged | None:
-        """What is known of an event at one of these states; None for any other event."""
+        """What is known of an event, if its output so far is that of one of these states; else None."""
         found = self.states.get((row.benchmark, row.problem, event.step))
         return found if found is not None and found.output == row.tokens[: event.step] else None
 
@@ -77,14 +77,14 @@ NOTHING = Known(0, {})
 
 
 def known_of(settings: RunSettings, run: Path) -> Known:
-    """What `futurebridge rollouts` has found of the states of benchmark problems.
+    """The results of `futurebridge rollouts` at the states of benchmark problems.
 
     Args:
         settings: of the run.
         run: its folder.
 
     Raises:
-        ValueError: a damaged run.
+        ValueError: the run is damaged.
     """
     states: dict[tuple[str, str, int], Judged] = {}
     places = benchmark_runs(settings, run)
@@ -116,19 +116,19 @@ def _by_ids(pool: Pool, found: Sequence[Value]) -> dict[tuple[int, ...], Value]:
 def explain(
     settings: RunSettings, run: Path, problem: str, console: Console, html: Path | None = None, row: str | None = None
 ) -> None:
-    """Show how a problem was solved: the texts with their events, and the events' candidates and scores.
+    """Print how a problem was solved: the texts with their events, and the events' candidates and scores.
 
     Args:
-        settings: of the run, for its tokenizer.
+        settings: of the run; they name its tokenizer.
         run: its folder.
-        problem: an id, or a part that no other id has.
+        problem: an id, or a part of only one id.
         console: where to print.
         html: a file to write the same to.
         row: as in `find_rows`.
 
     Raises:
-        ValueError: no such problem, several, a damaged file, or the settings of another run.
-        OSError: no tokenizer, or the file cannot be written.
+        ValueError: no problem or several match, a file is damaged, or the settings are those of another run.
+        OSError: the tokenizer is missing, or the file cannot be written.
     """
     rows, tokenizer = find_rows(run, problem, row), models_of(settings.models).tokenizer
     folder = _folder(run, row)
@@ -146,11 +146,11 @@ def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
 
     Args:
         run: the run's folder.
-        problem: an id, or a part that no other id has.
-        row: of the tables of `futurebridge experiment`, by its folder; None for the run's own evaluation.
+        problem: an id, or a part of only one id.
+        row: folder name of a row of the tables of `futurebridge experiment`; None for the run's own evaluation.
 
     Raises:
-        ValueError: no such problem, several, no such row, or a damaged file.
+        ValueError: no problem or several match, there is no such row, or a file is damaged.
     """
     folder = _folder(run, row)
     found: dict[str, list[Row]] = {}
@@ -167,11 +167,11 @@ def find_rows(run: Path, problem: str, row: str | None = None) -> list[Row]:
     names = [problem] if problem in found else [name for name in found if problem in name]
     if not names:
         raise ValueError(
-            f'problem: expected a part of an id in {folder.path}, got {problem!r}; they are the rows\' "problem" in '
-            f"its .jsonl files: {_listed(list(found))}"
+            f'problem: expected an id in {folder.path} or a part of one, got {problem!r}; ids are the "problem" of '
+            f"the rows in its .jsonl files: {_listed(list(found))}"
         )
     if len(names) > 1:
-        raise ValueError(f"problem: expected a part of one id, got {problem!r}; say which of {_listed(names)}")
+        raise ValueError(f"problem: expected a part of only one id, got {problem!r}; name one of {_listed(names)}")
     return sorted(found[names[0]], key=lambda one: (one.benchmark, one.method != "greedy", one.seed or 0))
 
 
@@ -179,7 +179,7 @@ def _folder(run: Path, row: str | None) -> Artefact:
     if row is None:
         return Artefact(run, "evaluation")
     if not re.fullmatch(r"[\w.-]+", row) or row.startswith("."):
-        raise ValueError(f"row: expected the name of a folder in {run / VARIANTS}, got {row!r}; look there")
+        raise ValueError(f"row: expected the name of a folder in {run / VARIANTS}, got {row!r}; name one of them")
     return Artefact(run / VARIANTS / row, "comparison")
 
 
@@ -189,9 +189,9 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def token_text(token: int, tokenizer: hf.Tokenizer) -> str:
-    """One token with its white space visible; U+FFFD for a partial character, <id> if it has no text."""
+    """One token with white space visible; U+FFFD for a partial character, <id> if it has no text."""
     once, twice = _decode([token], tokenizer), _decode([token, token], tokenizer)
-    return escaped(twice[len(once) :], IN_TOKEN) or f"<{token}>"  # the first in a text may lose a space
+    return escaped(twice[len(once) :], IN_TOKEN) or f"<{token}>"  # decoding may drop a text's leading space
 
 
 def _decode(tokens: list[int], tokenizer: hf.Tokenizer) -> str:
@@ -199,15 +199,15 @@ def _decode(tokens: list[int], tokenizer: hf.Tokenizer) -> str:
 
 
 def _pieces(row: Row, tokenizer: hf.Tokenizer) -> Iterator[tuple[str, int | None]]:
-    """(text, number of the event or None) that together are the row's text."""
+    """The row's text as (piece, number of its event or None)."""
     tokens = row.tokens
-    if not tokens:  # of a method that keeps a text alone
+    if not tokens:  # a method that keeps only a text
         yield escaped(row.text, IN_TEXT), None
         return
     text, shown = _decode(tokens, tokenizer), 0
 
     def end(step: int) -> int:
-        """Characters that are whole once so many tokens are there."""
+        """The number of complete characters in the first `step` tokens."""
         return len(text) if step == len(tokens) else len(_decode(tokens[:step], tokenizer).rstrip(HALF))
 
     for number, event in enumerate(row.events, 1):
@@ -235,40 +235,42 @@ def _heading(number: int, event: Event) -> str:
 
 
 def _columns(rows: Sequence[Row], known: Known) -> tuple[str, ...]:
-    """The heads of the events' tables, with B_H and rollouts where they are known of any."""
+    """The column heads of the events' tables, including B_H and rollouts if they are known for any event."""
     judged = any(known.of(row, event) for row in rows for event in row.events)
     return (*COLUMNS, f"B_{known.horizon}", "rollout") if judged else COLUMNS
 
 
 def _note(rows: Sequence[Row], known: Known) -> str:
-    """What the marks mean, and where B_H and rollouts are known."""
+    """The explanation of the marks, and of where B_H and rollouts are known."""
     events = [known.of(row, event) for row in rows for event in row.events]
     judged = [one for one in events if one is not None]
     if not judged:
         return (
-            f"{LEGEND} The run has no B_H (compatibility score) and no rollout of these candidates: `futurebridge "
-            "rollouts` makes them for rollouts.benchmark_problems of every benchmark, along the SLM's own text."
+            f"{LEGEND} The run has neither B_H (the compatibility score) nor rollouts of these candidates. "
+            "`futurebridge rollouts` makes both for some problems of every benchmark (rollouts.benchmark_problems), "
+            "along the SLM's own text."
         )
     return (
-        f"{LEGEND} B_{known.horizon} is the compatibility score of a candidate in nats, rollout what the SLM alone "
-        f"makes of it. They are known at {len(judged)} of {len(events)} events, where the text is still the SLM's own."
+        f"{LEGEND} B_{known.horizon} is a candidate's compatibility score in nats; rollout says whether the SLM alone "
+        f"reaches the right answer after it. Both are known at {len(judged)} of {len(events)} events, where the text "
+        "is still the SLM's own."
     )
 
 
 def _cells(row: Row, event: Event, tokenizer: hf.Tokenizer, known: Known, width: int) -> Iterator[tuple[str, ...]]:
-    """What stands under so many columns for every candidate of the pool, a span whole."""
+    """The first `width` cells of every candidate of the pool; a span is shown whole."""
     greedy = next((index for index, source in enumerate(event.sources) if source & SLM), None)
     judged = known.of(row, event) or Judged([], {}, {})
     for index, token in enumerate(event.pool):
         ids = (token, *(event.tails[index] if event.tails else ()))
-        behind = _decode(list(ids), tokenizer)[len(_decode([token], tokenizer)) :]
+        tail = _decode(list(ids), tokenizer)[len(_decode([token], tokenizer)) :]
         columns = (event.slm_logprob, event.llm_logprob, event.scores)
         scores = [column[index] if column else math.nan for column in columns]
         compatibility, right = judged.compatibility.get(ids), judged.right.get(ids)
         marks = (CHOSEN * (index == event.choice), GREEDY * (index == greedy))
         cells = (
             " ".join(filter(None, marks)),
-            token_text(token, tokenizer) + escaped(behind, IN_TOKEN),
+            token_text(token, tokenizer) + escaped(tail, IN_TOKEN),
             " ".join(map(str, ids)),
             SOURCES[event.sources[index]],
             *(UNKNOWN if math.isnan(score) else f"{score:.4f}" for score in scores),
@@ -279,12 +281,12 @@ def _cells(row: Row, event: Event, tokenizer: hf.Tokenizer, known: Known, width:
 
 
 def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console, known: Known = NOTHING) -> None:
-    """Print runs of a problem, with ⟦event⟧¹ in the text and one table per event.
+    """Print all rows of a problem, with ⟦event⟧¹ in the text and one table per event.
 
     Args:
         rows: as from `find_rows`.
         tokenizer: of the run.
-        console: where to.
+        console: where to print.
         known: as from `known_of`.
     """
     columns = _columns(rows, known)
@@ -313,7 +315,7 @@ def print_rows(rows: Sequence[Row], tokenizer: hf.Tokenizer, console: Console, k
 
 
 def html_page(rows: Sequence[Row], tokenizer: hf.Tokenizer, known: Known = NOTHING) -> str:
-    """The same as one self-contained HTML page: hovering over an event shows its table, a click leads to it.
+    """The same as one self-contained HTML page: hovering over an event shows its table, a click goes to it.
 
     Args:
         rows: as from `find_rows`.

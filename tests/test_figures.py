@@ -187,8 +187,8 @@ def test_recipes_are_counted_over_worlds_and_quantiles() -> None:
     assert lines[5] == ""
     assert lines[6] == (
         "*400 problems per cell, 2 reranker seeds, 95% paired bootstrap over problems. The 2 cells are not "
-        "independent: some share their problems and their SLM, one training set and 2 reranker seeds a run. "
-        "14 comparisons, not corrected for their number. Cells: one, q 0.9; other, q 0.9.*"
+        "independent: some share their problems and their SLM, and each run has one training set and 2 reranker seeds. "
+        "Intervals are not corrected for the 14 comparisons. Cells: one, q 0.9; other, q 0.9.*"
     )
 
 

@@ -1,7 +1,7 @@
 """The demo's model pairs: real Qwen3 models of a few hundred thousand parameters, shipped with the package.
 
-`load_pair` reads the shipped weights; `retrain` makes them again from nothing. A model's accuracy is a matter of its
-corpus and its training length, not of its size: the SLM is stopped while it can work a step out but not yet guess it.
+`load_pair` reads the shipped weights; `retrain` makes them again from scratch. A model's accuracy depends on its corpus
+and its training length, not on its size: the SLM's training stops when it can work a step out but not yet guess it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DemoPair:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is made; `worlds` are those that use it, the first writes its corpus."""
+    """How one model is trained; `worlds` are the worlds that use it, and the first of them writes its corpus."""
 
     worlds: tuple[str, ...]
     part: Literal["slm", "llm"]
@@ -50,7 +50,7 @@ class Recipe:
     learning_rate: float
 
 
-# Steps were chosen on role "validation": the SLMs' set the gap, the LLMs' suffice for about 100%.
+# Steps were chosen on role "validation": the SLMs' steps set the gap, the LLMs' steps suffice for about 100%.
 RECIPES: dict[str, Recipe] = {
     "plans-llm": Recipe(("plans",), "llm", 96, 3, 1200, 3e-3),
     "plans-slm": Recipe(("plans",), "slm", 64, 3, 2400, 2e-3),
@@ -61,7 +61,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def load_pair(name: str, directory: Path | None = None) -> DemoPair:
-    """The pair of a world ("plans", "helpful" or "control"), from the package or from a directory `retrain` wrote."""
+    """The pair of a world ("plans", "helpful" or "control"), from the package or a directory written by `retrain`."""
     if name not in WORLDS:
         raise ValueError(f"load_pair: expected one of {', '.join(WORLDS)}, got {name!r}; pick one of them.")
     with resources.as_file(resources.files("fb_core.demo") / "weights") as shipped:
@@ -70,7 +70,7 @@ def load_pair(name: str, directory: Path | None = None) -> DemoPair:
 
 
 def folders(name: str, directory: Path) -> tuple[Path, Path]:
-    """Where `retrain` puts the SLM and the LLM of a world."""
+    """The folders of a world's SLM and LLM, as `retrain` writes them."""
     slm, llm = _model_names([name])
     return directory / slm, directory / llm
 
@@ -82,10 +82,10 @@ def retrain(
     progress: Progress | None = None,
     processes: int = 2,
 ) -> None:
-    """Trains every model of `worlds` from nothing into `directory`, a checkpoint each, which `load_pair` reads too.
+    """Train every model of `worlds` from scratch into `directory`, one checkpoint each; `load_pair` reads them.
 
-    Each model is trained by one thread from `seed` and its own name, so the files do not depend on `processes`;
-    with one process the models are trained in the caller's.
+    Each model is trained by one thread, seeded by `seed` and its name, so the files do not depend on `processes`.
+    With `processes=1` the models are trained in the calling process.
     """
     if unknown := set(worlds) - set(WORLDS):
         raise ValueError(f"retrain: expected worlds among {', '.join(WORLDS)}, got {sorted(unknown)}; leave those out.")
@@ -119,7 +119,7 @@ class _Sender:
 
 
 def _train_model(name: str, recipe: Recipe, directory: Path, seed: int, progress: Progress) -> None:
-    """Trains one model on its own stream of fresh examples and saves it in float16, the tied head once."""
+    """Train one model on its own stream of fresh examples and save it in float16, without a copy of the tied head."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,7 +193,7 @@ def _collate(
 
 
 def _model_names(worlds: Collection[str]) -> list[str]:
-    """Names of the models of one world, SLM first."""
+    """Names of the models that the worlds use, SLMs first."""
     names = [name for name, recipe in RECIPES.items() if set(recipe.worlds) & set(worlds)]
     return sorted(names, key=lambda name: RECIPES[name].part, reverse=True)
 

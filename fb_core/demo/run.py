@@ -1,4 +1,4 @@
-"""`futurebridge demo`: the shipped worlds through the stages, tables and report of `futurebridge experiment`."""
+"""`futurebridge demo`: runs the shipped worlds through the stages, tables and report of `futurebridge experiment`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from fb_core.stages.commands import Command
 from fb_core.stages.inputs import DEMO
 from fb_core.stages.inside import Changes, changed
 
-QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # others tried; the longest first
+QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # additional quantiles; the slowest world first
 METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge", "deployed")
 REPAIRS = ("features", "override", "features-override")
 SWEPT = ("direct", "futurebridge", "override")
 
 
 def _methods(plan: Plan) -> list[Variant]:
-    """Rivals, ours and its repairs."""
+    """The compared methods, FutureBridge and its repairs."""
     rows = [row for name in ("methods", "repairs") for row in TABLES[name].rows(plan)]
     return [row for row in rows if row.key in (*METHODS, *REPAIRS) and not row.borrowed]
 
@@ -48,7 +48,7 @@ def _quantiles(plan: Plan) -> list[Variant]:
     return [row for row in TABLES["quantiles"].rows(plan) if row.key in SWEPT]
 
 
-# The PNGs show all worlds at once.
+# No figures in the sections: the PNGs show all worlds at once.
 TABLES_SHOWN = {
     "methods": replace(TABLES["methods"], rows=_methods, figure=None),
     "quantiles": replace(TABLES["quantiles"], rows=_quantiles, figure=None, judged=False),
@@ -56,7 +56,7 @@ TABLES_SHOWN = {
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by their names: fresh problems of a seed, one reranker, fewer recipes and quantiles."""
+    """The shipped worlds by name, with fresh problems of a seed, one reranker, and fewer recipes and quantiles."""
     found = {}
     for name, others in QUANTILES.items():
         shipped = RunSettings.load(name)
@@ -71,16 +71,16 @@ def demo_settings(seed: int) -> dict[str, RunSettings]:
 
 
 def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> tuple[Findings, ...]:
-    """Run every world, write results.json, a report and its pictures into `out`, and print what they have in common.
+    """Run every world, write results.json and a report with its pictures into `out`, and print the summary.
 
     Args:
-        worlds: by the names of their configurations; what takes longest first.
-        out: where to; made if need be. A run's folder is there for each world, and what is finished is not made again.
-        retrain: first make the model pairs again from nothing, into `out`/weights, and use them.
+        worlds: by the names of their configurations; the slowest first.
+        out: folder for the results, created if missing. It holds one run per world; finished work is not repeated.
+        retrain: first train the model pairs from scratch into `out`/weights, and use them.
 
     Raises:
-        ValueError: a run of other settings in `out`.
-        OSError: no room, or a worker that was ended; what is finished is kept.
+        ValueError: `out` holds a run with other settings.
+        OSError: no disk space, or a worker was killed; finished work is kept.
     """
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
@@ -108,7 +108,7 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
 
 
 def _merged(found: Sequence[Findings]) -> Findings:
-    """The worlds side by side, for one figure of them all: a panel each."""
+    """The findings of all worlds as one, for figures with one panel per world."""
     agreement = [
         row.model_copy(update={"kind": " ".join(one.test_sets)})
         for one in found
@@ -120,7 +120,7 @@ def _merged(found: Sequence[Findings]) -> Findings:
 
 
 def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
-    """The worlds with pairs made anew, which are checkpoints like others."""
+    """The worlds' settings with newly trained pairs, which are ordinary checkpoints."""
     names = {name: one.models.slm.removeprefix(DEMO) for name, one in worlds.items()}
     with Board(TimeElapsedColumn(), transient=True) as board:
 
@@ -137,10 +137,10 @@ def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, Ru
 
 
 def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
-    """What the runs find; one-threaded processes, one a core, share the work of all."""
+    """The findings of all runs; one-threaded processes, one per core, share the work."""
     with (
         Board(TimeElapsedColumn(), transient=True) as board,
-        ThreadPoolExecutor(len(runs)) as threads,  # each waits for the parts of one run
+        ThreadPoolExecutor(len(runs)) as threads,  # one thread per run waits for its parts
         processes(os.cpu_count()) as pool,
     ):
         jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
@@ -148,15 +148,15 @@ def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
             return tuple(job.result() for job in jobs)
         except BrokenProcessPool:
             raise OSError(
-                "demo: expected its worker processes to finish, got one ended from outside, perhaps for memory; run it "
-                "again, what is finished is kept"
+                "demo: expected its worker processes to finish, got one that was killed, perhaps for lack of memory; "
+                "run it again, finished work is kept"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Findings:
-    """One run, command by command and then the variants of a wave at once."""
+    """Do one run: its commands one after the other, then its variants, those of a wave at the same time."""
     values, of, done = settings.model_dump_json(), len(PREPARED), count(1)
 
     def show(words: str) -> None:
@@ -180,5 +180,5 @@ def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Fin
 
 def _prepare(command: Command, values: str, run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    with (run / LOG).open("a") as log, redirect_stdout(log):  # a line a shard
+    with (run / LOG).open("a") as log, redirect_stdout(log):  # progress lines
         prepare(command, RunSettings.model_validate_json(values), run)

@@ -1,8 +1,9 @@
 r"""The demo's synthetic arithmetic: problems, a tokenizer, and the corpora that make a small and a large model differ.
 
 A problem is a start value v of two digits and a few operations v <- (v * a + b) mod 100; its prompt is written
-``29*9+7*7+9;``. A solution writes one sentence a step, opened by a word, and closes with ``\boxed{15}``. What a word
-promises about the sentence behind it is where the corpora of the SLM and the LLM disagree, and so what a world is.
+``29*9+7*7+9;``. A solution writes one sentence per step, which starts with a word, and ends with ``\boxed{15}``. The
+corpora of the SLM and the LLM disagree on what a word says about the way of working in its sentence; worlds differ in
+how they disagree.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 MULTIPLIERS = range(2, 10)
 _TOKEN = r"\\boxed\{|</?s>|<pad>|[a-z]+ |\. |."
 _OPERATIONS = len(MULTIPLIERS) * 10
-# Tenths of the problem space a role owns: no problem belongs to two roles.
+# The tenths of the problem space that belong to each role; no problem belongs to two roles.
 _TENTHS: Mapping[Role, range] = {
     "pair": range(6),
     "train": range(6, 8),
@@ -37,7 +38,7 @@ _TENTHS: Mapping[Role, range] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its prompt (the ids open with the begin token) and the two digits that belong in the box."""
+    """One problem: its prompt (the ids start with the begin token) and the two digits of its boxed answer."""
 
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -45,24 +46,24 @@ class Problem:
 
     @property
     def operations(self) -> tuple[int, list[tuple[int, int]]]:
-        """The start value and the (multiplier, addend) of every step."""
+        """The start value, and (multiplier, addend) of every step."""
         start, *rest = map(int, re.findall(r"\d+", self.prompt))
         return start, list(zip(rest[::2], rest[1::2], strict=True))
 
 
 @dataclass(frozen=True)
 class World:
-    """A task and the two corpora over it; `WORLDS` holds the three of the demo.
+    """A task and its two corpora; `WORLDS` holds the three worlds of the demo.
 
     Attributes:
         name: the key in `WORLDS`.
-        steps: operations in a problem; prompts of a world all have the same length.
-        families: the words that open a step, grouped by the way of working that the SLM ties to them.
-        marks: the other single-character tokens.
-        max_new_tokens: length of the longest correct solution, end token included.
+        steps: operations in a problem; all prompts of a world have the same length.
+        families: the words that start a step, grouped by the way of working that the SLM's corpus ties to them.
+        marks: further single-character tokens, such as the operators.
+        max_new_tokens: length of the longest correct solution, including the end token.
         slm_step: writes one step of the SLM's corpus from (value, multiplier, addend, rng).
         llm_step: the same for the LLM's corpus.
-        worked_family: index of the family after which the SLM works a step with this multiplier out.
+        worked_family: index of the family after which the SLM works out a step with this multiplier.
     """
 
     name: WorldName
@@ -76,15 +77,15 @@ class World:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All words, family after family."""
+        """All words, family by family."""
         return tuple(word for family in self.families for word in family)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Word-level tokenizer built in code; a prompt is encoded with the begin token in front."""
+        """The word-level tokenizer, built in code; it encodes a prompt with the begin token in front."""
         tokens = [PAD, BEGIN, END, *"0123456789", *self.marks, ". ", "\\boxed{", "}", *(f"{w} " for w in self.words)]
         vocabulary = {token: i for i, token in enumerate(tokens)}
-        # No such token is in the vocabulary: text of another world is an error, not a row of unknowns.
+        # The unknown token is not in the vocabulary, so encoding text of another world is an error.
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_TOKEN), "isolated")
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -106,20 +107,23 @@ class World:
         return self.tokenizer.get_vocab()
 
     def worked_words(self, multiplier: int) -> tuple[str, ...]:
-        """The words after which the SLM works a step with this multiplier out instead of guessing its result."""
+        """The words after which the SLM works out a step with this multiplier instead of guessing its result."""
         return self.families[self.worked_family(multiplier)]
 
     def problems(self, n: int, seed: int, role: Role) -> list[Problem]:
-        """`n` different problems drawn from the role's own part of the problem space.
+        """`n` different problems, drawn from the role's own part of the problem space.
 
-        A fixed hash splits the space (640,000 problems of two steps, 51 million of three) between the roles, so a
-        reported problem ("test") can be in no pair's corpus ("pair") and in no reranker's training set ("train"),
-        whatever the seeds. Fewer problems of the same seed and role are a prefix of more.
+        A fixed hash splits the space (640,000 problems of two steps, 51 million of three) between the roles. So no
+        test problem ("test") is in a pair's corpus ("pair") or a reranker's training set ("train"), whatever the seeds.
+        For one seed and role, fewer problems are a prefix of more.
+
+        Raises:
+            ValueError: an unknown role, or `n` is negative or more than half of the role's part.
         """
         if role not in _TENTHS:
             raise ValueError(f"problems: role must be one of {get_args(Role)}, got {role!r}; name what they are for.")
         space = 100 * _OPERATIONS**self.steps
-        # Half of a role's share is where drawing without repeats would start to be slow.
+        # Beyond half of a role's part, drawing without repeats would become slow.
         if not 0 <= n <= (limit := space * len(_TENTHS[role]) // 20):
             raise ValueError(f"problems: n must lie in 0..{limit} for role {role!r}, got {n}; ask for fewer.")
         rng = default_rng(SeedSequence([seed, list(_TENTHS).index(role), self.steps]))
@@ -130,11 +134,11 @@ class World:
         return [self._problem(code) for code in list(drawn)[:n]]
 
     def slm_example(self, problem: Problem, rng: Generator) -> list[int]:
-        """Token ids of a solution as the SLM's corpus writes it, end token included."""
+        """Token ids of a solution as the SLM's corpus writes it, including the end token."""
         return self._example(problem, self.slm_step, rng)
 
     def llm_example(self, problem: Problem, rng: Generator) -> list[int]:
-        """Token ids of a solution as the LLM's corpus writes it, end token included."""
+        """Token ids of a solution as the LLM's corpus writes it, including the end token."""
         return self._example(problem, self.llm_step, rng)
 
     def _problem(self, code: int) -> Problem:
@@ -161,21 +165,21 @@ class World:
 
 
 def _tenth(codes: np.ndarray) -> np.ndarray:
-    """Fixed pseudo-random tenth of each problem code (the finaliser of splitmix64)."""
+    """A fixed pseudo-random tenth (0..9) of each problem code, from the finaliser of splitmix64."""
     mixed = codes.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(10)
 
 
-# The plans world: a worked step follows one of three plans, and a multiplier has a house plan.
+# The plans world: a worked step follows one of three plans, and every multiplier has a house plan.
 
 _PLAN_WORDS = (("so", "thus", "then"), ("hence", "since", "note"), ("as", "because", "for"))
 _HOUSE_PLAN = {2: 0, 4: 0, 8: 0, 3: 1, 6: 1, 9: 1, 5: 2, 7: 2}
 
 
 def _word_habits(seed: int, house_bonus: float) -> dict[int, np.ndarray]:
-    """A random habit for each multiplier, softmax(N(0, 1) + bonus where the word stands for the house plan)."""
+    """[9] word probabilities by multiplier: softmax(N(0, 1) + bonus for words of the house plan's family)."""
     rng = default_rng(seed)
     family = np.repeat(np.arange(len(_PLAN_WORDS)), [len(words) for words in _PLAN_WORDS])
     weights = {a: np.exp(rng.normal(size=family.size) + house_bonus * (family == _HOUSE_PLAN[a])) for a in MULTIPLIERS}
@@ -187,7 +191,7 @@ _PLANS_LLM_HABITS = _word_habits(2, house_bonus=1.3)
 
 
 def _plans_step(family: int, word: int, plan: int | None, value: int, a: int, b: int) -> str:
-    """One step by a plan: units first, tens first, or product before sum; no plan states the result at once."""
+    """One step by a plan (units first, tens first, or product before sum); without a plan, only the result."""
     tens, units = divmod(value, 10)
     low = units * a + b
     high = tens * a + low // 10

@@ -1,4 +1,4 @@
-"""What a run found, gathered from its finished stages and variants, for the report, which knows no stage."""
+"""Collects a run's findings from its finished stages and variants for the report, which itself reads no stage."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLES) -> Findings:
-    """All that a run's folder holds; what was not run is None.
+    """All findings in a run's folder; what was not run is None.
 
     Args:
         settings: of the run.
-        run: its folder, trained at least.
-        tables: whose rows are shown, by name.
+        run: its folder; the run must be trained.
+        tables: the tables whose rows are shown, by name.
 
     Raises:
-        ValueError: not trained yet, or damaged.
+        ValueError: the run is not trained yet, or it is damaged.
     """
     plan, policy = plan_of(settings, run), frozen_policy(run)
     made = Artefact(run, TrainStage.name).finished()
@@ -118,7 +118,7 @@ def gather(settings: RunSettings, run: Path, tables: Mapping[str, Table] = TABLE
 
 
 def _picked(kind: type[Kind], row: dict[str, Any], **more: Any) -> Kind:
-    """The values of a stage's row that the findings keep."""
+    """A findings object from the fields of a stage's row that it has, and from `more`."""
     return kind(**{name: row[name] for name in kind.model_fields if name in row and name not in more} | more)
 
 
@@ -143,7 +143,7 @@ def _selection(plan: Plan) -> values.Selection:
 
 
 def _deployed(plan: Plan) -> tuple[values.Deployed, ...] | None:
-    """The recipe of every seed with its evidence, where the run chose one."""
+    """The recipe of every seed with its evidence; None if the run chose none."""
     manifest = finished(plan.run, ChoiceStage.name)
     if manifest is None:
         return None
@@ -164,7 +164,7 @@ def _deployed(plan: Plan) -> tuple[values.Deployed, ...] | None:
 
 @final
 class _Rolled:
-    """What rollouts say of the scores of a run and of its variants."""
+    """Agreement of a run's and its variants' scores with the rollouts."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -172,7 +172,7 @@ class _Rolled:
 
     @cached_property
     def states(self) -> list[Judged]:
-        """The run's own."""
+        """The run's own held-out states."""
         return judged_states(self._plan.settings, self._plan.run)
 
     @cached_property
@@ -186,7 +186,7 @@ class _Rolled:
         }
 
     def agreement(self) -> tuple[values.Agreement, ...]:
-        """Of all scores of the run, of the rerankers of its repairs, and of its own on the benchmarks' states."""
+        """All scores of the run, the rerankers of its repairs, and the run's scores on the benchmarks' states."""
         rows = agreement_rows(self.states)
         for variant in TABLES["repairs"].rows(self._plan):
             if not variant.borrowed:
@@ -199,14 +199,14 @@ class _Rolled:
         return tuple(found)
 
     def coverage(self) -> tuple[values.Coverage, ...]:
-        """Of the validation problems' states, then of every benchmark's."""
+        """Coverage at the validation problems' states, then at every benchmark's."""
         known = [(None, self.states), *self._benchmarks.items()]
         return tuple(
             _picked(values.Coverage, row, benchmark=name) for name, states in known for row in coverage_rows(states)
         )
 
     def choices(self) -> tuple[values.Choice, ...]:
-        """What the candidate chosen at an event leads to, by kind of event, at every quantile."""
+        """How often the chosen candidate leads to success, by kind of event, at every quantile."""
         found = []
         for variant in TABLES["quantiles"].rows(self._plan):
             if variant.method != OURS:
@@ -219,7 +219,7 @@ class _Rolled:
         return tuple(found)
 
     def _rows(self, variant: Variant) -> list[dict[str, Any]]:
-        """Of a variant's reranker and of the models at its states, once; nothing where it was not judged."""
+        """The rows of a variant's reranker, and of the models at its quantile, cached; empty if it was not judged."""
         if variant.path not in self._known:
             own = variant.key == OURS and variant.inside is None
             folder = self._plan.run if own else self._plan.run / variant.path
@@ -233,7 +233,7 @@ class _Rolled:
 
 
 def _future_quality(plan: Plan) -> values.FutureQuality | None:
-    """Agreement of every quality's target with the rollouts, by horizon, on the held-out states that have them all."""
+    """Pairwise accuracy of the target by kind of future and horizon, on the held-out states that have all kinds."""
     made = [variant for variant in TABLES["futures"].rows(plan) if not variant.borrowed]
     folders = [plan.run / variant.path for variant in made]
     if any(finished(folder, ScoreStage.name) is None for folder in folders):
@@ -265,7 +265,7 @@ def _future_quality(plan: Plan) -> values.FutureQuality | None:
 
 
 def _trajectory(plan: Plan) -> values.Trajectory | None:
-    """The held-out SLM trajectory of the first shard with the most admitted states."""
+    """The held-out SLM trajectory with the most admitted states in the first shard."""
     run, settings = plan.run, plan.settings
     decode = models_of(settings.models).tokenizer.decode
     shard = Artefact(run, RolloutStage.name).shards("validation")[0]
@@ -297,7 +297,7 @@ def _trajectory(plan: Plan) -> values.Trajectory | None:
 
 
 def _learned(plan: Plan, shard: str) -> dict[str, list[float]]:
-    """Scores of the first seed's reranker by state, none where the rollouts were not held against it."""
+    """Scores of the first seed's reranker by state; empty if it was not compared with the rollouts."""
     if finished(plan.run, AgreementStage.name) is None:
         return {}
     seed = f"seed-{plan.settings.train.seeds[0]}"
@@ -305,7 +305,7 @@ def _learned(plan: Plan, shard: str) -> dict[str, list[float]]:
 
 
 def _worked_event(plan: Plan) -> values.WorkedEvent | None:
-    """The first held-out state with a usable future where the picks of LLM and FutureBridge differ in outcome."""
+    """The first held-out state with a usable future where the choices of LLM and FutureBridge differ in outcome."""
     run, settings = plan.run, plan.settings
     decode = models_of(settings.models).tokenizer.decode
     for shard in Artefact(run, RolloutStage.name).shards("validation"):
@@ -345,7 +345,7 @@ def _worked_event(plan: Plan) -> values.WorkedEvent | None:
 
 
 def _calibration(plan: Plan) -> values.Calibration | None:
-    """Of the row with the calibrated target."""
+    """The calibration of the repair with the calibrated target; None if it was not run."""
     (variant,) = (variant for variant in TABLES["repairs"].rows(plan) if variant.key == "calibrated")
     manifest = finished(plan.run / variant.path, CalibrationStage.name)
     if manifest is None:
@@ -369,7 +369,7 @@ def _costs(plan: Plan) -> values.Costs:
 
 
 def published(settings: RunSettings) -> dict[str, dict[str, float]]:
-    """The paper's figures by table and row that may stand beside a run's, where its settings and benchmark agree."""
+    """The paper's figures by table and row, if the run's settings and first benchmark are the same as the paper's."""
     text = (resources.files("fb_core.experiment") / "published.yaml").read_text(encoding="utf-8")
     timed = settings.evaluate.benchmarks[0]
     return {
@@ -380,7 +380,7 @@ def published(settings: RunSettings) -> dict[str, dict[str, float]]:
 
 
 def is_published(settings: RunSettings) -> bool:
-    """Whether models, data and settings are the paper's, so that its figures may stand beside ours."""
+    """Whether models, data and settings are the paper's, so that its figures may be shown beside the run's."""
     paper = RunSettings(models=ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B"))
     free = {"per_shard", "token_budget", "microbatches", "checkpoint_steps"}
     sections = ("problems", "collect", "futures", "score", "train", "evaluate")

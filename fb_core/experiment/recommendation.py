@@ -1,4 +1,4 @@
-"""What rollouts say before training costs GPU hours: which recipe to train, judged at the states of deployment."""
+"""Advice from rollouts before any training: which recipe to train, judged at the states where it would decide."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fb_core.stages.scores import ScoreStage
 from fb_core.stages.states import StateStage
 from fb_core.statistics import Interval
 
-CHANCE = 0.5  # of a pair
-DEPLOYED = "as deployed"  # the target's score at every admitted state
+CHANCE = 0.5  # pairwise accuracy of random scores
+DEPLOYED = "as deployed"  # name of the target's score extended to all admitted states
 
 
 class Recipe(NamedTuple):
-    """A way to train and deploy, and the scores [K] that it uses; None for a state that it has no scores for."""
+    """A way to train and deploy: its label, its settings, and its scores [K] of a state's candidates (None: none)."""
 
     label: str
     options: str
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
 
 
 def recommend(settings: RunSettings, run: Path, states: Sequence[Judged] | None = None) -> list[str]:
-    """Sentences on what would be trained, where it would decide, what each score is worth there, and what to choose.
+    """Sentences on which states would be trained on, how good each score is where it would decide, and what to choose.
 
     Everything is counted at all admitted held-out states, as in deployment, not only at those that pass the training
     filters. A state without a usable future has no target, so its pairs count one half and its choice is random.
@@ -46,10 +46,10 @@ def recommend(settings: RunSettings, run: Path, states: Sequence[Judged] | None 
     Args:
         settings: of the run; the longest horizon of its sweep is used.
         run: its folder, scored and rolled out; a reranker is not needed.
-        states: its judged states, if they are known already.
+        states: its judged states, if the caller has them.
 
     Raises:
-        ValueError: no rollouts or scores.
+        ValueError: the run has no rollouts or scores.
     """
     ScoreStage(settings, run).folder.finished()
     states, horizon = judged_states(settings, run) if states is None else states, max(settings.train.horizons)
@@ -67,7 +67,7 @@ def recommend(settings: RunSettings, run: Path, states: Sequence[Judged] | None 
 
 
 def _kept(states: Sequence[Judged], target: str) -> list[str]:
-    """What the filters leave of the admitted states, by kind of event, and so of what is trained and decided."""
+    """How many admitted states pass the filters, by kind of event, and the shares of each kind before and after."""
     kept = [state for state in states if target in state.scores]
     if not kept:
         return []
@@ -80,31 +80,38 @@ def _kept(states: Sequence[Judged], target: str) -> list[str]:
             shares.append(f"{kind} {left / len(kept):.0%} and {admitted / len(states):.0%}")
     return [
         f"{len(kept)} of {len(states)} admitted held-out states ({len(kept) / len(states):.0%}) have a usable future: "
-        f"{', '.join(by_kind)}. Of the events trained on and of those decided in deployment are: {', '.join(shares)}."
+        f"{', '.join(by_kind)}. Shares of the events trained on, and of those decided in deployment: "
+        f"{', '.join(shares)}."
     ]
 
 
 def _target(states: Sequence[Judged], target: str) -> list[str]:
     rows = {row["score"]: row for row in agreement_rows(_deployed(states, target)) if row["kind"] == "all"}
     if target not in rows or rows[target]["pairwise"] is None:
-        return [f"No held-out state has both a usable future and candidates of different outcome: {target} is unknown."]
+        return [
+            "No held-out state has both a usable future and candidates with different outcomes, so nothing is known of "
+            f"{target}."
+        ]
     known, deployed = rows[target]["pairwise"], rows[DEPLOYED]["pairwise"]
     figures = (
-        f"{_words(known)} of pairs at the {rows[target]['states']} states that have it, {_words(deployed)} at all "
-        f"{rows[DEPLOYED]['states']}, where the others' pairs count half"
+        f"pairwise accuracy is {_words(known)} at the {rows[target]['states']} states that have this target and "
+        f"{_words(deployed)} at all {rows[DEPLOYED]['states']}, where pairs without it count one half"
     )
     if known.high < CHANCE:
         return [
-            f"{target} orders candidates the wrong way round, {figures}: the LLM writes what this SLM cannot carry "
-            "out. Do not train on it alone."
+            f"{target} ranks candidates in the wrong order: {figures}. The LLM writes futures that this SLM cannot "
+            "carry out. Do not train on it alone."
         ]
     if deployed.low <= CHANCE:
-        return [f"{target} is not told from chance in deployment, {figures}: roll out more states, or ask less often."]
-    return [f"{target} orders candidates as their rollouts do, {figures}."]
+        return [
+            f"{target} is not significantly better than chance in deployment: {figures}. Roll out more states, or ask "
+            "less often."
+        ]
+    return [f"{target} ranks candidates as their rollouts do: {figures}."]
 
 
 def _kinds(states: Sequence[Judged], target: str) -> list[str]:
-    """What each score is worth by kind of event, every one with the states that it rests on."""
+    """Pairwise accuracy of each score by kind of event, each with its number of states."""
     rows = {(row["kind"], row["score"]): row for row in agreement_rows(_deployed(states, target))}
     found = []
     for kind in KINDS[1:]:
@@ -116,25 +123,27 @@ def _kinds(states: Sequence[Judged], target: str) -> list[str]:
         assert deployed is not None
         where = f"At {kind} events ({own['states']} held-out states)"
         if own["pairwise"] is None:
-            found.append(f"{where} no pair of candidates differs in outcome.")
+            found.append(f"{where}, no pair of candidates differs in outcome.")
             continue
         if future is None or future["pairwise"] is None:
             of_future = f"{target} unknown"
         else:
             of_future = (
-                f"{target} {_words(future['pairwise'])} at the {future['states']} that have it, "
+                f"{target} {_words(future['pairwise'])} at the {future['states']} states that have it, "
                 f"{_words(deployed['pairwise'])} in deployment"
             )
         of_models = f"the LLM's own score {_words(large['pairwise'])}, the SLM's {_words(own['pairwise'])}"
-        said = f"{where}: {of_future}, {of_models}"
+        said = f"{where}, pairwise accuracy: {of_future}, {of_models}"
         if (0 if future is None else future["states"]) < own["states"] / 2:
-            said += ". Most of them are not trained on: there the plain recipe decides what it has not learned"
+            said += (
+                ". Most of these states are not trained on, so the plain recipe decides there without having learned it"
+            )
         found.append(f"{said}.")
     return found
 
 
 def _deployed(states: Sequence[Judged], target: str) -> list[Judged]:
-    """The states with the target's score at all of them under `DEPLOYED`, one for all candidates where it has none."""
+    """The states with the target's score under the name `DEPLOYED`; where there is none, all candidates score 0."""
     return [
         replace(
             state,
@@ -145,7 +154,7 @@ def _deployed(states: Sequence[Judged], target: str) -> list[Judged]:
 
 
 def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
-    """The recipes that can be judged before any training, the one to take in doubt first."""
+    """The recipes that can be judged before training; the first is advised unless another is significantly better."""
     horizon, certainty = max(settings.train.horizons), settings.experiment.certainty
     shards = Artefact(run, ScoreStage.name).shards("train")
     trained = (group for shard in shards for group in Examples(run, shard).groups.values())
@@ -170,7 +179,7 @@ def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
     with_features = f"train.features: [{', '.join(FEATURES)}], evaluate.certainty: {certainty:g}"
     found = [
         Recipe("candidate features with the override", with_features, override(features)),
-        Recipe("the plain recipe", "no option", future),
+        Recipe("the plain recipe", "no options", future),
     ]
     terms, outcomes = rolled_out_terms(run, horizon)
     mixed = sum(bool(outcome.any() and not outcome.all()) for outcome in outcomes)
@@ -191,7 +200,7 @@ def _known(settings: RunSettings, run: Path, target: str) -> list[Recipe]:
 
 
 def _feature_weights(groups: Iterable[Group], horizon: int) -> Tensor:
-    """Float64 [F] by which candidate features alone come closest to the target, by least squares in the group."""
+    """Float64 [F] weights with which the candidate features alone fit the target best (least squares in the group)."""
     rows, wanted = [torch.zeros(1, len(FEATURES), dtype=torch.float64)], [torch.zeros(1, dtype=torch.float64)]
     for group in groups:
         if (compatibility := group.compatibility(horizon)) is not None:
@@ -204,7 +213,7 @@ def _feature_weights(groups: Iterable[Group], horizon: int) -> Tensor:
 
 
 def _recipes(states: Sequence[Judged], recipes: Sequence[Recipe]) -> list[str]:
-    """How often each recipe's choice leads to success at all admitted states, and which one that speaks for."""
+    """How often each recipe's choice leads to success at all admitted states, and which recipe that favours."""
     if not states:
         return []
     own: list[Recipe] = [
@@ -232,12 +241,12 @@ def _recipes(states: Sequence[Judged], recipes: Sequence[Recipe]) -> list[str]:
     better = [recipe for recipe in recipes[1:] if minus(recipe, first).low > 0]
     chosen = max(better, key=lambda recipe: float(successes[recipe.label].sum()), default=first)
     others = "; ".join(f"{points(minus(chosen, other))} against {other.label}" for other in recipes if other != chosen)
-    why = "significantly better here" if better else "nothing is significantly better here"
+    why = "It is significantly better here" if better else "No other recipe is significantly better here"
     return [
-        f"Choices that lead to success without later help, at all {len(states)} admitted held-out states of "
-        f"{len(problems)} problems: {figures}. With later help a choice may be worth more: the validation problems of "
-        "`train` decide.",
-        f"Take {chosen.label} ({chosen.options}), {why}: {others}.",
+        f"Choices that lead to success without later interventions, at all {len(states)} admitted held-out states of "
+        f"{len(problems)} problems: {figures}. With later interventions a choice may be worth more, so `train` decides "
+        "on validation problems.",
+        f"Take {chosen.label} ({chosen.options}). {why}: {others}.",
     ]
 
 
@@ -246,7 +255,7 @@ def _problem(state: Judged) -> str:
 
 
 def _success(state: Judged, scores: Tensor | None) -> float:
-    """Of the candidate with the best score; of a random one where there are none."""
+    """Success of the candidate with the best score; the mean over all candidates if there are no scores."""
     outcome = state.rolled.correct
     return float(outcome.double().mean()) if scores is None else float(outcome[int(scores.argmax())])
 
@@ -260,18 +269,18 @@ def _pools(states: Sequence[Judged]) -> list[str]:
 
 
 def _calibration(settings: RunSettings, counts: dict[str, int], there: int) -> list[str]:
-    """How many of the training states that are there would have to be rolled out."""
+    """How many of the `there` training states would have to be rolled out for a calibration."""
     held_out, mixed = counts.get("validation states", 0), counts.get("validation mixed", 0)
     needed = settings.rollouts.minimum_mixed
     if not mixed:
-        return ["No held-out state has candidates of different outcome: a calibration is not possible."]
+        return ["No held-out state has candidates with different outcomes, so a calibration is not possible."]
     states = math.ceil(needed * held_out / mixed)
     said = (
-        f"A calibration needs {needed} training states with candidates of different outcome; as {mixed} of {held_out} "
-        f"held-out states have them, about {states} rolled-out states"
+        f"A calibration needs {needed} training states whose candidates differ in outcome. {mixed} of {held_out} "
+        f"held-out states are of that kind, so about {states} training states have to be rolled out"
     )
     if states > there:
-        return [f"{said}, more than the {there} there are: collect more."]
+        return [f"{said}; there are only {there}, so collect more."]
     return [f"{said}, a share of {states / there:.2g} (rollouts.train is {settings.rollouts.train:g})."]
 
 

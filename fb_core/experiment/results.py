@@ -1,4 +1,4 @@
-"""What the variants of a run made of the benchmarks: the rows of all tables, each interval resampled once."""
+"""The results of a run's variants on the benchmarks: the rows of all tables; each interval is resampled only once."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ UNSEEN = {
     "TaH": "changes the SLM itself: name a checkpoint under compare.external",
     "TSD-KD": "retrains the SLM itself: name a checkpoint under compare.external",
     "Multiplex Thinking": "retrains the SLM itself: name a checkpoint under compare.external",
-}  # peers that are there as checkpoints alone
+}  # peers that exist only as checkpoints
 
 
 def finished(run: Path, stage: str) -> dict[str, Any] | None:
-    """The manifest of a finished stage, None of any other."""
+    """The manifest of a finished stage, None if it is not finished."""
     manifest = Artefact(run, stage).manifest()
     return manifest if manifest is not None and manifest["complete"] else None
 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What one variant made of the benchmarks."""
+    """One variant's results on the benchmarks."""
 
-    outcomes: dict[str, dict[str, float]]  # share of right runs by benchmark and problem
-    llm_tokens: dict[str, dict[str, float]]  # likewise, a mean over runs
-    means: dict[str, dict[str, float]]  # by the name of a `Result`'s field and benchmark
+    outcomes: dict[str, dict[str, float]]  # share of right runs, by benchmark and problem
+    llm_tokens: dict[str, dict[str, float]]  # mean over runs, by benchmark and problem
+    means: dict[str, dict[str, float]]  # by field of `Result` and benchmark
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
 
@@ -71,7 +71,7 @@ class Results:
                 assert direct.written == one_token.written, "the LLM's argmax is in the joint pool"
 
     def rows(self) -> Iterator[Result]:
-        """Those of every table of which something was tried: one a benchmark, and one of their average if several."""
+        """The rows of all tables of which a variant was tried, one per benchmark and one of the average if several."""
         for name, table in self._tables.items():
             variants = self._variants[name]
             tried = (variant for variant in variants if not variant.borrowed)
@@ -86,7 +86,7 @@ class Results:
                         yield Result(table=name, benchmark=benchmark, key=peer, label=peer, note=why)
 
     def _compared(self, table: Table, variant: Variant) -> dict[str, Path]:
-        """What a row is compared with, by name: the references at its own quantile, and rows of its table."""
+        """The folders of what a row is compared with, by name: references at its own quantile, rows of its table."""
         place = variant.place
         compared = {
             key: reference.path if place is None or key == "greedy" else replace(reference, inside=place).path
@@ -127,7 +127,7 @@ class Results:
             )
 
     def _resampled(self, benchmarks: tuple[str, ...], path: Path, other: Path | None = None) -> Interval:
-        """Of a variant's accuracy, or of the paired difference to another's."""
+        """The interval of a variant's accuracy, or of its paired difference to another variant's."""
         found, beside = self._decoded[path], None if other is None else self._decoded[other]
         assert found is not None
         own = [found.outcomes[name] for name in benchmarks]
@@ -140,13 +140,13 @@ class Results:
         return statistics.average_interval(values, paired)
 
     def _above_line(self, benchmarks: tuple[str, ...], path: Path, takeover_path: Path) -> Interval | None:
-        """How far a variant is above the line from greedy decoding to takeover, where that is known."""
+        """How far a variant is above the line from greedy decoding to takeover, if that is known."""
         greedy_path = self._references["greedy"].path
         own, greedy, takeover = (self._decoded.get(one) for one in (path, greedy_path, takeover_path))
         if own is None or greedy is None or takeover is None or path in (greedy_path, takeover_path):
             return None
         if not any(sum(takeover.llm_tokens[name].values()) for name in benchmarks):
-            return None  # it was never called
+            return None  # takeover never called the LLM
         columns = (own.outcomes, own.llm_tokens, greedy.outcomes, takeover.outcomes, takeover.llm_tokens)
         return statistics.above_line_interval(
             *([[column[name][problem] for problem in own.outcomes[name]] for name in benchmarks] for column in columns)
@@ -154,7 +154,7 @@ class Results:
 
 
 def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
-    """What a variant made of the benchmarks, None where it was not tried."""
+    """A variant's results on the benchmarks, None if it was not tried."""
     if finished(plan.run / variant.path, CompareStage.name) is None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
@@ -182,13 +182,13 @@ def _means(counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _counted(row: Row) -> dict[str, int]:
-    """What a problem took, by the name of a `Result`'s field."""
+    """What decoding a problem took, by field of `Result`."""
     left = sum(sum(map(len, event.tails or ())) - len(event.tokens) + 1 for event in row.events)
     counts = {"events": len(row.events), "calls": row.calls, "tokens": len(row.tokens)}
     return counts | {"llm_written": row.llm_tokens + left}
 
 
 def _problem(run: Path, variant: Variant) -> str | None:
-    """Why a variant could not be made, if it could not."""
+    """Why a variant could not be made; None if it could."""
     path = run / variant.path / PROBLEM
     return json.loads(path.read_text())["problem"] if path.is_file() else None

@@ -1,4 +1,4 @@
-"""`futurebridge experiment`: the peers and the ablations, one thing changed at a time over the same logged states."""
+"""`futurebridge experiment`: the compared methods and the ablations, each a change to the same logged states."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from fb_core.stages.router import RouterLabelStage, RouterStage
 from fb_core.stages.samples import SampleStage
 from fb_core.stages.stage import Stage, run_stage
 
-PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train", "rollouts")  # of the run itself
-COSTS = "costs"  # has no variants: it times the run's own methods
+PREPARED: tuple[Command, ...] = ("collect", "futures", "score", "train", "rollouts")  # run before any variant
+COSTS = "costs"  # a table without variants: it times the run's own methods
 SHARED: tuple[tuple[type[Stage], ...], ...] = (
     (RouterLabelStage, RouterStage),
     (SampleStage,),
-)  # made once, then linked
+)  # made once, then linked by the variants
 PROBLEM = "problem.json"  # why a variant could not be made, in its folder
 LOG = "log.txt"
-Done = Callable[[Variant, str | None], None]  # a variant, and why it could not be made if so
+Done = Callable[[Variant, str | None], None]  # (variant, why it could not be made or None)
 
 
 def run_experiment(
@@ -53,22 +53,22 @@ def run_experiment(
     workers: int | None = None,
     show: Callable[[str], None] = print,
 ) -> None:
-    """Make every row of some tables, several at a time; what is finished stays, what could not be made is said.
+    """Make every row of some tables, several at a time; finished rows are kept, and failures are reported.
 
     Args:
         tables: names among `TABLES`, and `COSTS`.
         settings: of the run.
         run: its folder.
-        workers: processes, one thread each; None for one a core, or a single one where there is a GPU.
+        workers: number of processes, one thread each; None for one per core, or a single one if there is a GPU.
         show: takes finished stages' reports in Markdown.
 
     Raises:
-        ValueError: settings, models or files that do not fit the run, or another recipe than the published one.
-        OSError: no room, no model, no server, or a worker that was ended; what is finished is kept.
+        ValueError: settings, models or files do not fit the run, or the settings are not the published recipe.
+        OSError: no disk space, model or server, or a worker was killed; finished work is kept.
     """
     if settings.train.features or settings.evaluate.certainty is not None or settings.futures.span.tokens != 1:
         raise ValueError(
-            "experiment: expected the published recipe, to which every row is compared, got train.features, "
+            "experiment: expected the published recipe, with which every row is compared, got train.features, "
             "evaluate.certainty or futures.span; name a configuration without them, such as qwen3-1.7b-published"
         )
     for command in PREPARED:
@@ -96,13 +96,13 @@ def run_experiment(
 
         for step in steps:
             _work(step, settings, run, workers, done)
-    if COSTS in tables:  # alone, on an idle machine
+    if COSTS in tables:  # last, when nothing else runs beside it
         _attempt([DeploymentStage], settings, run, show)
     write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
 
 
 def prepare(command: Command, settings: RunSettings, run: Path, show: Callable[[str], None] = print) -> None:
-    """One of the commands `PREPARED`, whose files the variants link to; after the last the rerankers are judged."""
+    """Run one of the commands `PREPARED`, whose files the variants link to; "rollouts" also judges the rerankers."""
     run_command(command, settings, run, show=show)
     if command == "rollouts":
         _finish([AgreementStage], settings, run, show)
@@ -110,10 +110,10 @@ def prepare(command: Command, settings: RunSettings, run: Path, show: Callable[[
 
 
 def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, bool]]]:
-    """What some tables and the references are made of, those that others are inside of before these.
+    """The variants of some tables and of the references, in the order in which they depend on each other.
 
     Yields:
-        variants that can be made at once, each with whether its reranker is held against the rollouts.
+        variants that can be made at the same time, each with whether its reranker is compared with the rollouts.
     """
     made = {variant.path: variant for variant in plan.references()}
     judged = set()
@@ -128,7 +128,7 @@ def waves(tables: Iterable[Table], plan: Plan) -> Iterator[list[tuple[Variant, b
             variant = made.setdefault(outer.path, outer)
     for depth in sorted({len(path.parts) for path in made}):
         wave = [variant for path, variant in made.items() if len(path.parts) == depth]
-        wave.sort(key=lambda variant: variant.method is not None)  # others wait for those without
+        wave.sort(key=lambda variant: variant.method is not None)  # first those that other variants build on
         yield [(variant, variant.path in judged) for variant in wave]
 
 
@@ -139,7 +139,7 @@ def _finish(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show
 
 
 def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
-    """As `_finish`, but what cannot be made is said: rows that need it say so in their turn."""
+    """As `_finish`, but a failure is only shown; the rows that need these stages report it again."""
     try:
         _finish(kinds, settings, run, show)
     except ValueError as problem:
@@ -148,7 +148,7 @@ def _attempt(kinds: Sequence[type[Stage]], settings: RunSettings, run: Path, sho
 
 def _work(wave: Sequence[tuple[Variant, bool]], settings: RunSettings, run: Path, workers: int, done: Done) -> None:
     values = settings.model_dump_json()
-    if workers == 1:  # where the models are already
+    if workers == 1:  # in this process, which has the models loaded
         for variant, judge in wave:
             done(variant, make(variant, values, run, judge))
         return
@@ -159,20 +159,20 @@ def _work(wave: Sequence[tuple[Variant, bool]], settings: RunSettings, run: Path
                 done(jobs[job], job.result())
         except BrokenProcessPool:
             raise OSError(
-                f"experiment: expected {workers} worker processes to finish, got one ended from outside, perhaps for "
-                "memory; run it again with fewer --workers, what is finished is kept"
+                f"experiment: expected {workers} worker processes to finish, got one that was killed, perhaps for lack "
+                "of memory; run it again with fewer --workers, finished work is kept"
             ) from None
 
 
 def processes(workers: int | None) -> ProcessPoolExecutor:
-    """One-threaded processes that end with this one: forked, where that can be, from one that has imported this."""
+    """A pool of one-threaded processes that end with this one; forked, if possible, from one with the imports done."""
     context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     context.set_forkserver_preload([__name__])
     return ProcessPoolExecutor(workers, context, begin)
 
 
 def begin() -> None:
-    """A worker's own: one thread, and no life beyond the process that it works for."""
+    """Set up a worker process: one thread, and it exits when its parent process does."""
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None
@@ -185,25 +185,25 @@ def begin() -> None:
 
 
 def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
-    """Make a variant, perhaps in a process of its own.
+    """Make a variant; may run in a worker process.
 
     Args:
-        variant: what is changed.
+        variant: to make.
         values: the run's settings as JSON.
         run: its folder.
-        judge: whether its rerankers, or those inside it, are held against the rollouts.
+        judge: whether its rerankers, or those of variants inside it, are compared with the rollouts.
 
     Returns:
-        why it could not be made, None where it was.
+        why it could not be made; None if it was made.
     """
     settings = settings_of_variant(RunSettings.model_validate_json(values), variant)
     folder = run / variant.path
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PROBLEM).unlink(missing_ok=True)
-    with (folder / LOG).open("a") as log, redirect_stdout(log):  # a line a shard
+    with (folder / LOG).open("a") as log, redirect_stdout(log):  # progress lines
         try:
             parent = run if variant.inside is None else run / variant.inside.path
-            if variant.method == "deployed":  # what the run chose among its rerankers
+            if variant.method == "deployed":  # decodes with the recipe that the run chose
                 link(DEPLOYED_STAGE, folder, parent)
             work_through(_stages(variant, settings, judge), settings, folder, parent)
         except ValueError as problem:
@@ -214,7 +214,7 @@ def make(variant: Variant, values: str, run: Path, judge: bool) -> str | None:
 
 
 def _stages(variant: Variant, settings: RunSettings, judge: bool) -> list[type[Stage]]:
-    """All stages up to a variant's rows."""
+    """All stages that a variant's rows need, in order."""
     trained = variant.method in (OURS, None)
     commands: tuple[Command, ...] = ("collect", "futures", "score", "train") if trained else ("collect",)
     kinds = [kind for command in commands for kind in stages_of(command, settings)]

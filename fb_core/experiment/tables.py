@@ -1,4 +1,4 @@
-"""The tables of `futurebridge experiment`, an entry each: what it varies, its rows, and how the report shows it."""
+"""The tables of `futurebridge experiment`, one entry each: what it varies, its rows, and how the report shows it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fb_core.report.findings import OURS, Experiment
 from fb_core.stages.deploy import label_of
 from fb_core.stages.inside import FOLDER, TRAINED, Changes, training_changes
 
-REFERENCES = ("greedy", "direct", "futurebridge")  # methods that every row is compared with
+REFERENCES = ("greedy", "direct", "futurebridge")  # every row is compared with these methods
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A run with one thing changed: a row of a table, in a folder inside the run's own.
+    """A run with some settings changed: a row of a table, in a folder inside the run's own.
 
     Attributes:
-        key: of its folder.
+        key: name of its folder.
         label: of its row.
-        changes: settings by section.
-        method: that decodes the benchmarks, None for none: then others vary it in their turn.
-        x: the number that is varied, if it is one.
-        inside: the variant that it varies, if not the run itself.
-        borrowed: shown in this table where another one made it.
+        changes: changed settings by section.
+        method: the method that decodes the benchmarks; None for a variant that only other variants build on.
+        x: the value that is varied, if it is a number.
+        inside: the variant that this one changes; None if it changes the run itself.
+        borrowed: whether another table makes it and this one only shows it.
     """
 
     key: str
@@ -40,14 +40,14 @@ class Variant:
 
     @property
     def place(self) -> Variant | None:
-        """The variant among those it is inside of that only others vary; None where there is none."""
+        """The nearest enclosing variant without a method of its own, which holds its states; None if there is none."""
         if self.inside is None or self.inside.method is None:
             return self.inside
         return self.inside.place
 
     @property
     def name(self) -> str:
-        """Its key after those of what it is inside of."""
+        """The keys of the enclosing variants and its own, joined by slashes."""
         return self.key if self.inside is None else f"{self.inside.name}/{self.key}"
 
     @property
@@ -63,7 +63,7 @@ class Plan:
     Attributes:
         settings: of the run.
         run: its folder.
-        horizon: that the run chose on validation problems, which all but the rows of "horizons" keep.
+        horizon: the horizon chosen on validation problems; all variants except those of "horizons" keep it.
     """
 
     settings: RunSettings
@@ -79,13 +79,13 @@ class Plan:
         return Variant(name, label_of(name, self.settings), {}, name, x, inside)
 
     def own(self, label: str, x: float | None = None) -> Variant:
-        """The run's own reranker, under the label that tells what it is in a table."""
+        """The run's own reranker, with the label that it has in this table."""
         return replace(self.method("futurebridge"), label=label, x=x, borrowed=True)
 
     def recipe(
         self, key: str, label: str, x: float | None = None, inside: Variant | None = None, **changes: dict[str, Any]
     ) -> Variant:
-        """A reranker of its own, unless only its deployment changes."""
+        """A variant with changed settings; its reranker is trained anew unless only "evaluate" changes."""
         if set(changes) != {"evaluate"}:
             changes["train"] = dict(training_changes(self.horizon, **changes.get("train", {}))["train"])
         return Variant(key, label, changes, x=x, inside=inside)
@@ -93,7 +93,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Beside:
-    """A row that others of its table are compared with: what it is called, its key, and whose it is (all if none)."""
+    """A row that other rows of its table are compared with.
+
+    Attributes:
+        name: of the row, in the column's head.
+        key: of the row.
+        of: keys of the rows that are compared with it; empty for all.
+    """
 
     name: str
     key: str
@@ -107,12 +113,12 @@ class Table:
     Attributes:
         name: on the command line.
         title: of its section in the report.
-        varies: what differs from row to row, in a sentence.
-        rows: those of a run, in their order, the run's own and other borrowed ones among them.
-        figure: of its section, with its caption.
-        beside: what its rows are compared with besides `REFERENCES`.
-        judged: whether its rerankers are held against the rollouts.
-        spans: whether the LLM's tokens are shown.
+        varies: what differs between its rows; the first sentence is the section's brief description.
+        rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
+        figure: the kind of figure in its section; `caption` is its caption.
+        beside: rows that others are compared with, besides `REFERENCES`.
+        judged: whether its rerankers are compared with the rollouts.
+        spans: whether the columns of LLM tokens are shown.
     """
 
     name: str
@@ -127,7 +133,7 @@ class Table:
 
     @property
     def shown(self) -> Experiment:
-        """What the report is told of it."""
+        """The part of the entry that the report needs."""
         about = {name: getattr(self, name) for name in Experiment.model_fields}
         return Experiment(**about)
 
@@ -190,7 +196,7 @@ def _temperatures(plan: Plan) -> list[Variant]:
 
 
 def _spans(plan: Plan) -> list[Variant]:
-    """The reranker and the LLM's own preference where the LLM offers more than a token."""
+    """The reranker and the direct LLM score with spans of several tokens."""
     experiment = plan.settings.experiment
     longest = max(experiment.spans)
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
@@ -219,7 +225,7 @@ def _scope(plan: Plan) -> list[Variant]:
 
 
 def _repairs(plan: Plan) -> list[Variant]:
-    """What is tried beyond the published recipe, plain options of the same commands."""
+    """Recipes beyond the published one, all of them options of the same commands."""
     own = plan.recipe("own", "the SLM's own future", score={"future": "own"})
     hindsight = {"hindsight": plan.settings.experiment.hindsight}
     return [
@@ -251,13 +257,13 @@ def _swept(plan: Plan, inside: Variant | None = None) -> list[Variant]:
 
 
 def _override(plan: Plan, key: str, label: str, inside: Variant | None) -> Variant:
-    """A reranker, the run's own if no other, deployed with the override."""
+    """A reranker (the run's own if `inside` is None) deployed with the override by a certain LLM."""
     x = None if inside is None else inside.x
     return plan.recipe(key, label, x, inside, evaluate={"certainty": plan.settings.experiment.certainty})
 
 
 def _quantiles(plan: Plan) -> list[Variant]:
-    """Peers and recipes with states, futures and rerankers of their own at other quantiles, the run's own between."""
+    """Peers and recipes at every request quantile; at other quantiles they have their own states and rerankers."""
     peers = ("takeover", "s2t", "direct", "futurebridge")
     here = plan.settings.collect.quantile
     there = {variant.key for variant in (*_methods(plan), *plan.references())}
@@ -277,29 +283,30 @@ TABLES = {
         Table(
             "methods",
             "Methods",
-            "The reranker beside its rivals, on the same problems.",
+            "FutureBridge and other methods on the same problems.",
             _methods,
         ),
         Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
         Table(
             "horizons",
             "Horizon",
-            "How many tokens of the future make the target.",
+            "How many tokens of the future the target uses.",
             _horizons,
             "horizon",
-            "By horizon: accuracy of the rerankers, and how many pairs of candidates the target itself puts in the "
-            "order of the SLM's rollouts. Bands are 95% intervals.",
+            "By horizon: accuracy of the rerankers, and pairwise accuracy of the target itself against the SLM's "
+            "rollouts. Bands are 95% intervals.",
         ),
         Table(
             "futures",
             "Futures",
-            "What stands as the future behind every candidate when the target is made, on one set of states. Verified "
-            "and first correct sample differ in how they were decoded alone, the samples among each other in their "
-            "answers alone, cross-state and shuffled from verified in the state and in the order alone.",
+            "Which future is scored after every candidate to make the target, on one set of states. The verified "
+            "future and the first correct sample differ only in how they were decoded, and the samples differ from "
+            "each other only in their answers. The cross-state future differs from the verified one only in the state "
+            "that it comes from, the shuffled one only in the order of its tokens.",
             _futures,
             "accuracy",
-            "Accuracy by what stands as the future, with 95% intervals.",
-            beside=(  # greedy ones with the greedy one, samples with the right sample
+            "Accuracy by kind of future, with 95% intervals.",
+            beside=(  # greedy futures are compared with the greedy one, samples with the correct sample
                 Beside("verified", "future-verified"),
                 Beside("first correct sample", "future-sampled", ("future-unverified", "future-incorrect")),
             ),
@@ -307,7 +314,7 @@ TABLES = {
         Table(
             "alpha",
             "Hybrid targets",
-            "How much of the target is the future's score, the rest being the LLM's preference.",
+            "The weight alpha of the future's score in the target; the LLM's preference has the rest.",
             _alpha,
         ),
         Table(
@@ -317,7 +324,7 @@ TABLES = {
         Table(
             "spans",
             "Spans",
-            "How much the LLM offers at an event: a token, or what it would write behind it as well.",
+            "How much the LLM offers at an event: one token, or also the tokens that it would write next.",
             _spans,
             spans=True,
         ),
@@ -325,7 +332,7 @@ TABLES = {
         Table(
             "quantiles",
             "Request quantiles",
-            "States, futures and rerankers made again at other request quantiles.",
+            "The request quantile; states, futures and rerankers are made anew at each.",
             _quantiles,
             "sweep",
             "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",

@@ -1,4 +1,4 @@
-"""Problems whose verdict a method turns against greedy decoding's, and the pages that explain them."""
+"""Problems on which a method's verdict differs from greedy decoding's, and the pages that explain them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPARED = ("greedy", OURS, DEPLOYED)
 
 
 def turned(plan: Plan) -> Turned | None:
-    """What FutureBridge, as published and as deployed, turns; None where it or greedy decoding was not run."""
+    """The changed problems of FutureBridge, as published and as deployed; None if it or greedy decoding was not run."""
     rows = {key: _rows(plan, key) for key in COMPARED}
     made = [key for key in COMPARED[1:] if rows[key]]
     if not rows["greedy"] or not made:
@@ -56,7 +56,7 @@ def turned(plan: Plan) -> Turned | None:
 
 
 def _parting_event(greedy: Row, row: Row) -> int | None:
-    """The step of the event at which a text leaves greedy decoding's; None where it leaves elsewhere or not at all."""
+    """The step of the event at which a text departs from greedy decoding's; None if it departs elsewhere or never."""
     steps = enumerate(zip_longest(greedy.tokens, row.tokens))
     parting = next((step for step, (one, other) in steps if one != other), len(row.tokens))
     inside = (event.step for event in row.events if event.step <= parting < event.step + len(event.tokens))
@@ -64,7 +64,7 @@ def _parting_event(greedy: Row, row: Row) -> int | None:
 
 
 def problem_pages(settings: RunSettings, run: Path, findings: Findings) -> dict[str, bytes]:
-    """The pages that a report's list of turned problems leads to, by `Change.page`.
+    """The pages that a report's list of changed problems links to, by `Change.page`.
 
     Args:
         settings: of the run.
@@ -72,7 +72,7 @@ def problem_pages(settings: RunSettings, run: Path, findings: Findings) -> dict[
         findings: gathered from it.
 
     Raises:
-        ValueError: a damaged run.
+        ValueError: the run is damaged.
     """
     plan, pages = plan_of(settings, run), dict[str, bytes]()
     if findings.turned is None:
@@ -87,7 +87,7 @@ def problem_pages(settings: RunSettings, run: Path, findings: Findings) -> dict[
 
 
 def _rows(plan: Plan, key: str) -> dict[Place, list[Row]]:
-    """What a method made of the benchmarks, by problem; nothing where it was not run."""
+    """A method's rows on the benchmarks, by problem; empty if it was not run."""
     found: dict[Place, list[Row]] = {}
     for row in _decoded(plan, key):
         found.setdefault((row.benchmark, row.problem), []).append(row)
@@ -101,6 +101,6 @@ def _decoded(plan: Plan, key: str) -> Iterator[Row]:
 
 
 def _digests(plan: Plan) -> list[str]:
-    """What identifies the rows of all methods compared, so that two runs share a page where they have the same."""
+    """Digests of the rows of all compared methods, so that two runs share a page only if their rows are the same."""
     found = (finished(plan.run / plan.method(key).path, CompareStage.name) for key in COMPARED)
     return [manifest["digest"] for manifest in found if manifest is not None]

@@ -1,4 +1,4 @@
-"""Which runs inside a run an experiment makes: the plan of a run, and a variant's settings."""
+"""The plan of a run's variants, and the settings of each variant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fb_core.stages.inside import changed
 
 
 def plan_of(settings: RunSettings, run: Path) -> Plan:
-    """The plan of a run's variants; raises ValueError where it is not trained."""
+    """The plan of a run's variants; raises ValueError if the run is not trained."""
     return Plan(settings, run, int(Artefact(run, "selection").finished()["summary"]["horizon"]))
 
 
 def settings_of_variant(settings: RunSettings, variant: Variant) -> RunSettings:
-    """The run's settings with the variant's changes, and with its method alone."""
+    """The run's settings with the variant's changes, and with only its method to compare."""
     if variant.inside is not None:
         settings = settings_of_variant(settings, variant.inside)
     method = variant.method or ""

@@ -1,1 +1,1 @@
-"""What runs found: findings, tables, figures and the page."""
+"""The report on one or several runs: findings, tables, figures and the page."""

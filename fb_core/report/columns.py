@@ -1,4 +1,4 @@
-"""Numbers, words and columns of the report's tables."""
+"""How the report's tables format numbers and text, and the kinds of columns that they have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fb_core.terminal import IN_TOKEN, escaped
 
 SHOWN_END = 200  # characters at either end of a long text
 BELOW_GREEDY, BELOW_DIRECT = "▼", "▽"
-LEGEND = f"{BELOW_GREEDY} below greedy, {BELOW_DIRECT} below the direct LLM score, both significantly."
-BEYOND_CHANCE = "95% bootstrap over problems, differences paired"
-SHARES = "95% score intervals, a problem one trial at most, differences paired"
-MARGIN = 0.02  # of a difference that does not count
+LEGEND = f"{BELOW_GREEDY} significantly below greedy, {BELOW_DIRECT} significantly below the direct LLM score."
+BOOTSTRAP = "95% bootstrap over problems, differences paired"
+SHARES = "95% score intervals with each problem as one trial at most, differences paired"
+MARGIN = 0.02  # the largest loss that is tolerated
 
 
 class Column(NamedTuple):
-    """A head, what stands under it in a row's line, and the side that it keeps to."""
+    """A column: its head, the function that makes a cell from a row, and its alignment ("l" or "r")."""
 
     head: str
     cell: Callable[[Any], Text]
@@ -27,7 +27,7 @@ class Column(NamedTuple):
 
 
 def column_table(caption: str, rows: Sequence[Any], columns: Sequence[Column], note: str = "") -> Table:
-    """A table whose cells the columns make of the rows."""
+    """A table with one line per row and one cell per column."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     return Table(caption, [column.head for column in columns], cells, note, "".join(column.side for column in columns))
 
@@ -54,37 +54,37 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None, decimals: int = 0) -> str:
-    """With a comma at every thousand; nothing of None."""
+    """A number with commas between thousands; empty for None."""
     return "" if value is None else f"{value:,.{decimals}f}"
 
 
 def token(text: str) -> Span:
-    """A token's text, what cannot be seen in it escaped."""
+    """A token's text with invisible characters escaped."""
     return Span(escaped(text, IN_TOKEN), "code")
 
 
 def shortened(text: str) -> str:
-    """Both ends of a long text."""
+    """A text; of a long one only its beginning and end."""
     return text if len(text) <= 2 * SHOWN_END else f"{text[:SHOWN_END]} […] {text[-SHOWN_END:]}"
 
 
 def text_column(key: str, head: str = "") -> Column:
-    """Of words."""
+    """A left-aligned column of text."""
     return Column(head, lambda row: str(getattr(row, key) or ""), "l")
 
 
 def number_column(key: str, head: str, decimals: int = 0) -> Column:
-    """Of numbers."""
+    """A column of numbers."""
     return Column(head, lambda row: number(getattr(row, key), decimals))
 
 
 def interval_column(key: str, head: str, signed: bool = False) -> Column:
-    """Of shares or differences with their intervals."""
+    """A column of shares or differences in percent, with their intervals."""
     return Column(head, lambda row: percent(getattr(row, key), signed))
 
 
 def flipped(interval: Interval | None) -> Interval | None:
-    """Of a - b that of b - a."""
+    """The interval of b - a from that of a - b."""
     return None if interval is None else Interval(-interval.mean, -interval.high, -interval.low)
 
 
@@ -94,24 +94,24 @@ def above(interval: Interval | None) -> bool:
 
 
 def below(interval: Interval | None) -> bool:
-    """Whether it is below."""
+    """Whether a difference is significantly below 0."""
     return interval is not None and interval.high < 0
 
 
 def within_margin(interval: Interval) -> bool:
-    """Whether a difference lies significantly above minus the margin, or ends there."""
-    return interval.low >= -MARGIN - 1e-9  # a mean of outcomes is rounded
+    """Whether the lower bound of a difference is at least -MARGIN."""
+    return interval.low >= -MARGIN - 1e-9  # means of outcomes have rounding errors
 
 
 def said(sides: dict[str, list[str]]) -> str:
-    """What stands on each side, one sentence a side that is not empty."""
+    """One sentence per heading with its names; a heading without names is left out."""
     return " ".join(f"{words}: {'; '.join(names)}." for words, names in sides.items() if names)
 
 
 def made_with(
-    findings: Findings, rows: Sequence[Result | Choice] = (), *, decoded: bool = True, intervals: str = BEYOND_CHANCE
+    findings: Findings, rows: Sequence[Result | Choice] = (), *, decoded: bool = True, intervals: str = BOOTSTRAP
 ) -> str:
-    """The settings of a table: pair, problems, seeds, decoding, policy, and what its intervals are, if it has any."""
+    """The note under a table: pair, problems, seeds, decoding, request policy and kind of interval, if they apply."""
     pair, policy = findings.pair, findings.policy
     problems = sorted({row.problems for row in rows if row.problems})
     seeds = sorted({seed for row in rows if isinstance(row, Result) for seed in row.seeds})
@@ -122,7 +122,7 @@ def made_with(
         parts.append(f"seeds {', '.join(map(str, seeds))}")
     parts += ["greedy decoding between events"] if decoded else []
     if policy:
-        elsewhere = " unless the row says another" if any(row.quantile is not None for row in rows) else ""
+        elsewhere = " unless the row has its own" if any(row.quantile is not None for row in rows) else ""
         parts.append(f"request quantile {policy.quantile:g}, {policy.threshold:.3f} nats{elsewhere}")
     parts += [intervals] if intervals else []
     return f"{'; '.join(parts)}." if parts else ""

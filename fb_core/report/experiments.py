@@ -1,4 +1,4 @@
-"""The report's tables of variants: every row against its references, in one run and over all of them."""
+"""The report's summary and its tables of variants: every row against its references, in one run and across runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RIVALS = {"greedy": "greedy decoding", "direct": "the direct LLM score", "takeov
 
 
 def in_short(findings: Sequence[Findings]) -> list[Block]:
-    """What was compared, what was right most often and at what price, and where FutureBridge loses: a sentence each."""
+    """Three sentences: what was compared, which method was most accurate at what cost, where FutureBridge is worse."""
     found = panels(findings, "methods")
     if not found:
         return []
@@ -43,32 +43,32 @@ def in_short(findings: Sequence[Findings]) -> list[Block]:
         Items(
             [
                 f"{len(methods)} methods were compared on {where}{models}.",
-                f"The most accurate one but takeover, picked on these very problems: {best}.",
-                f"Where FutureBridge is significantly worse: {_losses(found)}.",
+                f"Most accurate apart from takeover (picked on these same problems): {best}.",
+                f"{_losses(found)}.",
             ]
         )
     ]
 
 
 def _best(head: str, rows: Sequence[Result]) -> str:
-    """The most accurate row but takeover, the cheapest of equals, with its price and those of either model alone."""
+    """The most accurate row apart from takeover (the cheapest if tied), then greedy and takeover, with their costs."""
 
     def priced(row: Result) -> str:
-        tokens = f" for {number(row.llm_tokens.mean, 1)} LLM tokens a problem" if row.llm_tokens else ""
+        tokens = f" with {number(row.llm_tokens.mean, 1)} LLM tokens per problem" if row.llm_tokens else ""
         return f"{share(row.accuracy and row.accuracy.mean)}%{tokens}"
 
     def rank(row: Result) -> tuple[float, float]:
         return -row.accuracy.mean if row.accuracy else 0.0, row.llm_tokens.mean if row.llm_tokens else 0.0
 
     best = min((row for row in rows if row.key != "takeover"), key=rank, default=rows[0])
-    ends = [priced(row).removesuffix(" LLM tokens a problem") for row in rows if row.key in ("greedy", "takeover")]
+    ends = [priced(row).removesuffix(" LLM tokens per problem") for row in rows if row.key in ("greedy", "takeover")]
     names = [row.label.lower() for row in rows if row.key in ("greedy", "takeover")]
     beside = f" ({', '.join(map(' '.join, zip(names, ends, strict=True)))})" if ends else ""
-    return f"on {head} {best.label}, {priced(best)}{beside}"
+    return f"{best.label} on {head}, {priced(best)}{beside}"
 
 
 def _losses(found: Panels) -> str:
-    """What FutureBridge, as published and as deployed, is significantly below, and where."""
+    """Than what FutureBridge, as published and as deployed, is significantly worse, and where."""
     told = []
     for key in (OURS, DEPLOYED):
         lost: dict[str, list[str]] = {}
@@ -86,13 +86,13 @@ def _losses(found: Panels) -> str:
                     lost.setdefault(words, []).extend([f"{head} ({percent(minus, signed=True)} pp)"] * below(minus))
         where = [f"than {words} on {', '.join(heads)}" for words, heads in lost.items() if heads]
         if lost:
-            nowhere = f"nowhere (against {', '.join(lost)})"
-            told.append(f"{label} {', '.join(where) or nowhere}")
-    return "; ".join(told) or "nothing was compared with it"
+            nowhere = f"nowhere significantly worse than {' or '.join(lost)}"
+            told.append(f"{label}: {'significantly worse ' * bool(where)}{', '.join(where) or nowhere}")
+    return ". ".join(told) or "FutureBridge: not compared with any other method"
 
 
 def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
-    """What one experiment found: a verdict and a table for every benchmark; nothing where it was not run."""
+    """One experiment's verdicts and table for every benchmark; empty if it was not run."""
     rows = findings.of(shown.name)
     if not rows:
         return []
@@ -109,14 +109,14 @@ def experiment_blocks(findings: Findings, shown: Experiment) -> list[Block]:
 
 
 def _verdicts(rows: Sequence[Result]) -> list[Block]:
-    """Which differences are statistically significant and which are not, a point for each method to compare with."""
+    """Which differences are statistically significant and which are not, one list item per reference method."""
     points: list[Text] = []
     for key, reference in REFERENCES.items():
         known = [(row, row.minus[key]) for row in rows if key in row.minus and row.key != key]
         sides = {
             f"Significantly above {reference}": [row for row, difference in known if above(difference)],
             f"Significantly below {reference}": [row for row, difference in known if below(difference)],
-            f"Not told apart from {reference}": [
+            f"Not significantly different from {reference}": [
                 row for row, difference in known if not above(difference) and not below(difference)
             ],
         }
@@ -125,7 +125,7 @@ def _verdicts(rows: Sequence[Result]) -> list[Block]:
 
 
 def _names(rows: Sequence[Result]) -> list[str]:
-    """Labels, each once, with the quantiles where they have any."""
+    """Each label once, with its request quantiles if it has any."""
     quantiles: dict[str, list[str]] = {row.label: [] for row in rows}
     for row in rows:
         quantiles[row.label] += [] if row.quantile is None else [f"{row.quantile:g}"]
@@ -136,15 +136,15 @@ def _rows_table(findings: Findings, rows: Sequence[Result], shown: Experiment, b
     columns = [text_column("label")]
     if any(row.quantile is not None for row in rows):
         columns.append(Column("quantile", lambda row: "" if row.quantile is None else f"{row.quantile:g}"))
-        columns.append(number_column("threshold", "nats", 3))
+        columns.append(number_column("threshold", "threshold, nats", 3))
     columns.append(Column("accuracy, % [95%]", lambda row: percent(row.accuracy) or "see below" * bool(row.note)))
     beside = dict.fromkeys(["greedy", "direct", OURS, *(name for row in rows for name in row.minus)])
     columns += [_minus_column(name) for name in beside]
-    columns += [number_column("events", "events a problem", 2), number_column("calls", "LLM calls a problem", 2)]
-    columns.append(number_column("tokens", "tokens a problem", 1))
+    columns += [number_column("events", "events per problem", 2), number_column("calls", "LLM calls per problem", 2)]
+    columns.append(number_column("tokens", "tokens per problem", 1))
     if shown.spans:
-        columns.append(Column("of them the LLM's", lambda row: number(row.llm_tokens and row.llm_tokens.mean, 1)))
-        columns.append(number_column("llm_written", "LLM tokens taken or offered", 1))
+        columns.append(Column("LLM tokens per problem", lambda row: number(row.llm_tokens and row.llm_tokens.mean, 1)))
+        columns.append(number_column("llm_written", "LLM tokens with unchosen spans", 1))
     unequal = len({row.problems for row in rows if row.problems}) > 1
     columns += [number_column("problems", "problems")] if unequal else []
     return column_table(f"{shown.title} on {benchmark}", rows, columns, made_with(findings, rows))
@@ -156,21 +156,21 @@ def _minus_column(name: str) -> Column:
 
 
 def _by_benchmark(findings: Findings, rows: Sequence[Result], title: str) -> Table:
-    """Methods by benchmarks, the average last and with its interval."""
+    """Accuracy of every method on every benchmark; the average comes last, with its interval."""
     names = benchmarks(rows)
     body: list[list[Text]] = []
     for label in dict.fromkeys(name for row in rows for name in _names([row])):
         own = {row.benchmark: row for row in rows if _names([row]) == [label] and row.accuracy}
         body.append([label, *(marked(own.get(name), short=name != AVERAGE) for name in names)])
     note = (
-        "The average counts every benchmark alike; its interval is of the problems within them. "
+        "The average gives all benchmarks equal weight; its interval resamples the problems within each benchmark. "
         f"{LEGEND} {made_with(findings, rows)}"
     )
     return Table(f"{title}: accuracy, %", ["", *names], body, note)
 
 
 def across(findings: Sequence[Findings]) -> Section:
-    """What several runs have in common: every method and recipe in every run, benchmark and quantile."""
+    """The section across runs: every method and recipe in every run, benchmark and request quantile."""
     columns: dict[str, dict[str, Result]] = {}
     rows = [(one.name, row) for table in ("methods", "repairs") for one in findings for row in one.of(table)]
     for name, row in rows:
@@ -184,5 +184,5 @@ def across(findings: Sequence[Findings]) -> Section:
         body = [[label, *(marked(found.get(key)) for found in columns.values())] for key, label in labels.items()]
         made = " ".join(f"{one.name}: {made_with(one, one.of('methods'))}" for one in findings)
         blocks.append(Table("Accuracy, % [95%], by run", ["", *columns], body, f"{LEGEND} {made}"))
-    brief = "Every method and recipe in every run, benchmark and request quantile."
+    brief = "The accuracy of every method and recipe in every run, benchmark and request quantile."
     return Section("All runs", [*blocks, *recipe_blocks(findings)], brief=brief)

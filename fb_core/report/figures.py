@@ -1,4 +1,4 @@
-"""The report's figures: each takes a run's findings and gives SVG for a light and a dark page, None without data."""
+"""The report's figures: each takes a run's findings and returns SVG for a light and a dark page, None without data."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fb_core.report.theme import Theme, pictured
 from fb_core.statistics import Interval
 from fb_core.terminal import IN_TOKEN, escaped
 
-WIDTH = 8.4  # inches: a page's text on a desk, shown at this size
-NARROW = 3.5  # on a telephone
+WIDTH = 8.4  # inches, the width of the text on a desktop page
+NARROW = 3.5  # inches, on a phone
 LONGEST_LABEL, LONGEST_METHOD, LONGEST_TOKEN = 50, 36, 14  # characters
 COST_HEIGHT = 3.6  # inches
-LONGEST_SPELLED_OUT = 64  # tokens of a trajectory written along its axis
+LONGEST_SPELLED_OUT = 64  # longest trajectory whose tokens are written along the axis
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 
 
 def _panels(count: int, columns: int, height: float, width: float = WIDTH, **options: Any) -> tuple[Figure, list[Axes]]:
-    """So many panels in rows of at most `columns`, each row `height` inches high."""
+    """`count` panels in rows of at most `columns`, each row `height` inches high."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(width, rows * height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
@@ -44,12 +44,12 @@ def _panels(count: int, columns: int, height: float, width: float = WIDTH, **opt
 
 
 def _shown(text: str, longest: int = LONGEST_LABEL) -> str:
-    """A label that cannot hide or grow."""
+    """A label with invisible characters escaped, cut to `longest` characters."""
     return _cut(escaped(text), longest)
 
 
 def _token(text: str) -> str:
-    """The same with white space visible."""
+    """A token's text as a label, with white space visible."""
     return _cut(escaped(text, IN_TOKEN), LONGEST_TOKEN)
 
 
@@ -58,13 +58,13 @@ def _cut(label: str, longest: int) -> str:
 
 
 def _percent(interval: Interval) -> tuple[float, list[list[float]]]:
-    """The mean in percent and how far the interval reaches to both sides of it."""
+    """The mean in percent, and the lengths of the interval's two arms as matplotlib's error bars take them."""
     mean, low, high = (100 * value for value in interval)
     return mean, [[max(0.0, mean - low)], [max(0.0, high - mean)]]
 
 
 def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Ascending positions moved apart until neighbours have their gap."""
+    """Ascending positions moved apart until neighbours are at least `gap` apart."""
     placed = list(wanted)
     for _ in range(len(placed) * 20):
         for index in range(len(placed) - 1):
@@ -75,12 +75,12 @@ def _spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def _rows(findings: Findings, table: str) -> list[tuple[Result, Interval]]:
-    """The rows of a table with an accuracy, and that accuracy."""
+    """The rows of a table that have an accuracy, each with it."""
     return [(row, row.accuracy) for row in findings.of(table) if row.accuracy]
 
 
 def _look(theme: Theme, key: str, ours: bool) -> tuple[str, str]:
-    """(marker, colour) of a method in every figure: a circle if it is ours, a diamond for either model by itself."""
+    """(marker, colour) of a method in all figures: circles for ours, diamonds for greedy decoding and takeover."""
     if key in ("greedy", "takeover"):
         return "D", theme.ink
     return ("o", theme.ours) if ours or key == OURS else ("s", theme.others)
@@ -88,24 +88,24 @@ def _look(theme: Theme, key: str, ours: bool) -> tuple[str, str]:
 
 @pictured
 def accuracy(findings: Findings, theme: Theme, table: str) -> Figure | None:
-    """Accuracy of every row of a table with its interval, a panel a benchmark, greedy decoding as a line."""
+    """Accuracy of every row of a table with its interval, one panel per benchmark, greedy decoding as a line."""
     return _forest(panels([findings], table), theme)
 
 
 @pictured
 def forest(findings: Sequence[Findings], theme: Theme, screen: str = "wide") -> Figure | None:
-    """The same of the methods of several runs, a panel for every benchmark of each.
+    """Accuracy of the methods of several runs, one panel per run and benchmark.
 
     Args:
         findings: of the runs.
         theme: of the page.
-        screen: "narrow" for panels one below the other, and labels above their rows.
+        screen: "narrow" puts panels one below the other and labels above their rows.
     """
     return _forest(panels(findings, "methods"), theme, narrow=screen == "narrow")
 
 
 def _forest(found: Panels, theme: Theme, narrow: bool = False) -> Figure | None:
-    """A panel under each head, methods from top to bottom, with greedy decoding as a dashed line."""
+    """One panel per head, methods from top to bottom, greedy decoding as a dashed line."""
     if not found:
         return None
     labels = list(dict.fromkeys(row.label for row in in_order(row for rows in found.values() for row in rows)))
@@ -137,13 +137,13 @@ def _dot(axis: Axes, interval: Interval, place: int, marker: str, colour: str) -
 
 
 def _on_validation(findings: Findings) -> list[Agreement]:
-    """The agreement on the validation problems' states, which all figures show."""
+    """The agreement on the states of validation problems; figures show no other."""
     return [row for row in findings.agreement or () if row.benchmark is None]
 
 
 @pictured
 def agreement(findings: Findings, theme: Theme) -> Figure | None:
-    """How each score orders pairs of candidates as their rollouts do, a panel a kind of event."""
+    """Pairwise accuracy of each score against rollouts, one panel per kind of event."""
     rows = [(row, row.pairwise) for row in _on_validation(findings) if row.pairwise]
     if not rows:
         return None
@@ -157,14 +157,14 @@ def agreement(findings: Findings, theme: Theme) -> Figure | None:
                 _dot(axis, interval, scores.index(row.score), *look)
         axis.axvline(50, color=theme.faint, linestyle=":", linewidth=1.2, zorder=1)
         axis.set(xlim=(-3, 103), xticks=(0, 50, 100), ylim=(len(scores) - 0.5, -0.5))
-        axis.set_xlabel(f"pairs in order, %\n({_shown(kind)} events)")
+        axis.set_xlabel(f"pairwise accuracy, %\n({_shown(kind)} events)")
         axis.set_yticks(range(len(scores)), [_shown(score) for score in scores])
     return figure
 
 
 @pictured
 def horizon(findings: Findings, theme: Theme, table: str) -> Figure | None:
-    """Accuracy of rerankers by the horizon of their target, and how far the target itself agrees with rollouts."""
+    """Accuracy of rerankers by horizon of their target, and pairwise accuracy of the target itself against rollouts."""
     rows = [(row, interval) for row, interval in _rows(findings, table) if row.x is not None]
     targets = {
         int(found[1]): row.pairwise
@@ -175,7 +175,7 @@ def horizon(findings: Findings, theme: Theme, table: str) -> Figure | None:
         ("accuracy, %", name, {row.x: interval for row, interval in rows if row.benchmark == name})
         for name in benchmarks([row for row, _ in rows])
     ]
-    curves += [("target's pairs in order, %", "Direct-B against rollouts", targets)] if targets else []
+    curves += [("target's pairwise accuracy, %", "Direct-B against rollouts", targets)] if targets else []
     heads = list(dict.fromkeys(head for head, _, _ in curves))
     if not curves:
         return None
@@ -188,7 +188,7 @@ def horizon(findings: Findings, theme: Theme, table: str) -> Figure | None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.set(xlabel="horizon, tokens of the future", ylabel=head)
+        axis.set(xlabel="horizon, future tokens", ylabel=head)
         if len(inside) > 1:
             axis.legend(fontsize=8)
     return figure
@@ -206,7 +206,7 @@ def _curve(
 
 @pictured
 def quality(findings: Findings, theme: Theme) -> Figure | None:
-    """The target's agreement with rollouts by what stands as the future and how much of it is read."""
+    """The target's pairwise accuracy against rollouts, by kind of future and horizon."""
     found = findings.future_quality
     if found is None:
         return None
@@ -223,7 +223,7 @@ def quality(findings: Findings, theme: Theme) -> Figure | None:
             axis.text(column, row, text, ha="center", va="center", color=ink)
     axis.set_xticks(range(len(found.horizons)), [str(h) for h in found.horizons])
     axis.set_yticks(range(len(shares)), [_shown(name) for name in found.qualities])
-    axis.set(ylim=(len(shares) - 0.5, -0.5), xlabel="horizon, tokens of the future", ylabel="future")
+    axis.set(ylim=(len(shares) - 0.5, -0.5), xlabel="horizon, future tokens", ylabel="future")
     axis.grid(False)
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0)
@@ -232,7 +232,7 @@ def quality(findings: Findings, theme: Theme) -> Figure | None:
 
 @pictured
 def trajectory(findings: Findings, theme: Theme) -> Figure | None:
-    """The SLM's entropy step by step, the threshold, and what was chosen where it was passed."""
+    """The SLM's entropy at every step, the threshold, and the tokens chosen at events."""
     found = findings.trajectory
     if found is None:
         return None
@@ -261,18 +261,18 @@ def trajectory(findings: Findings, theme: Theme) -> Figure | None:
         va="bottom",
         fontsize=8,
     )
-    axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step, tokens", ylabel="entropy, nats")
+    axis.set(xlim=(-1, len(entropy)), ylim=(0, 1.08 * top), xlabel="step", ylabel="entropy, nats")
     axis.set_yticks([tick for tick in axis.get_yticks() if tick <= 1.08 * top])
     if len(entropy) <= LONGEST_SPELLED_OUT:
         axis.set_xticks(steps, [_token(token) for token in found.tokens], rotation=90, fontsize=8)
         axis.grid(False, axis="x")
-        axis.set_xlabel("the text, token by token")
+        axis.set_xlabel("token of the text")
     return figure
 
 
 @pictured
 def event(findings: Findings, theme: Theme) -> Figure | None:
-    """One event: the score of every candidate, coloured by where the SLM's rollout after it leads."""
+    """One event: the score of every candidate, coloured by whether the SLM's rollout after it is right."""
     found = findings.worked_event
     if found is None:
         return None
@@ -294,16 +294,19 @@ def event(findings: Findings, theme: Theme) -> Figure | None:
     axis.axvline(0, color=theme.faint, linewidth=0.8)
     axis.margins(x=0.1)
     axis.set_yticks(range(len(candidates)), [f"{_token(row.token)} ({_shown(row.source)})" for row in candidates])
-    axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="score of the reranker", ylabel="candidate (source)")
+    axis.set(ylim=(len(candidates) - 0.5, -0.5), xlabel="reranker score", ylabel="candidate (source)")
     axis.grid(False, axis="y")
-    key = [Patch(color=theme.good, label="rollout right"), Patch(facecolor=theme.bad, hatch="///", label="wrong")]
+    key = [
+        Patch(color=theme.good, label="rollout right"),
+        Patch(facecolor=theme.bad, hatch="///", label="rollout wrong"),
+    ]
     figure.legend(handles=key, loc="outside upper right", ncols=2, fontsize=8)
     return figure
 
 
 @pictured
 def cost(findings: Findings, theme: Theme) -> Figure | None:
-    """What a problem takes, in times of greedy decoding, against accuracy on the first benchmark."""
+    """Accuracy on the first benchmark against time per problem, relative to greedy decoding."""
     measured = (findings.costs and findings.costs.deployment) or ()
     rows = _rows(findings, "methods")
     first = {row.label: (row, interval) for row, interval in rows if row.benchmark == rows[0][0].benchmark}
@@ -329,13 +332,13 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(xlabel="time a problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %")
+    axis.set(xlabel="time per problem, × greedy", ylabel=f"accuracy on {_shown(rows[0][0].benchmark)}, %")
     return figure
 
 
 @pictured
 def frontier(findings: Findings, theme: Theme) -> Figure | None:
-    """Accuracy against the LLM's tokens, with the line from greedy decoding to takeover, on the primary benchmark."""
+    """Accuracy against LLM tokens on the primary benchmark, with the line from greedy decoding to takeover."""
     rows = primary(findings.frontier)
     points = sorted(
         ((row.llm_tokens, row.accuracy, row) for row in rows if row.llm_tokens and row.accuracy),
@@ -345,7 +348,7 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
         return None
     height = max(COST_HEIGHT, 0.24 * len(points) + 1.0)
     figure, (axis,) = _panels(1, 1, height)
-    axis.set_xscale("function", functions=(_root, _square))  # most methods cost little beside takeover, some nothing
+    axis.set_xscale("function", functions=(_root, _square))  # most methods cost far less than takeover, some nothing
     _limit(axis, [interval for _, interval, _ in points])
     ends = {row.key: (tokens.mean, 100 * interval.mean) for tokens, interval, row in points}
     if "greedy" in ends and "takeover" in ends:
@@ -364,10 +367,10 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
             ticks.append(tick)
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(xlabel="LLM tokens a problem (square-root scale)", ylabel=f"accuracy on {_shown(rows[0].benchmark)}, %")
+    axis.set(xlabel="LLM tokens per problem (square-root scale)", ylabel=f"accuracy on {_shown(rows[0].benchmark)}, %")
     key = [
         Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge and its repairs"),
-        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="others"),
+        Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
         Line2D([], [], color=theme.faint, marker="D", linestyle="--", label="takeover on a share of the problems"),
     ]
     figure.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
@@ -375,7 +378,7 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
 
 
 def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Signed, so that an axis may begin below 0."""
+    """The signed square root, so that an axis may start below 0."""
     return np.sign(x) * np.sqrt(np.abs(x))
 
 
@@ -384,20 +387,20 @@ def _square(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _limit(axis: Axes, accuracies: Sequence[Interval]) -> None:
-    """Room for accuracies in percent."""
+    """Set the y axis to the range of the accuracies, in percent."""
     low, high = (100 * choose(one[end] for one in accuracies) for end, choose in ((1, min), (2, max)))
     axis.set_ylim(max(0.0, low - 5), min(104.0, high + 5))
 
 
 def _cross(axis: Axes, x: Interval, accuracy: Interval, **look: Any) -> None:
-    """A point with its intervals both ways."""
+    """A point with its intervals in both directions."""
     mean, reach = _percent(accuracy)
     across = [[max(0.0, x.mean - x.low)], [max(0.0, x.high - x.mean)]]
     axis.errorbar(x.mean, mean, reach, across, markersize=5, capsize=2, **look)
 
 
 def _beside(axis: Axes, points: Sequence[tuple[float, float, str, str]], height: float, theme: Theme) -> None:
-    """Labels (x, y, text, colour) of ascending y at the right of the axis, one above the other."""
+    """Label points (x, y, text, colour), sorted by y, at the right of the axis, one label above the other."""
     low, high = axis.get_ylim()
     gap = (high - low) * 12 / (0.8 * height * 72)
     places = _spread([y for _, y, _, _ in points], gap)
@@ -417,7 +420,7 @@ def _beside(axis: Axes, points: Sequence[tuple[float, float, str, str]], height:
 
 @pictured
 def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
-    """Accuracy of what was tried at several request quantiles, the direct LLM score among it, and greedy decoding."""
+    """Accuracy by request quantile of every method tried at more than one, and greedy decoding as a line."""
     cells = by_cell(findings)
     places = [cell[:2] for cell in cells]
     found = {cell: row for cell, row in cells.items() if places.count(cell[:2]) > 1}
@@ -427,7 +430,7 @@ def sweep(findings: Findings, theme: Theme, _: str) -> Figure | None:
     figure, axes = _panels(len(names), 2, 3.6, sharey=True)
     rows = {key: row for (key, _, _), row in found.items()}
     order = sorted(rows, key=lambda key: place_of(rows[key]))
-    drawn = sorted(order, key=lambda key: (key != OURS, key != "direct"))  # which have their colours everywhere
+    drawn = sorted(order, key=lambda key: (key != OURS, key != "direct"))  # these two look the same in all figures
     colours = len(theme.series)
     for axis, name in zip(axes, names, strict=True):
         for key in order:

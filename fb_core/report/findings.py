@@ -1,7 +1,6 @@
-"""What a run found: checked plain values of which a report is made, read and written as JSON without any model code.
+"""What a run found: validated plain values from which a report is made, read and written as JSON without model code.
 
-Shares and differences of shares lie in 0..1 (-1..1), with the ends of their 95% intervals. A section that is None was
-not run.
+Shares lie in 0..1 and their differences in -1..1; intervals are at 95%. A part that was not run is None.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from fb_core.statistics import Interval
 
 OURS = "futurebridge"  # key of the run's own reranker
-DEPLOYED = "deployed"  # key of the row by the recipe that the run chose
+DEPLOYED = "deployed"  # key of the recipe that the run chose
 FIRST = ("greedy", "majority", "random", "slm-preference", "s2t", "direct", "one-token-takeover")
-LAST = (OURS, "recipes", DEPLOYED, "takeover")  # behind all other peers; "recipes" are the others of FutureBridge
-LISTED = 10  # problems of a kind
+LAST = (OURS, "recipes", DEPLOYED, "takeover")  # after all other peers; "recipes" stands for FutureBridge's other ones
+LISTED = 10  # changed problems listed per method, direction and kind of event
 BY_METHOD = ("methods", "repairs", "quantiles")  # tables whose rows are methods, in their order
 
 
@@ -28,7 +27,7 @@ class _Values(BaseModel):
 
 
 class Pair(_Values):
-    """The two models; the hash is of the SLM's weights."""
+    """The two models; `slm_hash` is a hash of the SLM's weights."""
 
     slm: str
     llm: str
@@ -38,7 +37,11 @@ class Pair(_Values):
 
 
 class Policy(_Values):
-    """When the LLM is asked: nats, the quantile on validation problems that they are, and logits that count."""
+    """When the LLM is asked: above `threshold` nats, the `quantile` of the entropies on validation problems.
+
+    Attributes:
+        top_k: number of largest logits over which the softmax of the entropy is taken.
+    """
 
     threshold: float
     quantile: float
@@ -46,14 +49,14 @@ class Policy(_Values):
 
 
 class SeedTrial(_Values):
-    """One reranker of the sweep on the validation problems."""
+    """One seed's reranker of the sweep on the validation problems."""
 
     seed: int
     accuracy: float
 
 
 class Trial(_Values):
-    """The rerankers of an epoch and horizon, averaged over seeds."""
+    """The rerankers of one epoch and horizon, averaged over seeds."""
 
     epoch: int
     horizon: int
@@ -64,7 +67,7 @@ class Trial(_Values):
 
 
 class Selection(_Values):
-    """The sweep, what was chosen of it, and on how many problems."""
+    """The sweep of rerankers, the chosen epoch and horizon, and the number of problems they were chosen on."""
 
     horizon: int
     epoch: int
@@ -73,7 +76,12 @@ class Selection(_Values):
 
 
 class Experiment(_Values):
-    """How a table of variants is shown: its title, what it varies, its figure, and whether with the LLM's tokens."""
+    """How a table of variants is shown.
+
+    Attributes:
+        varies: what it varies, in sentences.
+        spans: whether the columns of LLM tokens are shown.
+    """
 
     name: str
     title: str
@@ -84,19 +92,20 @@ class Experiment(_Values):
 
 
 class Result(_Values):
-    """A row of an experiment: what a variant made of one benchmark, or the note that says why it made nothing.
+    """A row of an experiment: a variant's results on one benchmark, or a note that says why there are none.
 
     Attributes:
         ours: whether it is FutureBridge, as published, repaired or deployed.
-        x: the number that is varied, if it is one.
-        quantile: the request quantile, where a table varies it; `threshold` is its nats.
-        seeds: of the rerankers; none of what runs once.
-        minus: paired difference of accuracy to others on the same problems, at the same quantile, by their names.
-        events: a problem, on average, as are `calls` of the LLM and `tokens`.
-        llm_tokens: of the answer those that the LLM wrote or that were chosen where it was asked, a problem.
-        llm_written: the same with the tails of spans that were not chosen.
-        above_line: accuracy less that of taking over so large a share of the problems, the SLM decoding the others,
-            that it costs as many `llm_tokens`; None of greedy decoding and takeover, the ends of that line.
+        x: the value that is varied, if it is a number.
+        quantile: the request quantile, if the table varies it; `threshold` is the same in nats.
+        seeds: of the rerankers; empty for a method that runs once.
+        minus: paired differences of accuracy to other methods on the same problems at the same quantile, by name.
+        events: mean number per problem, like `calls` of the LLM and `tokens`.
+        llm_tokens: mean number per problem of the answer's tokens that the LLM wrote or that were chosen when it was
+            asked.
+        llm_written: the same, with the tails of spans that were not chosen.
+        above_line: accuracy minus that of takeover on such a share of the problems (the SLM decodes the rest) that it
+            costs the same number of `llm_tokens`; None for greedy decoding and takeover, the ends of that line.
     """
 
     table: str
@@ -121,10 +130,10 @@ class Result(_Values):
 
 
 class Agreement(_Values):
-    """How well a score tells what becomes of the candidates of held-out states, at events of a kind.
+    """How well a score predicts the outcomes of the candidates of held-out states, at one kind of event.
 
     Attributes:
-        benchmark: whose problems the states are of; None for the validation problems.
+        benchmark: the benchmark whose problems the states are of; None for the validation problems.
     """
 
     benchmark: str | None = None
@@ -142,7 +151,7 @@ class Agreement(_Values):
 
 
 class Choice(_Values):
-    """How often a recipe's choice leads to success, at events of a kind and a request quantile."""
+    """How often a recipe's choice leads to success, at one kind of event and one request quantile."""
 
     label: str
     kind: str
@@ -155,7 +164,7 @@ class Choice(_Values):
 
 
 class Coverage(_Values):
-    """How often a pool holds a candidate from which the SLM succeeds, at states as of `Agreement`."""
+    """How often a pool holds a candidate from which the SLM succeeds, at the states of `Agreement`."""
 
     benchmark: str | None = None
     pool: str
@@ -167,7 +176,7 @@ class Coverage(_Values):
 
 
 class FutureQuality(_Values):
-    """Share of pairs in order by quality of the future and horizon, on the states that have every quality."""
+    """Pairwise accuracy by kind of future (`qualities`) and horizon, on the states that have every kind."""
 
     states: int
     horizons: tuple[int, ...]
@@ -176,14 +185,14 @@ class FutureQuality(_Values):
 
 
 class Change(_Values):
-    """A problem on which a method's verdict is another than greedy decoding's.
+    """A problem on which a method's verdict differs from greedy decoding's.
 
     Attributes:
         key: of the method, as in `Result`.
-        gained: wrong by greedy decoding and right by the method, or the other way round.
-        kind: of the first event at which the SLM's own token was not taken; None where there is none.
+        gained: True if greedy decoding is wrong and the method right, False for the reverse.
+        kind: of the first event at which the SLM's own token was not taken; None if there is none.
         step: of that event.
-        page: file that explains the problem, seen from the report; None of those that a report does not list.
+        page: path of the file that explains the problem, relative to the report; None if the report does not list it.
     """
 
     benchmark: str
@@ -198,14 +207,14 @@ class Change(_Values):
 
 
 class Turned(_Values):
-    """The problems on which methods, by their labels, turn the verdict of greedy decoding."""
+    """The labels of the compared methods, and the problems on which their verdicts differ from greedy decoding's."""
 
     methods: tuple[str, ...]
     changes: tuple[Change, ...]
 
 
 class Choosing(_Values):
-    """A step of a trajectory at which there was a choice."""
+    """An event of a trajectory: its step, the chosen token and the SLM's own."""
 
     step: int
     chosen: str
@@ -213,7 +222,7 @@ class Choosing(_Values):
 
 
 class Trajectory(_Values):
-    """An SLM's text, token by token, with its entropy in nats."""
+    """An SLM's text as tokens, with its entropy in nats at every step and its events."""
 
     problem: str
     tokens: tuple[str, ...]
@@ -223,7 +232,7 @@ class Trajectory(_Values):
 
 
 class Candidate(_Values):
-    """A candidate of the event that is shown in full."""
+    """A candidate of the event that is shown in full; its compatibility score is in nats."""
 
     token: str
     source: str
@@ -248,7 +257,7 @@ class WorkedEvent(_Values):
 
 
 class Calibration(_Values):
-    """The weights of the calibrated target, and the states that they were fitted to."""
+    """The weights of the calibrated target, and the number of states that they were fitted to."""
 
     theta: dict[str, float]
     states: int
@@ -257,7 +266,7 @@ class Calibration(_Values):
 
 
 class Tested(_Values):
-    """A recipe on the problems of certification; differences are (mean, lower bound)."""
+    """A recipe's results on the certification problems; differences are (mean, lower bound)."""
 
     label: str
     accuracy: float
@@ -268,7 +277,7 @@ class Tested(_Values):
 
 
 class Deployed(_Values):
-    """What a run chose to deploy with the adapter of a seed, and why."""
+    """The recipe that a run chose to deploy with one seed's adapter, and why."""
 
     seed: int
     label: str
@@ -280,7 +289,7 @@ class Deployed(_Values):
 
 
 class OfflineCost(_Values):
-    """What a stage took."""
+    """The cost of an offline stage."""
 
     stage: str
     units: int
@@ -292,7 +301,7 @@ class OfflineCost(_Values):
 
 
 class DeploymentCost(_Values):
-    """What a problem takes by a method in a loop, on average; `relative` is in times of greedy decoding."""
+    """The mean cost per problem of a method in one loop; `relative` is its time as a multiple of greedy decoding's."""
 
     method: str
     key: str
@@ -309,14 +318,14 @@ class DeploymentCost(_Values):
 
 
 class Costs(_Values):
-    """What stages and methods took."""
+    """The costs of stages and methods."""
 
     offline: tuple[OfflineCost, ...] = ()
     deployment: tuple[DeploymentCost, ...] | None = None
 
 
 class Findings(_Values):
-    """All that one run found."""
+    """All findings of one run."""
 
     name: str
     settings: dict[str, Any] = {}
@@ -350,7 +359,7 @@ class Findings(_Values):
 
     @property
     def frontier(self) -> list[Result]:
-        """Every method and recipe whose accuracy and LLM tokens are known, once a benchmark."""
+        """Every method and recipe whose accuracy and LLM tokens are known, once per benchmark."""
         found: dict[tuple[str, str], Result] = {}
         for row in (*self.of("methods"), *self.of("repairs")):
             if row.accuracy and row.llm_tokens:
@@ -359,7 +368,7 @@ class Findings(_Values):
 
 
 def listed(changes: Sequence[Change]) -> list[Change]:
-    """Those that a report lists: the first `LISTED` of every method, direction and kind, losses before gains."""
+    """The changes that a report lists: the first `LISTED` per method, direction and kind, losses before gains."""
     kept: dict[tuple[str, bool, str | None], list[Change]] = {}
     for one in changes:
         kept.setdefault((one.label, one.gained, one.kind), []).append(one)
@@ -368,15 +377,15 @@ def listed(changes: Sequence[Change]) -> list[Change]:
 
 
 def in_order(rows: Iterable[Result]) -> list[Result]:
-    """Rows of methods as every table and figure has them, by request quantile first where that is varied.
+    """Rows in the order of all tables and figures: by request quantile if it varies, then by method.
 
-    `FIRST`, then other peers, then `LAST`; what has the same place stays as it was.
+    Methods are sorted as `FIRST`, other peers, `LAST`; rows of equal rank keep their order.
     """
     return sorted(rows, key=lambda row: (row.quantile or 0.0, place_of(row)))
 
 
 def place_of(row: Result) -> int:
-    """The place of a row's method among others."""
+    """The rank of a row's method in that order."""
     places = (*FIRST, "peers", *LAST)
     recipe = row.ours or row.table != "methods"  # the other tables have no other peers
     return places.index(row.key if row.key in places else "recipes" if recipe else "peers")
@@ -387,11 +396,11 @@ _IN_BRIEF: Any = {*("name", "pair", "test_sets", "policy", "seeds"), "costs"}
 
 
 def read_findings(path: Path) -> tuple[Findings, ...]:
-    """The findings of one run or several, as `findings_bytes` or `rows_bytes` wrote them.
+    """Read the findings of one or several runs, as `findings_bytes` or `rows_bytes` wrote them.
 
     Raises:
-        ValueError: another file, or a damaged one: its path, the place and what is wrong there.
-        OSError: it cannot be read.
+        ValueError: the file holds something else or is damaged; the message names the place and what is wrong.
+        OSError: the file cannot be read.
     """
     try:
         return _ALL.validate_json(path.read_bytes())
@@ -400,22 +409,22 @@ def read_findings(path: Path) -> tuple[Findings, ...]:
         place = ".".join(map(str, first["loc"]))
         got = f"{place}{': ' * bool(place)}{first['msg']}"
         raise ValueError(
-            f"{path}: expected what `futurebridge report` writes of runs, got {got}; make it again with that command"
+            f"{path}: expected findings written by `futurebridge report`, got {got}; make it again with that command"
         ) from None
 
 
 def findings_bytes(findings: Sequence[Findings]) -> bytes:
-    """All of the findings as JSON.
+    """All findings as JSON.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number is not finite.
     """
     values = [one.model_dump(mode="json", exclude_none=True) for one in findings]
     return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def rows_bytes(findings: Sequence[Findings]) -> bytes:
-    """The rows of all tables, one a line and rounded, and what they were made with: enough for tables across runs."""
+    """Every run's table rows, one per line and rounded, with models, policy, seeds and times: enough for tables."""
     runs = []
     for one in findings:
         head = one.model_copy(update={"costs": one.costs and Costs(deployment=one.costs.deployment)})

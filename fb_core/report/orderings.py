@@ -20,7 +20,7 @@ VERDICTS: dict[str, Literal["good", "bad", "faint"]] = {
 
 
 class Ordering(NamedTuple):
-    """Something that the paper finds, and the difference that says whether it is so here."""
+    """An ordering that the paper reports, and this run's difference that confirms it or not."""
 
     words: str
     difference: Interval | None
@@ -39,7 +39,7 @@ def orderings(rows: Sequence[Result], horizon: int | None) -> Iterator[Ordering]
     """The paper's orderings on one benchmark.
 
     Args:
-        rows: of that benchmark, all tables.
+        rows: of that benchmark, from all tables.
         horizon: of the run's own reranker.
     """
 
@@ -98,13 +98,13 @@ def ordering_blocks(findings: Findings) -> list[Block]:
     head = ["", *(text for name in names for text in (f"{name}, pp [95%]", ""))]
     counts = ", ".join(f"{verdict} {len(members)}" for verdict, members in sides.items())
     note = (
-        "Left side minus right side. “>” holds where the interval lies above 0, “≥” where it does not reach below 0; "
-        "reversed where it lies below 0; not decided otherwise. Pools, horizons and futures are compared with the "
-        "run's own reranker, futures with the verified one on the same states if that is known, and a wrong sample "
-        f"with a correct one. {made_with(findings, findings.of('methods'))}"
+        "Differences are left side minus right side. “>” holds if the interval is above 0, “≥” if it does not reach "
+        "below 0. An ordering is reversed if the interval is below 0, else not decided. Pools, horizons and futures "
+        "are compared with the run's own reranker; if possible, futures are compared with the verified future on the "
+        f"same states, and a wrong sample with a correct one. {made_with(findings, findings.of('methods'))}"
     )
     return [
-        Paragraph(f"Of the paper's orderings: {counts}."),
+        Paragraph(f"Verdicts on the paper's orderings: {counts}."),
         *([Paragraph(said({"Reversed": sides["reversed"]}))] if sides["reversed"] else []),
-        Table("Which orderings hold here", head, body, note, "l" + "rl" * len(names)),
+        Table("The paper's orderings in this run", head, body, note, "l" + "rl" * len(names)),
     ]

@@ -19,7 +19,7 @@ from fb_core.terminal import IN_TEXT, escaped
 
 @dataclass(frozen=True)
 class Span:
-    """Text with a meaning: something as it is written elsewhere (a token, a command), or a verdict."""
+    """Text set off from the rest: code (a token, a command) or a coloured verdict."""
 
     text: str
     kind: Literal["code", "good", "bad", "faint"]
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Link:
-    """A way to another file of the report, or to a place in the same one.
+    """A link to another file in the report's folder, or to a place in the same file.
 
     Raises:
         ValueError: an address outside the report's folder.
@@ -46,14 +46,14 @@ Text = Piece | tuple[Piece, ...]
 
 
 class Picture(NamedTuple):
-    """A figure as SVG, for a light and for a dark ground."""
+    """A figure as SVG, for a light and for a dark background."""
 
     light: str
     dark: str
 
     @property
     def alone(self) -> str:
-        """The light one with its ground, as a file that a page of any colour may show."""
+        """The light version with a white background, to be shown on a page of any colour."""
         return self.light.replace("<svg ", '<svg style="background:#ffffff" ', 1)
 
 
@@ -66,14 +66,14 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Items:
-    """Points of equal weight."""
+    """A bulleted list."""
 
     texts: Sequence[Text]
 
 
 @dataclass(frozen=True)
 class Verbatim:
-    """A text as it is, line by line, under a label."""
+    """Preformatted text under a label."""
 
     label: str
     text: str
@@ -84,11 +84,11 @@ class Table:
     """Cells under column heads.
 
     Attributes:
-        caption: what it shows.
-        rows: cells of every row, as many as `head` has.
-        note: the settings that its numbers were made with.
-        align: "l" or "r" for each column; the first left and the others right if left out.
-        marked: the row that is set off, if one is.
+        caption: the title above the table.
+        rows: the cells of every row, as many as `head` has.
+        note: small text below the table, such as the settings that the numbers were made with.
+        align: one "l" or "r" per column; if empty, the first column is left-aligned and the others right-aligned.
+        marked: index of a highlighted row.
     """
 
     caption: str
@@ -100,16 +100,16 @@ class Table:
 
     @property
     def sides(self) -> str:
-        """`align`, given or not."""
+        """`align` with its default filled in."""
         return self.align or "l" + "r" * (len(self.head) - 1)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture under its file name (without suffix), with the caption that says in words what it shows.
+    """A picture with its file name (without suffix) and its caption.
 
     Attributes:
-        narrow: the same for a screen too narrow for `picture`, which is scrolled there if there is none.
+        narrow: the version for narrow screens; without one, `picture` scrolls sideways there.
     """
 
     name: str
@@ -123,7 +123,7 @@ Block = Paragraph | Items | Verbatim | Table | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title, then smaller sections; on a page folded under its title and what is in it, in brief."""
+    """Blocks and subsections under a title; the HTML page folds them under the title and the brief description."""
 
     title: str
     blocks: Sequence[Block] = ()
@@ -133,14 +133,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """What a reader gets: blocks that are open, then sections that are folded."""
+    """A whole report: blocks that are always shown, then folded sections."""
 
     title: str
     blocks: Sequence[Block]
     sections: Sequence[Section]
 
     def figures(self) -> Iterator[Figure]:
-        """All figures, in their order."""
+        """All figures, in order."""
 
         def inside(sections: Sequence[Section]) -> Iterator[Block]:
             for section in sections:
@@ -150,21 +150,21 @@ class Document:
         return (block for block in chain(self.blocks, inside(self.sections)) if isinstance(block, Figure))
 
     def html(self) -> str:
-        """One file with its figures inside; it loads nothing, and runs what sorts its tables alone."""
+        """One self-contained HTML file; its only script sorts the tables."""
         return page("report.html", title=self.title, blocks=self.blocks, sections=self.sections)
 
     def markdown(self, figures: str) -> str:
-        """The same with pipe tables; `figures` is the folder of the pictures, seen from the file."""
+        """The same as Markdown with pipe tables; `figures` is the folder of the pictures, relative to the file."""
         parts = [f"# {_markdown(self.title)}", *(_markdown_block(block, figures) for block in self.blocks)]
         return "\n\n".join([*parts, *_markdown_sections(self.sections, figures)]) + "\n"
 
 
 def page(template: str, **values: Any) -> str:
-    """A page of a template in the one style; whatever a value says is text and cannot be markup or hide.
+    """A template rendered in the common style; values are escaped, so they can be neither markup nor invisible.
 
     Args:
-        template: in `templates`.
-        values: that it shows, the page's `title` among them.
+        template: file name in `templates`.
+        values: what the template shows, including the page's `title`.
     """
     for name, file in (("style", "style.css"), ("script", "sort.js")):
         text = _templates().get_template(file).render()
@@ -197,7 +197,7 @@ def _pieces(text: Text) -> tuple[Piece, ...]:
     return text if isinstance(text, tuple) else (text,)
 
 
-# What would be markup: a link or image, its target, code, emphasis (not inside a word), a cell's end, mathematics.
+# Characters that would be markup: links, images, code, emphasis (not inside a word), the end of a cell, mathematics.
 _MARKUP = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(:\[]|&|<")
 _IN_LINK = re.compile(rf"[\[\]]|{_MARKUP.pattern}")
 _ENTITIES = {"&": "&amp;", "<": "&lt;"}
@@ -218,7 +218,7 @@ def _markdown_piece(piece: Piece) -> str:
 
 
 def _line(text: Text) -> str:
-    """Text that opens a line: no list, heading or quotation begins there by accident."""
+    """Text at the start of a line, escaped so that it starts no list, heading or quotation."""
     return _BLOCK_START.sub(r"\1\\", _markdown(text).lstrip())
 
 
@@ -249,6 +249,6 @@ def _markdown_block(block: Block, figures: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "") -> list[str]:
-    """Lines of a pipe table whose cells are Markdown already; columns with side "r" are set to the right."""
+    """Lines of a pipe table whose cells are already Markdown; columns with side "r" are right-aligned."""
     rule = "|".join("---:" if side == "r" else "---" for side in sides or "l" * len(head))
     return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]

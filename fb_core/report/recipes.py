@@ -1,4 +1,4 @@
-"""Every recipe in every cell (run, benchmark and request quantile), and in how many of them it does no harm."""
+"""Every recipe in every cell (run, benchmark and request quantile), and in how many cells it does no harm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fb_core.config import AVERAGE
 from fb_core.report.columns import (
     BELOW_DIRECT,
     BELOW_GREEDY,
-    BEYOND_CHANCE,
+    BOOTSTRAP,
     LEGEND,
     MARGIN,
     above,
@@ -35,14 +35,14 @@ Panels: TypeAlias = dict[str, list[Result]]
 
 
 class Recipe(NamedTuple):
-    """A way of choosing at events, and its rows by cell."""
+    """A recipe (a way to choose at events) and its rows by cell."""
 
     key: str
     label: str
     rows: dict[str, Result]
 
     def minus(self, other: str) -> dict[str, Interval]:
-        """The paired differences to a method in the same cells, where they are known."""
+        """The paired differences to another method by cell, where they are known."""
         return {cell: row.minus[other] for cell, row in self.rows.items() if other in row.minus}
 
 
@@ -52,21 +52,21 @@ def benchmarks(rows: Sequence[Result]) -> list[str]:
 
 
 def primary(rows: Sequence[Result]) -> list[Result]:
-    """The rows of the primary benchmark: of the average where there is one."""
+    """The rows of the primary benchmark: the average if there is one, else the first."""
     names = benchmarks(rows)
     return [row for row in rows if row.benchmark == (AVERAGE if AVERAGE in names else names[0])]
 
 
 def panels(findings: Sequence[Findings], table: str, of: Callable[[list[Result]], list[Result]] = list) -> Panels:
-    """The rows of a table that have an accuracy, of every run and benchmark.
+    """The rows of a table that have an accuracy, for every run and benchmark.
 
     Args:
         findings: of the runs.
-        table: its name.
-        of: takes a run's rows, gives those that count.
+        table: the table's name.
+        of: selects among one run's rows.
 
     Returns:
-        by the benchmark's name, the run's before it where several runs have it.
+        the rows by the benchmark's name, preceded by the run's name if several runs have that benchmark.
     """
     by_run = [(one.name, of([row for row in one.of(table) if row.accuracy])) for one in findings]
     names = [name for _, rows in by_run for name in benchmarks(rows)]
@@ -79,12 +79,12 @@ def panels(findings: Sequence[Findings], table: str, of: Callable[[list[Result]]
 
 
 def recipe_key(row: Result) -> str:
-    """What is the same in rows of several tables: the key of what others are compared with, else the label."""
+    """Identifies a recipe across tables: the key of a reference method, else the label."""
     return row.key if row.key in (OURS, "direct", "greedy") else row.label
 
 
 def by_cell(findings: Findings) -> dict[tuple[str, str, float], Result]:
-    """Rows of repairs and of other quantiles by (recipe, benchmark, quantile), and what they are compared with."""
+    """Rows of repairs, of other quantiles and of their references, by (recipe, benchmark, quantile)."""
     quantile = None if findings.policy is None else findings.policy.quantile
     repairs = [row for row in (*findings.of("quantiles"), *findings.of("repairs")) if row.accuracy]
     beside = {OURS, "direct", *map(recipe_key, repairs)} if repairs else set()
@@ -98,12 +98,12 @@ def by_cell(findings: Findings) -> dict[tuple[str, str, float], Result]:
 
 
 def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
-    """(cells, recipes): every repair and what it is compared with, at every quantile of every run."""
+    """(cells, recipes): every repair and its references, at every quantile of every run."""
     cells: list[str] = []
     found: dict[str, Recipe] = {}
     several = any(len(benchmarks(list(by_cell(one).values()))) > 1 for one in findings)
     for one in findings:
-        known = {cell: row for cell, row in by_cell(one).items() if cell[1] != AVERAGE}  # which is no cell of its own
+        known = {cell: row for cell, row in by_cell(one).items() if cell[1] != AVERAGE}  # no cell of its own
         for (key, benchmark, quantile), row in sorted(known.items(), key=lambda cell: cell[0][1:]):
             where = [one.name] * (len(findings) > 1) + [benchmark] * several
             cell = ", ".join([*where, f"q {quantile:g}"])
@@ -113,7 +113,7 @@ def recipes(findings: Sequence[Findings]) -> tuple[list[str], list[Recipe]]:
 
 
 def counted(recipe: Recipe) -> list[str]:
-    """In how many of its cells a recipe is what the heads of `COUNTED` say; nothing where none is known."""
+    """In how many cells each condition of `COUNTED` holds, such as "3 of 4"; empty if no difference is known."""
     greedy, direct, ours = (list(recipe.minus(other).values()) for other in ("greedy", "direct", OURS))
     counts = (
         (sum(not below(difference) for difference in greedy), greedy),
@@ -125,7 +125,7 @@ def counted(recipe: Recipe) -> list[str]:
 
 
 def caveats(findings: Sequence[Findings], found: Sequence[Recipe]) -> str:
-    """What the cells have in common and how many comparisons of them are made, in a sentence or two."""
+    """Two sentences: what the cells share, and how many comparisons are made of them."""
     tried = {cell for recipe in found for cell in recipe.rows}
     compared = sum(len(recipe.minus(other)) for recipe in found for other in ("direct", "greedy", OURS))
     seeds = sorted({len(one.seeds) for one in findings if one.seeds})
@@ -133,11 +133,11 @@ def caveats(findings: Sequence[Findings], found: Sequence[Recipe]) -> str:
     slms = [one.pair and one.pair.slm_hash for one in findings]
     if all(slms) and all(one.test_sets for one in findings):
         sets = {digest for one in findings for digest in one.test_sets.values()}
-        shared = f"they are of {_count(len(sets), 'test set')} and {_count(len(set(slms)), 'SLM')}"
-    trained = f"one training set and {' or '.join(map(str, seeds))} reranker seeds a run" if seeds else ""
+        shared = f"they use {_count(len(sets), 'test set')} and {_count(len(set(slms)), 'SLM')}"
+    trained = f", and each run has one training set and {' or '.join(map(str, seeds))} reranker seeds" if seeds else ""
     return (
-        f"The {_count(len(tried), 'cell')} are not independent: {shared}{', ' * bool(trained)}{trained}. "
-        f"{_count(compared, 'comparison')}, not corrected for their number."
+        f"The {_count(len(tried), 'cell')} are not independent: {shared}{trained}. Intervals are not corrected for "
+        f"the {_count(compared, 'comparison')}."
     )
 
 
@@ -146,7 +146,7 @@ def _count(number: int, what: str) -> str:
 
 
 def recipe_blocks(findings: Sequence[Findings]) -> list[Block]:
-    """Every recipe in every cell, and in how many it does no harm; nothing where there are no recipes."""
+    """The table of every recipe in every cell, with verdicts; empty if there are no recipes."""
     cells, found = recipes(findings)
     if not cells:
         return []
@@ -168,15 +168,15 @@ def recipe_blocks(findings: Sequence[Findings]) -> list[Block]:
         f"Significantly below greedy in some cells: {'; '.join(harmful) or 'no recipe'}.",
     ]
     note = (
-        "Counts are of cells with a paired difference, to the method in the same cell: not significantly worse where "
-        "the interval does not lie wholly below 0, which says little where it is wide; significantly better where it "
-        f"lies wholly above 0. {caveats(findings, found)} {LEGEND} {BEYOND_CHANCE}."
+        "Counts are over the cells in which the paired difference to that method is known. A recipe is not "
+        "significantly worse if the interval is not wholly below 0, which says little if it is wide, and significantly "
+        f"better if it is wholly above 0. {caveats(findings, found)} {LEGEND} {BOOTSTRAP}."
     )
     return [Items(verdicts), Table("Recipes in every cell: accuracy, % [95%]", ["", *COUNTED, *cells], body, note)]
 
 
 def marked(row: Result | None, short: bool = False) -> str:
-    """An accuracy with its interval, if not wanted short, and the symbols of `LEGEND`."""
+    """An accuracy with the symbols of `LEGEND`, and with its interval unless `short`."""
     if row is None:
         return ""
     marks = [mark for key, mark in (("greedy", BELOW_GREEDY), ("direct", BELOW_DIRECT)) if below(row.minus.get(key))]

@@ -1,4 +1,4 @@
-"""`futurebridge report`: what runs found, as one HTML file and as Markdown."""
+"""`futurebridge report`: the findings of one or several runs as one HTML file and as Markdown."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fb_core.report.recipes import benchmarks
 
 FIGURES = "figures"  # folder beside report.md
 FOREST = (
-    "Accuracy with 95% intervals; the dashed line is greedy decoding of the SLM. Circles are FutureBridge and its "
-    "recipes, squares other methods, diamonds either model by itself."
+    "Accuracy with 95% intervals. The dashed line is greedy decoding with the SLM. Circles are FutureBridge and its "
+    "other recipes, diamonds greedy decoding and takeover, squares all other methods."
 )
 HOW = (
-    "Accuracy is in percent, differences in percentage points (pp), both with 95% bootstrap intervals in brackets: "
-    "problems are drawn again with all their runs, and differences are taken problem by problem. A difference is "
-    "called statistically significant where its interval leaves out 0; intervals are not corrected for how many there "
-    "are. Of several benchmarks “average” is the primary figure: it counts every benchmark alike, and problems are "
-    "drawn within each. A column headed “published” is there only beside the paper's models, data and settings."
+    "Accuracies are in percent, differences in percentage points (pp). Brackets hold 95% bootstrap intervals: problems "
+    "are resampled with all their runs, and differences are paired by problem. A difference is called statistically "
+    "significant if its interval excludes 0. Intervals are not corrected for multiple comparisons. If there are "
+    "several benchmarks, “average” is the primary result: all benchmarks have equal weight, and problems are resampled "
+    "within each. A column headed “published” appears only if models, data and settings are the paper's."
 )
 EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,
@@ -37,7 +37,7 @@ EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
 
 
 class Part(NamedTuple):
-    """A section of a run's report: what is in it if anything, and the command that makes what it shows."""
+    """A section of a run's report, with the command that produces its results; no blocks if they do not exist."""
 
     title: str
     brief: str
@@ -50,11 +50,11 @@ def write_report(findings: Sequence[Findings], folder: Path, pages: Mapping[str,
 
     Args:
         findings: of one run or several.
-        folder: where to; made if need be.
-        pages: other files of the folder, to which the report's problems are linked, by name.
+        folder: of the files; created if missing.
+        pages: contents of the pages that explain single problems, by file name; the report links to them.
 
     Returns:
-        the files, without `pages`.
+        the paths of the files, without those of `pages`.
 
     Raises:
         ValueError: no findings, or settings with numbers that are not finite.
@@ -73,7 +73,7 @@ def document_files(document: Document) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Write a report's files into a folder, made if need be; their paths."""
+    """Write files into a folder, created if missing; returns their paths."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, data)
@@ -81,11 +81,11 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
 
 
 def render(findings: Sequence[Findings], pages: Collection[str] = ()) -> Document:
-    """The report: a first screen of all runs, then what they have in common if several, then each by itself.
+    """The report: a summary of all runs, then tables across them if there are several, then each run's own sections.
 
     Args:
         findings: of one run or several.
-        pages: files beside the report that explain problems; links lead to these alone.
+        pages: names of the files that explain single problems; a problem without one gets no link.
 
     Raises:
         ValueError: no findings.
@@ -109,7 +109,7 @@ def render(findings: Sequence[Findings], pages: Collection[str] = ()) -> Documen
 
 
 def _linked(findings: Findings, pages: Collection[str]) -> Findings:
-    """The same with links to these pages alone."""
+    """The findings without links to pages that do not exist."""
     if findings.turned is None:
         return findings
     changes = (one if one.page in pages else one.model_copy(update={"page": None}) for one in findings.turned.changes)
@@ -118,25 +118,29 @@ def _linked(findings: Findings, pages: Collection[str]) -> Findings:
 
 
 def _run(findings: Findings, prefix: str) -> list[Section]:
-    """Everything about one run; `prefix` begins the names of its figures."""
+    """All sections of one run; the names of its figures start with `prefix`."""
     parts = list(_parts(findings, prefix))
     absent = [part for part in parts if not part.blocks]
     sections = [
-        Section("The run", _overview(findings), brief="Its models, its request policy, its seeds."),
-        Section("The paper's orderings", ordering_blocks(findings), brief="Which of them hold here."),
+        Section("The run", _overview(findings), brief="Models, request policy and seeds."),
+        Section("The paper's orderings", ordering_blocks(findings), brief="Which of them hold in this run."),
         *(Section(part.title, part.blocks, brief=part.brief) for part in parts),
-        Section("Not run", _missing(absent) if absent else [], brief="What makes the parts that are not here."),
-        Section("Settings", _settings(findings), brief="Every setting, and the versions that it was made with."),
+        Section(
+            "Not run",
+            _missing(absent) if absent else [],
+            brief="Parts without results, and the commands that produce them.",
+        ),
+        Section("Settings", _settings(findings), brief="All settings, and the software versions."),
     ]
     return [section for section in sections if section.blocks]
 
 
 def _parts(findings: Findings, prefix: str) -> Iterator[Part]:
-    """The experiments in their order, after each the diagnostics that belong to it, then the others."""
+    """The experiments in order, each followed by its diagnostics; the remaining diagnostics last."""
     left = dict(DIAGNOSTICS)
     for shown in findings.experiments:
         yield _experiment(findings, shown, prefix)
-        for name in [name for name, one in left.items() if one.behind == shown.name]:
+        for name in [name for name, one in left.items() if one.after == shown.name]:
             yield _diagnostic(findings, name, left.pop(name), prefix)
     yield from (_diagnostic(findings, name, one, prefix) for name, one in left.items())
 
@@ -164,8 +168,8 @@ def _figure(name: str, caption: str, picture: Picture | None, narrow: Picture | 
 
 def _missing(parts: Sequence[Part]) -> list[Block]:
     return [
-        Paragraph("These parts are left out, since the run's folder does not hold what they show."),
-        Items([(f"{part.title}: made by ", Span(part.command, "code")) for part in parts]),
+        Paragraph("The run's folder has no results for these parts."),
+        Items([(f"{part.title}: run ", Span(part.command, "code")) for part in parts]),
     ]
 
 
@@ -175,10 +179,13 @@ def _overview(findings: Findings) -> list[Block]:
         for which, model, count in (("SLM", pair.slm, pair.slm_parameters), ("LLM", pair.llm, pair.llm_parameters)):
             facts.append((which, f"{model}, {number(count)} parameters" if count else model))
     if policy:
-        asks = f"entropy above {policy.threshold:.3f} nats: quantile {policy.quantile:g} on validation problems"
-        facts.append(("the LLM is asked at", f"{asks}, softmax of the {policy.top_k} largest logits"))
+        source = f"the {policy.quantile:g} quantile on validation problems"
+        softmax = f"softmax over the {policy.top_k} largest logits"
+        facts.append(("the LLM is asked", f"above an entropy of {policy.threshold:.3f} nats ({source}; {softmax})"))
     if selection:
-        facts.append(("reranker", f"horizon {selection.horizon}, epoch {selection.epoch}, chosen on validation"))
+        facts.append(
+            ("reranker", f"horizon {selection.horizon}, epoch {selection.epoch}, chosen on validation problems")
+        )
     if findings.seeds:
         facts.append(("seeds", ", ".join(map(str, findings.seeds))))
     facts += [(name, text) for name, text in (("machine", findings.machine), ("commit", findings.commit)) if text]
@@ -188,8 +195,8 @@ def _overview(findings: Findings) -> list[Block]:
 def _settings(findings: Findings) -> list[Block]:
     settings = [(name, Span(value, "code")) for name, value in _flat(findings.settings)]
     made = [(name, str(version)) for name, version in findings.made.items()]
-    blocks: list[Block] = [Table("Every setting", ("", "value"), settings, align="ll")] if settings else []
-    return [*blocks, *([Table("Made with", ("", "version"), made, align="ll")] if made else [])]
+    blocks: list[Block] = [Table("All settings", ("setting", "value"), settings, align="ll")] if settings else []
+    return [*blocks, *([Table("Software", ("", "version"), made, align="ll")] if made else [])]
 
 
 def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

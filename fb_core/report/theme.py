@@ -1,4 +1,4 @@
-"""How figures look: colours for a light and a dark page, and SVG that is the same bytes every time."""
+"""How figures look: colours for a light and a dark page, and SVG with the same bytes every time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours that hold up on one ground and for colour-blind readers; shapes and dashes say the same."""
+    """Colours for one background, safe for colour-blind readers; markers and dashes repeat what they say."""
 
     ground: str
     ink: str
@@ -58,7 +58,7 @@ DARK = Theme(
 
 
 def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
-    """The drawing in both themes; the same findings, or whatever it draws, give the same bytes."""
+    """Make a drawing function return its drawing in both themes; the same input gives the same bytes."""
 
     def svg(findings: Any, theme: Theme, *more: str) -> str | None:
         data = _saved(draw, findings, theme, more, format="svg", transparent=True, metadata=NO_METADATA)
@@ -73,7 +73,7 @@ def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None
 
 
 def png(picture: Callable[..., Picture | None], findings: Any, *more: str) -> bytes | None:
-    """A `pictured` drawing as PNG, for a light page."""
+    """A `pictured` drawing as a PNG with the light theme."""
     return _saved(unwrap(picture), findings, LIGHT, more, format="png", dpi=150)
 
 
@@ -81,7 +81,7 @@ def _saved(
     draw: Callable[..., Figure | None], findings: Any, theme: Theme, more: Sequence[str], **options: Any
 ) -> bytes | None:
     with style.context(["default", _style(theme)]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is drawn as a box
         figure = draw(findings, theme, *more)
         if figure is None:
             return None
@@ -92,7 +92,7 @@ def _saved(
 
 def _style(theme: Theme) -> dict[str, Any]:
     return {
-        "svg.fonttype": "path",  # an image in a page finds no fonts of its own
+        "svg.fonttype": "path",  # an SVG image cannot load fonts
         "svg.hashsalt": "futurebridge",
         "text.parse_math": False,  # a token may hold dollar signs
         "font.size": 9,

@@ -1,4 +1,4 @@
-"""How well scores tell what becomes of candidates: pairwise accuracy, top-1 success and coverage against rollouts."""
+"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("all", "word", "digit", "mark")
 
 
 class AgreementStage(Stage):
-    """What the chosen rerankers, as deployed, say of the candidates of the held-out states that were rolled out."""
+    """Scores of the chosen rerankers, as deployed, for the candidates of the held-out states that were rolled out."""
 
     name = "agreement"
     command = "rollouts"
@@ -63,14 +63,14 @@ class AgreementStage(Stage):
             self.on_progress(done // len(self._rerankers))
             llm = state.pool.llm_logprob
             certain = certainty is not None and bool(llm.max().exp() > certainty)
-            judged = llm if certain else scores  # there the LLM decides, as `CertainLLM` has it
+            judged = llm if certain else scores  # as in `CertainLLM`
             rows[state.id][f"seed-{seed}"] = judged.tolist()
         columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
         return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
 
     @cached_property
     def _rerankers(self) -> dict[int, TokenReranker]:
-        """By seed."""
+        """The chosen rerankers by seed."""
         run = Path(self.settings.collect.tested or self.run)
         return {seed: chosen_reranker(self.settings, run, seed) for seed in self.settings.train.seeds}
 
@@ -84,7 +84,7 @@ class AgreementStage(Stage):
 def reranked(
     slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
 ) -> Iterator[tuple[State, Key, Tensor]]:
-    """(state, key of a reranker, its scores float32 [K] on the CPU) of all; prefixes are computed once a trajectory."""
+    """(state, reranker's key, its scores float32 [K] on the CPU) for all; prefixes are computed once per trajectory."""
     members: dict[str, list[State]] = {}
     for state in states:
         members.setdefault(state.trajectory.problem.id, []).append(state)
@@ -98,7 +98,7 @@ def reranked(
 
 @torch.no_grad()
 def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
-    """float32 [K] of every state of one trajectory, whose prefix `whole` reaches to the last of them."""
+    """Scores float32 [K] of every state of one trajectory; the prefix `whole` reaches to the last of them."""
     device = reranker.base.device
     pools = [state.pool.ids.to(device) for state in states]
     features = [
@@ -118,17 +118,17 @@ def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) 
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A held-out state that was rolled out, with the scores [K] that are known of its candidates, by name."""
+    """A held-out state that was rolled out, with all known scores [K] of its candidates, by name."""
 
     rolled: Rollout
-    scores: Mapping[str, Sequence[Tensor]]  # one a seed where there are several
+    scores: Mapping[str, Sequence[Tensor]]  # one per seed for rerankers, else one
 
 
 def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
-    """The held-out states with all scores that the run's finished stages know of them.
+    """The rolled-out held-out states with all scores from the run's finished stages.
 
     Raises:
-        ValueError: no rollouts.
+        ValueError: the run has no rollouts.
     """
     Artefact(run, RolloutStage.name).finished()
     scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
@@ -152,7 +152,7 @@ def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
 
 
 def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
-    """The group's [K, H] where it has one of the very candidates that were rolled out."""
+    """The group's matrix [K, H], if it has one and its candidates are the ones that were rolled out."""
     if group is None:
         return None
     scored, tried = group.state.pool, rolled.state.pool
@@ -164,10 +164,10 @@ def _complete(folder: Artefact) -> bool:
 
 
 def judge(settings: RunSettings, run: Path) -> str:
-    """Agreement and coverage in Markdown, with the chosen rerankers held against the rollouts if there are some.
+    """Agreement and coverage in Markdown; includes the chosen rerankers if there are any.
 
     Raises:
-        ValueError: no rollouts, or as `run_stage`.
+        ValueError: the run has no rollouts, or as `run_stage`.
     """
     if _complete(Artefact(run, RerankerStage.name)):
         run_stage(AgreementStage(settings, run))
@@ -175,10 +175,10 @@ def judge(settings: RunSettings, run: Path) -> str:
 
 
 def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """A row for every kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
+    """One row per kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
 
-    Top-1 success also comes less that of the SLM's and of the LLM's own score on the same states. Without names rows
-    are of all scores.
+    Each row also has the differences of its top-1 success to that of the SLM's and of the LLM's own score on the same
+    states. If `names` is None, there are rows for all scores.
     """
     if names is None:
         names = list(dict.fromkeys(name for state in states for name in state.scores))
@@ -221,7 +221,7 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
 
 
 def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
-    """How often a pool holds a candidate from which the SLM succeeds: the SLM's, the LLM's and both together."""
+    """How often the SLM's, the LLM's and the joint pool hold a candidate from which the SLM succeeds."""
     rows: list[dict[str, Any]] = []
     if not states:
         return rows
@@ -261,13 +261,13 @@ def _percent(value: Interval | None) -> str:
 def agreement_table(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage on the held-out states in Markdown."""
     states = judged_states(settings, run)
-    lines = ["| event | score | pairwise, % [95%] | pairs | top-1, % | states | top-1 of mixed, % | mixed |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    head = ("pairwise accuracy, %", "pairs", "top-1 success, %", "states", "top-1 success, mixed states, %")
+    lines = [f"| events | score | {' | '.join(head)} | mixed states |", "|---|---|---|---|---|---|---|---|"]
     for row in agreement_rows(states):
         pairwise, top1, mixed = (_percent(row[name]) for name in ("pairwise", "top1", "top1_mixed"))
         cells = (row["kind"], row["score"], pairwise, row["pairs"], top1, row["states"], mixed, row["mixed_states"])
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "| pool | mean size | coverage, % [95%] | states | of mixed, % | mixed |"]
+    lines += ["", "| pool | mean size | coverage, % | states | coverage, mixed states, % | mixed states |"]
     lines.append("|---|---|---|---|---|---|")
     for row in coverage_rows(states):
         lines.append(

@@ -1,8 +1,8 @@
-"""What a run leaves on disk: shards with receipts, and a manifest a stage. A file is there whole, or not at all.
+"""A run's files on disk: shards with receipts, and one manifest per stage. No file is ever there in part.
 
-A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, beside each shard its receipt `<shard>.json`
-(hashes, counts, time), written last, and `manifest.json`. A shard counts as done where its receipt and all files agree.
-Receipts and manifests end with a hash of themselves: what was edited or damaged is named and not read.
+A stage's folder holds `<shard>.parquet`, `.safetensors` or `.jsonl`, for each shard a receipt `<shard>.json` (hashes,
+counts, time), which is written last, and `manifest.json`. A shard is done if its receipt and all its files agree.
+Receipts and manifests hold a hash of their contents; an edited or damaged file is refused by name.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fb_core.files import PART, write_file
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there a second process is not kept out
+except ImportError:  # on Windows; a second process is not kept out there
     fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-NO_GPU = ("cpu", "server")  # devices whose time is no GPU time of this machine
+NO_GPU = ("cpu", "server")  # devices whose time does not count as GPU time
 LONGEST_JSON = 64 << 20  # bytes
-SEAL = "sha256"  # of the rest of a receipt or manifest
-FORMAT = 2  # of what lies in a stage's folder; 1 joined states by their row
-IN_TABLE = b"futurebridge.format"  # where a table says its format
-BEGUN = (("identity", dict), ("chosen", dict), ("made_by", list), ("complete", bool))  # what a manifest holds
+SEAL = "sha256"  # key of the hash of the rest of a receipt or manifest
+FORMAT = 2  # of the files in a stage's folder; format 1 joined states by their row
+IN_TABLE = b"futurebridge.format"  # key of the format in a table's metadata
+BEGUN = (("identity", dict), ("chosen", dict), ("made_by", list), ("complete", bool))  # keys of a manifest, with types
 FINISHED = (*BEGUN, ("shards", list), ("counts", dict), ("summary", dict), ("digest", str), ("cost", dict))
 SOFTWARE = ("futurebridge", "torch", "transformers", "peft", "accelerate", "pyarrow", "safetensors", "math-verify")
 
@@ -53,10 +53,10 @@ class Receipt:
     """A finished shard.
 
     Attributes:
-        identity: digest of what the stage was begun with.
+        identity: digest of the stage's identity when it began.
         files: name -> {"bytes", "sha256"}.
         counts: what the shard holds, by name.
-        seconds: wall time of the work, of all processes together.
+        seconds: wall time of the work, summed over processes.
         device: where it ran, such as "cpu", "server" or "NVIDIA H200".
     """
 
@@ -85,7 +85,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def sealed_bytes(value: dict[str, Any]) -> bytes:
-    """`json_bytes` of plain values by name, with a hash of them."""
+    """`json_bytes` of a dict together with its hash."""
     return json_bytes(value | {SEAL: digest(value)})
 
 
@@ -103,11 +103,11 @@ class Artefact:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes from working on the folder; what a killed one left half-written is removed.
+        """Keep other processes from working on the folder, and remove files that a killed process left unfinished.
 
         Raises:
-            ValueError: another process is at work.
-            OSError: the folder cannot be made.
+            ValueError: another process works on the folder.
+            OSError: the folder cannot be created.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("ab") as lock:
@@ -116,7 +116,7 @@ class Artefact:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(
-                    f"{self.path}: expected to be the only process at work there, got another one; wait for its end"
+                    f"{self.path}: expected to be the only process at work there, got another one; wait until it ends"
                 ) from None
             except OSError as problem:  # a file system without locks
                 log.warning("%s: cannot be locked (%s); start no second process on it", self.path, problem.strerror)
@@ -125,10 +125,10 @@ class Artefact:
             yield
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest, None before the stage was begun.
+        """The manifest; None if the stage has not begun.
 
         Raises:
-            ValueError: damaged.
+            ValueError: the manifest is damaged.
         """
         path = self.path / MANIFEST
         if not path.is_file():
@@ -144,17 +144,17 @@ class Artefact:
         return manifest
 
     def begin(self, identity: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-        """Begin the stage, or go on with it.
+        """Begin the stage, or resume it.
 
         Args:
             identity: everything that the stage's files depend on.
-            chosen: what was decided for this machine; of a stage already begun its own counts.
+            chosen: what was decided for this machine; ignored if the stage has begun, since the manifest holds it.
 
         Returns:
             the manifest.
 
         Raises:
-            ValueError: the folder was begun with another identity; what differs is named.
+            ValueError: the stage was begun with another identity; the message names the differences.
         """
         identity = json.loads(json.dumps(identity))
         manifest = self.manifest()
@@ -169,7 +169,7 @@ class Artefact:
         return manifest
 
     def check(self, manifest: dict[str, Any], identity: dict[str, Any]) -> None:
-        """ValueError where a stage was begun with another identity, as far as it is given; what differs is named."""
+        """Raise ValueError if the stage was begun with other values of the given parts of its identity."""
         before = {part: manifest["identity"].get(part) for part in identity}
         differences = _differences(before, json.loads(json.dumps(identity)))
         changed = [f"{name} {before}, got {after}" for name, before, after in differences]
@@ -179,7 +179,7 @@ class Artefact:
             )
 
     def receipts(self, shards: Iterable[str]) -> dict[str, Receipt]:
-        """Those of the shards that are done; a damaged one is named in the log and counts as not done."""
+        """The receipts of the shards that are done; a damaged shard is logged and counts as not done."""
         found = {}
         for shard in shards:
             try:
@@ -192,10 +192,10 @@ class Artefact:
         return found
 
     def receipt(self, shard: str) -> Receipt | None:
-        """A shard's receipt with its files compared to it, None where the shard is not done, or done for another run.
+        """A shard's receipt, after its files were checked against it; None if it is not done, or done for another run.
 
         Raises:
-            ValueError: a damaged file.
+            ValueError: a file is damaged.
         """
         path = self.path / f"{shard}.json"
         if not path.is_file():
@@ -218,7 +218,7 @@ class Artefact:
     def put(
         self, shard: str, files: Mapping[str, bytes], counts: Mapping[str, int], seconds: float, device: str
     ) -> None:
-        """Write a shard's files, named as inside the folder, then its receipt."""
+        """Write a shard's files, named relative to the folder, then its receipt."""
         known = {}
         for name, data in files.items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,11 @@ class Artefact:
         write_file(self.path / f"{shard}.json", sealed_bytes(asdict(receipt)))
 
     def complete(self, shards: Sequence[str], summary: dict[str, Any]) -> dict[str, Any]:
-        """Close the stage: counts, cost and the digest of its files go into the manifest."""
+        """Finish the stage: write counts, cost and the digest of its files into the manifest, and return it.
+
+        Raises:
+            ValueError: a shard is missing or damaged.
+        """
         receipts, manifest = self.receipts(shards), self.manifest()
         left = [shard for shard in shards if shard not in receipts]
         if left or manifest is None:
@@ -256,10 +260,10 @@ class Artefact:
         return manifest
 
     def finished(self) -> dict[str, Any]:
-        """The manifest of a stage that is complete.
+        """The manifest of a finished stage.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the stage is not finished.
         """
         manifest = self.manifest()
         if manifest is None or not manifest["complete"]:
@@ -268,11 +272,11 @@ class Artefact:
         return manifest
 
     def shards(self, split: str = "") -> list[str]:
-        """The names of a finished stage's shards, of one split if so wished; raises as `finished`."""
+        """The names of a finished stage's shards, optionally only those of one split; raises as `finished`."""
         return [shard for shard in self.finished()["shards"] if shard.startswith(split)]
 
     def table(self, shard: str) -> list[dict[str, Any]]:
-        """The rows of a shard's parquet file; raises as `read`, and ValueError for a file of another format."""
+        """The rows of a shard's parquet file; raises as `read`, and ValueError if its format is another."""
         data, path = self.read(shard, "parquet"), self.path / f"{shard}.parquet"
         try:
             table = pq.ParquetFile(io.BytesIO(data)).read()  # read_table would import datasets
@@ -293,10 +297,10 @@ class Artefact:
             ) from None
 
     def read(self, shard: str, suffix: str) -> bytes:
-        """A finished shard's file, compared to its receipt.
+        """The bytes of a finished shard's file, checked against its receipt.
 
         Raises:
-            ValueError: it is missing or damaged.
+            ValueError: the file is missing or damaged.
         """
         path, name = self.path / f"{shard}.json", f"{shard}.{suffix}"
         try:
@@ -306,7 +310,7 @@ class Artefact:
             raise ValueError(f"{path}: expected the receipt of {name}, got none; run the stage again") from None
 
     def _identity(self) -> str:
-        """Digest of what the stage was begun with."""
+        """The digest of the identity that the stage was begun with."""
         manifest = self.manifest()
         return "" if manifest is None else digest(manifest["identity"])
 
@@ -315,7 +319,7 @@ class Artefact:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of plain values."""
+    """SHA-256 of plain values as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -340,10 +344,10 @@ def _other_format(path: Path, found: Any) -> str:
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
-    """What `sealed_bytes` wrote, without its hash.
+    """The dict that `sealed_bytes` wrote, without its hash.
 
     Raises:
-        ValueError: something else there.
+        ValueError: the file holds something else.
     """
     try:
         if (size := path.stat().st_size) > LONGEST_JSON:
@@ -361,7 +365,7 @@ def _read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, before, after) wherever two nested values differ."""
+    """(dotted name, before, after) of every difference between two nested values."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted(before.keys() | after.keys()):
             inner = f"{name}.{key}" if name else key
@@ -371,7 +375,7 @@ def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str,
 
 
 def _software() -> dict[str, str]:
-    """Versions, and the commit where the package runs from a checkout."""
+    """Versions of the software, and the commit if the package runs from a checkout."""
     versions = {"python": platform.python_version()}
     for package in SOFTWARE:
         with suppress(metadata.PackageNotFoundError):

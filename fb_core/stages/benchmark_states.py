@@ -1,4 +1,4 @@
-"""The states of benchmark problems: a run's own stages over another set, in a folder inside the run's for each."""
+"""The states of benchmark problems: the run's stages over each benchmark, in a folder of its own inside the run's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fb_core.stages.inputs import file_stem
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Engine, Stage, plan, run_stage
 
-BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # the judgement
+BEFORE: tuple[Command, ...] = ("collect", "futures", "score", "rollouts")  # whose stages come before `AgreementStage`
 
 
 def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSettings, Path]]:
-    """Settings and folder of the states of every benchmark, by its name; none before `train` has chosen.
+    """Settings and folder of every benchmark's states, by the benchmark's name; empty until `train` is finished.
 
     Raises:
-        ValueError: a damaged run, or two benchmarks whose names differ by punctuation alone.
+        ValueError: the run is damaged, or the names of two benchmarks differ only in punctuation.
     """
     last = ChoiceStage if settings.problems.certification else RerankerStage
     manifest = Artefact(run, last.name).manifest()
@@ -31,7 +31,7 @@ def benchmark_runs(settings: RunSettings, run: Path) -> dict[str, tuple[RunSetti
     for name in settings.evaluate.benchmarks:
         values = settings.model_dump()
         values["collect"] |= {
-            "tested": str(run.resolve()),  # a worker may be elsewhere
+            "tested": str(run.resolve()),  # workers may have another working directory
             "deployed": None,
             "max_new_tokens": settings.evaluate.max_new_tokens,
         }
@@ -51,9 +51,9 @@ def judge_benchmarks(
     dry_run: bool = False,
     show: Callable[[str], None] = print,
 ) -> None:
-    """Collect, score and roll out the states of some problems of every benchmark, and hold the rerankers against them.
+    """Collect, score and roll out states of some problems of every benchmark, and judge the rerankers there.
 
-    Nothing is done before `train` has chosen: until then no test problem is read.
+    Does nothing until `train` is finished: before that no test problem is read.
 
     Args:
         settings: of the run.
@@ -64,7 +64,7 @@ def judge_benchmarks(
 
     Raises:
         ValueError: as `run_stage`.
-        OSError: as `run_stage`, or a benchmark that is not there.
+        OSError: as `run_stage`, or a benchmark cannot be found.
     """
     for name, (chosen, folder) in benchmark_runs(settings, run).items():
         kinds: list[type[Stage]] = [kind for command in BEFORE for kind in stages_of(command, chosen)]

@@ -1,4 +1,4 @@
-"""The calibrated target: six numbers fitted to the rollouts of some training states, one fit a horizon."""
+"""The calibrated target: six weights fitted to the rollouts of some training states, one fit per horizon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fb_core.stages.stage import Cost, Output, Stage
 
 
 class CalibrationStage(Stage):
-    """Theta for every horizon of the sweep, with the number of states that it rests on."""
+    """The weights theta for every horizon of the sweep, with the number of states that they were fitted to."""
 
     name = "calibration"
     command = "train"
@@ -50,7 +50,8 @@ class CalibrationStage(Stage):
         return {shard: json.loads(self.folder.read(shard, "jsonl")) for shard in self.shards()}
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = [f"| horizon | mixed states (at least {self.settings.rollouts.minimum_mixed}) | of | loss, nats |"]
+        least = self.settings.rollouts.minimum_mixed
+        lines = [f"| horizon | mixed states (at least {least}) | all states | loss before and after, nats |"]
         lines[0] += "".join(f" {name} |" for name in Weights._fields)
         lines.append("|---" * (4 + len(Weights._fields)) + "|")
         for shard, found in manifest["summary"].items():
@@ -64,7 +65,7 @@ class CalibrationStage(Stage):
 
 
 def rolled_out_terms(run: Path, horizon: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(terms [K, 6], outcomes bool [K]) of every rolled-out training state whose scored candidates all were."""
+    """(terms [K, 6], outcomes bool [K]) per training state of which all scored candidates were rolled out."""
     terms: list[Tensor] = []
     outcomes: list[Tensor] = []
     for shard in Artefact(run, RolloutStage.name).shards("train"):
@@ -85,6 +86,6 @@ def terms_of(group: Group, horizon: int) -> Tensor:
 
 
 def read_weights(run: Path, horizons: Sequence[int]) -> list[Weights]:
-    """The weights of every horizon; raises ValueError where the calibration is not finished."""
+    """The weights of every horizon; raises ValueError if the calibration is not finished."""
     summary = Artefact(run, CalibrationStage.name).finished()["summary"]
     return [Weights(**summary[f"h{horizon}"]["theta"]) for horizon in horizons]

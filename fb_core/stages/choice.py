@@ -1,12 +1,12 @@
-"""Stage 4, its end: the recipe that is deployed, chosen on held-out problems by the deployed loop.
+"""Stage 4, last part: the recipe to deploy, chosen on held-out problems by the deployed decoding loop.
 
 Learn-then-Test (Angelopoulos et al., arXiv 2110.01052): the recipes that do best on validation problems are tested on
-problems that nothing else was chosen on. A recipe may be deployed where the lower bounds of its paired differences to
-greedy decoding *and* to the direct LLM score are above -delta; both must hold, so that no error is added by there being
-two. The error is divided (Bonferroni) among the recipes tested, the direct score, which is held against greedy
-decoding, and greedy decoding, which is held against the direct score: that a recipe worse than either by more than
-delta passes its test has at most the probability 1 - level, for the adapter of a seed. Of those that may, the most
-accurate is taken, the fewer LLM calls deciding a tie; if none may, greedy decoding.
+problems that nothing else was chosen on. A recipe may be deployed if the lower bounds of its paired differences to
+greedy decoding *and* to the direct LLM score are above -delta. Both bounds must hold, so having two of them adds no
+error. The error is divided (Bonferroni) among all that are tested: the recipes, the direct score (against greedy
+decoding) and greedy decoding (against the direct score). So for one seed's adapter, the probability that any recipe
+that is worse than either by more than delta passes its test is at most 1 - level. Of the recipes that may be deployed
+the most accurate is taken, with fewer LLM calls in a tie; if there is none, greedy decoding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALWAYS = {GREEDY: "greedy", DIRECT: "direct"}  # decoded once, whatever the seed
 
 
 class _RecipeTrials(DecodeStage):
-    """Recipes on a run's held-out problems, a shard each; greedy decoding and the direct score first."""
+    """Recipes on a run's held-out problems, one shard each; greedy decoding and the direct score first."""
 
     command = "train"
     unit = "decodes"
@@ -48,25 +48,25 @@ class _RecipeTrials(DecodeStage):
 
     @abstractmethod
     def recipes(self, seed: int) -> list[Recipe]:
-        """Which of them, of a seed."""
+        """The recipes to decode with, of one seed."""
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """Of these at most, by the settings."""
+        """The largest number of recipes per seed, from the settings."""
 
     def most(self) -> int:
         return len(self.problems) * (len(ALWAYS) + self.count * len(self.settings.train.seeds))
 
     def cost(self) -> Cost:
-        """The LLM reads a decode's tokens once at most."""
+        """The LLM reads every token of a decode at most once."""
         longest = self.models.longest_prompt(self.problems, self.template) + self.max_new_tokens
-        words = f"decoded in batches, {len(self.problems)} problems by each of {self.count} recipes a seed at most"
+        words = f"decoded in batches, {len(self.problems)} problems with each of at most {self.count} recipes per seed"
         return Cost(words, longest, llm_tokens=longest)
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """What they are asked."""
+        """The problems that are decoded."""
         return splits_of(self.settings.problems)[self.split]
 
     @cached_property
@@ -83,7 +83,7 @@ class _RecipeTrials(DecodeStage):
 
     @cached_property
     def candidates(self) -> dict[tuple[str, int], Candidate]:
-        """By label and seed."""
+        """The candidates of `ValueStage` by label and seed."""
         values = self.input(ValueStage)
         return {
             (one.deployed.recipe.label, seed): one
@@ -99,45 +99,45 @@ class _RecipeTrials(DecodeStage):
         return context.by_recipe(deployed, reranker).generate_many
 
     def tried(self, recipe: Recipe, seed: int) -> Tried:
-        """What a finished recipe made of the problems."""
+        """The results of a recipe whose shard is finished."""
         return Tried.of(recipe, list(read_rows(self.folder, ALWAYS.get(recipe) or shard_of(recipe, seed))))
 
 
 def shard_of(recipe: Recipe, seed: int) -> str:
-    """Of a recipe's trial."""
+    """The name of a recipe's shard."""
     certainty = "" if recipe.certainty is None else f"{recipe.certainty!r}"
     parts = [recipe.scores, recipe.value or "", certainty, "ask" * recipe.ask]
     return f"seed-{seed}.{'+'.join(filter(None, parts))}"
 
 
 class Tried(NamedTuple):
-    """A recipe and what it made of each problem."""
+    """A recipe and its results on n problems."""
 
     recipe: Recipe
-    correct: np.ndarray  # [n]
-    calls: float  # of the LLM, a problem
-    llm_tokens: float  # that it chose or wrote, a problem
+    correct: np.ndarray  # [n] float64, 0 or 1
+    calls: float  # LLM calls per problem
+    llm_tokens: float  # LLM tokens per problem
 
     @classmethod
     def of(cls, recipe: Recipe, rows: Sequence[Row]) -> Tried:
-        """From its rows."""
+        """From the recipe's rows."""
         calls = float(np.mean([row.calls for row in rows]))
         tokens = float(np.mean([row.llm_tokens for row in rows]))
         return cls(recipe, np.array([row.correct for row in rows], dtype=np.float64), calls, tokens)
 
     @property
     def accuracy(self) -> float:
-        """On these problems."""
+        """The share of problems that are right."""
         return float(self.correct.mean())
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The best first: by right answers, then by fewer calls."""
+        """Sort key, best first: by right answers, then by fewer calls."""
         return -float(self.correct.sum()), self.calls
 
 
 class TrialStage(_RecipeTrials):
-    """The recipes that rollouts speak for, on the validation problems."""
+    """The most promising recipes by the rollouts, on the validation problems."""
 
     name = "trials"
     split = "validation"
@@ -152,7 +152,8 @@ class TrialStage(_RecipeTrials):
         return self.settings.choice.tried
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = ["| recipe | seed | accuracy, % | LLM calls | LLM tokens |", "|---|---|---|---|---|"]
+        head = "| recipe | seed | accuracy, % | LLM calls per problem | LLM tokens per problem |"
+        lines = [head, "|---|---|---|---|---|"]
         for seed in self.settings.train.seeds:
             tried = [self.tried(recipe, seed) for recipe in (*ALWAYS, *self.recipes(seed))]
             for one in sorted(tried, key=lambda one: one.rank):
@@ -162,7 +163,7 @@ class TrialStage(_RecipeTrials):
 
 
 def promising(candidates: Sequence[Candidate], count: int) -> list[Recipe]:
-    """The recipes that rollouts speak for: the best certainty of each kind, then the best of these."""
+    """The `count` recipes with the most success in rollouts; each kind of recipe takes part with its best certainty."""
     kinds: dict[tuple[str, str | None, bool], Candidate] = {}
     for one in candidates:
         recipe = one.deployed.recipe
@@ -175,7 +176,7 @@ def promising(candidates: Sequence[Candidate], count: int) -> list[Recipe]:
 
 
 class CertificationStage(_RecipeTrials):
-    """The best of these, on problems that nothing was chosen on."""
+    """The best recipes of `TrialStage`, on problems that nothing was chosen on."""
 
     name = "certification"
     split = "certification"
@@ -201,15 +202,15 @@ class CertificationStage(_RecipeTrials):
 
 
 def decide(tested: Sequence[Tried], delta: float, level: float) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
-    """Which recipe may be deployed, by what it made of problems that nothing was chosen on.
+    """Choose the recipe to deploy from results on problems that nothing else was chosen on.
 
     Args:
-        tested: greedy decoding, the direct LLM score, then others, on the same problems.
-        delta: how far below either of these a recipe may be, as a share of the problems.
-        level: one less the chance that any recipe that is worse than that may be deployed.
+        tested: greedy decoding, the direct LLM score, then other recipes, all on the same problems.
+        delta: how far below either of the first two a recipe may be, as a share of the problems.
+        level: 1 minus the probability that any recipe that is worse than that passes its test.
 
     Returns:
-        the recipe, and the evidence of each, in their order.
+        the recipe to deploy, and every recipe with its evidence, in order.
     """
     greedy, direct, *_ = tested
 
@@ -251,23 +252,23 @@ def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> 
     margin, sure = f"{100 * delta:g} points", f"{100 * level:g}%"
     if safe:
         return (
-            f"{chosen.recipe.label}: the best of {safe} among {tests} recipes that are shown, with {sure} confidence, "
-            f"not to be below greedy decoding or the direct LLM score by more than {margin}."
+            f"{chosen.recipe.label}: the best of {safe} recipes (of {tests} tested) that are shown with {sure} "
+            f"confidence to be at most {margin} below greedy decoding and the direct LLM score."
         )
     return (
-        f"{chosen.recipe.label}: none of {tests} recipes is shown, with {sure} confidence, not to be below greedy "
-        f"decoding or the direct LLM score by more than {margin}; no LLM is asked."
+        f"{chosen.recipe.label}: none of {tests} tested recipes is shown with {sure} confidence to be at most {margin} "
+        "below greedy decoding and the direct LLM score, so the LLM is not asked."
     )
 
 
 def choice_table(chosen: Recipe, evidence: Sequence[tuple[Recipe, Evidence]], seed: int) -> str:
-    """The certified recipes of a seed in Markdown, the chosen one in bold, and why."""
+    """The tested recipes of a seed in Markdown: why one was chosen, then a table with the chosen one in bold."""
     first = evidence[0][1]
     lines = [
         f"Seed {seed}, {first.problems} problems. {first.words}",
         "",
-        "| recipe | accuracy, % | minus greedy, pp [lower bound] | minus direct, pp [lower bound] | LLM calls | "
-        "LLM tokens |",
+        "| recipe | accuracy, % | minus greedy, pp [lower bound] | minus direct, pp [lower bound] | LLM calls per "
+        "problem | LLM tokens per problem |",
         "|---|---|---|---|---|---|",
     ]
     for recipe, one in evidence:
@@ -280,7 +281,7 @@ def choice_table(chosen: Recipe, evidence: Sequence[tuple[Recipe, Evidence]], se
 
 
 class ChoiceStage(Stage):
-    """A folder a seed: the adapter with the recipe that is deployed, its evidence, and the published adapter inside."""
+    """One folder per seed: the adapter with its deployed recipe and evidence, and the published adapter inside."""
 
     name = DEPLOYED_STAGE
     command = "train"
@@ -293,7 +294,7 @@ class ChoiceStage(Stage):
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
 
     def verdict(self, seed: int) -> tuple[Recipe, list[tuple[Recipe, Evidence]]]:
-        """What is deployed with a seed's adapter, and the evidence of every recipe tested."""
+        """The recipe deployed with a seed's adapter, and the evidence of every tested recipe."""
         choice = self.settings.choice
         return decide(self.input(CertificationStage).tested(seed), choice.delta, choice.level)
 
@@ -311,7 +312,7 @@ class ChoiceStage(Stage):
             Deployed(deployed.recipe, deployed.value, deployed.policy, deployed.options, shown).save(folder)
             card = (folder / "README.md").read_text(encoding="utf-8")
             table = choice_table(recipe, evidence, seed)
-            (folder / "README.md").write_text(f"{card}\n## The recipe deployed\n\n{USE}\n{table}\n", encoding="utf-8")
+            (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{USE}\n{table}\n", encoding="utf-8")
             files = {
                 str(path.relative_to(made)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
             }
@@ -340,8 +341,8 @@ class ChoiceStage(Stage):
 STAGES: tuple[type[Stage], ...] = (ValueStage, TrialStage, CertificationStage, ChoiceStage)
 
 USE = """\
-`futurebridge generate`, `chat` and `serve` decode as this folder says; `--recipe published` decodes as the paper does,
-at any cost. In Python:
+`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--recipe published` decodes as in
+the paper, even if that is worse. In Python:
 
 ```python
 from fb_core import CollaborativeDecoder, deployment_of

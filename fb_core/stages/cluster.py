@@ -1,4 +1,4 @@
-"""Shards on workers of a Ray cluster: on this machine, or on many that share the run's folder."""
+"""Shards on the workers of a Ray cluster: on this machine, or on several that share the run's folder."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from fb_core.stages.stage import Stage, work_and_put
 
 LOOPBACK = "127.0.0.1"
 RETRIES = 3  # of a shard whose worker died
-PATIENCE = 600  # seconds for a worker to find a place when none is at work
+PATIENCE = 600  # seconds that a worker may take to start while no other is at work
 
 
 class Worker:
-    """A process with a core and perhaps a GPU of its own, that keeps its models between shards and stages."""
+    """A process with its own core and, on GPU machines, its own GPU; it keeps models between shards and stages."""
 
     stage: Stage
 
     def begin(self, make: Callable[[], Stage]) -> None:
-        """Turns to a stage."""
+        """Start on a stage."""
         self.stage = make()
 
     def work(self, shard: str) -> Mapping[str, int]:
-        """Compute and write a shard; what it holds, by name."""
+        """Compute and write a shard; returns its counts."""
         return work_and_put(self.stage, shard)
 
 
-_resting: list[tuple[bool, Any]] = []  # workers of this process between two stages, by whether they have a GPU
+_resting: list[tuple[bool, Any]] = []  # (has a GPU, worker) of this process's idle workers between two stages
 
 
 def connect() -> bool:
-    """Join the cluster that RAY_ADDRESS names, or start a Ray on loopback that ends with this process.
+    """Join the cluster that RAY_ADDRESS names, or start Ray on loopback; that one ends with this process.
 
-    Nothing is reported to Ray's makers. False where this process has one already.
+    Ray's usage statistics are off unless the environment turns them on. Returns False if Ray was running already.
 
     Raises:
         ValueError: Ray is not installed.
@@ -55,15 +55,15 @@ def connect() -> bool:
 
 
 def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
-    """Compute and write shards on as many workers as the cluster has GPUs, or cores where it has none.
+    """Compute and write shards on one worker per GPU of the cluster, or per core if there is no GPU to use.
 
-    The shard of a worker that dies, with its process or its node, goes to another one. Workers then rest until the next
-    stage, or `dismiss`. Without RAY_ADDRESS in the environment a Ray of this machine is started, on loopback; it ends
-    with this process.
+    If a worker dies, with its process or its node, its shard goes to another one. Afterwards the workers stay idle
+    until the next stage or `dismiss`. Without RAY_ADDRESS in the environment, Ray is started on this machine, on
+    loopback; it ends with this process.
 
     Raises:
-        ValueError: Ray is not installed, or what the work raises.
-        OSError: what the work raises, or workers that die again and again.
+        ValueError: Ray is not installed, or the work raises it.
+        OSError: the work raises it, or workers die again and again.
     """
     if not shards:
         return
@@ -82,7 +82,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
     def hire() -> None:
         worker = _resting.pop()[1] if _resting else kind.remote()
         begun = worker.begin.remote(stage.elsewhere(stage.run.resolve()))
-        under_way[begun] = (worker, None)  # a shard only once it is up
+        under_way[begun] = (worker, None)  # it gets a shard once it has started
 
     try:
         for _ in range(min(len(shards), gpus or max(1, int(resources.get("CPU", 0))))):
@@ -100,7 +100,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
                 place = shard or "start"
                 died[place] += 1
                 if died[place] > RETRIES:
-                    raise OSError(f"ray: expected {place} to be lived through, got {problem}; see Ray's log") from None
+                    raise OSError(f"ray: expected a worker to survive {place}, got {problem}; see Ray's log") from None
                 if shard is not None:
                     waiting.appendleft(shard)
                 hire()
@@ -124,7 +124,7 @@ def work_on_ray(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Map
 
 
 def dismiss() -> None:
-    """End the workers that rest, and with them the models that they hold."""
+    """End the idle workers, and so free the models that they hold."""
     while _resting:
         import ray
 

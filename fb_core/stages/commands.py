@@ -1,4 +1,4 @@
-"""The commands of a run: which stages each of them works through."""
+"""The commands of a run, and the stages that each of them runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
 def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
-    """The stages that a command works through under its settings, in order."""
+    """The stages that a command runs under these settings, in order."""
     calibrated = settings.train.target == "calibrated"
     other: dict[str, tuple[type[Stage], ...]] = {"llm": (), "own": (OwnFutureStage,)}
     stages: dict[Command, tuple[type[Stage], ...]] = {
@@ -61,18 +61,18 @@ def run_command(
     """Do what is left of a command's stages.
 
     Args:
-        command: which.
+        command: to run.
         settings: of the whole run.
         run: its folder.
-        engine: "local", or "ray" for the stages whose shards can be worked on anywhere.
+        engine: "local", or "ray" for the stages whose shards are independent.
         dry_run: only show what would be done.
         show: takes the plan, or each finished stage's report, in Markdown.
 
     Raises:
-        ValueError: settings, models or files that do not fit the run.
-        OSError: no room, no model, or no server; what is finished is kept.
+        ValueError: settings, models or files do not fit the run.
+        OSError: no disk space, model or server; finished work is kept.
     """
-    leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the others only help to train
+    leads = int(os.environ.get("RANK", "0")) == 0  # under `accelerate launch` the other processes only help to train
 
     def work(kinds: Sequence[type[Stage]]) -> None:
         for kind in kinds:
@@ -90,17 +90,17 @@ def run_command(
     if command == "train" and settings.problems.certification:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if leads:
-                show("The sweep is trained. Run `futurebridge train` once more, in one process, for the choice.")
+                show("The sweep is trained. Run `futurebridge train` again in a single process to choose the recipe.")
         else:
             work((RolloutStage,))
             if dry_run:
                 names, runs = ", ".join(settings.choice.trained), len(settings.train.seeds)
-                show(f"{names or 'no other rerankers'}: trained and selected likewise, {runs} runs each at one horizon")
+                show(f"{names or 'no other rerankers'}: also trained and selected, {runs} runs each at one horizon")
             else:
                 if engine == "ray":
                     from fb_core.stages.cluster import dismiss
 
-                    dismiss()  # what follows is trained in this process
+                    dismiss()  # the other rerankers are trained in this process
                 train_others(settings, run, show)
             work(CHOICE)
     if leads and not dry_run:
@@ -108,7 +108,7 @@ def run_command(
 
 
 def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:
-    """The rerankers that compete with the run's own, at its horizon, each in a run inside it.
+    """Train the rerankers that compete with the run's own, at its horizon, each in a run inside it.
 
     Raises:
         ValueError: as `run_stage`.
@@ -125,11 +125,11 @@ def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) 
 
 
 def _check_choice(settings: RunSettings) -> None:
-    """Refuse a run whose end could not choose, before it trains."""
+    """Refuse settings under which no recipe could be chosen after the training."""
     if settings.problems.certification and settings.score.pool != "joint":
         raise ValueError(
-            f'score.pool: expected "joint", of which rollouts are made, beside problems.certification, got '
-            f'"{settings.score.pool}"; set problems.certification to 0 for no choice'
+            f'score.pool: expected "joint" with problems.certification, since rollouts are of the joint pool, got '
+            f'"{settings.score.pool}"; set problems.certification to 0 to choose no recipe'
         )
     if settings.problems.certification and not settings.rollouts.train:
         raise ValueError(

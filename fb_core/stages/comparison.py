@@ -1,4 +1,4 @@
-"""All methods on the same benchmark problems, in batches: what each of them gets right."""
+"""All methods on the same benchmark problems, decoded in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 
 METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
-AT_ONCE = 256  # problems of a shard
+AT_ONCE = 256  # problems per shard
 
 
 class CompareStage(DecodeStage):
@@ -38,10 +38,10 @@ class CompareStage(DecodeStage):
         return hashes | {"checkpoints": self._checkpoints()} | chosen
 
     def _checkpoints(self) -> dict[str, str]:
-        """Hashes of the external ones."""
+        """Hashes of the external checkpoints."""
         try:
             return {name: hf.checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
-        except OSError as problem:  # the row cannot be made, the others can
+        except OSError as problem:  # as a ValueError it ends only this row
             raise ValueError(f"compare.external: {problem}") from None
 
     @cached_property

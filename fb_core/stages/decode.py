@@ -1,4 +1,4 @@
-"""What methods make of problems: the one row that selection, evaluation, comparison and cost are made of."""
+"""Decoding problems with methods: the row format and the stage that selection, evaluation and comparison build on."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ ASKED = (
     "problems.prompt",
     "problems.seed",
     "verify",
-)  # settings that say what a benchmark asks
-WARM_UP = 3  # prompts at most, so that no problem's time holds what is done once
+)  # settings that decide what a benchmark asks
+WARM_UP = 3  # at most so many prompts are decoded before times are taken, so that no time includes one-time work
 LARGEST = 1 << 31
 
-Loop = Literal["fast", "plain", "batch"]  # one at a time in either loop; many at once in the fast one
+Loop = Literal["fast", "plain", "batch"]  # "fast" and "plain": one prompt at a time; "batch": many in the fast loop
 Id = Annotated[int, Field(ge=0, lt=LARGEST)]
 
 
 class Row(BaseModel):
-    """What a method made of one problem.
+    """A method's result on one problem.
 
     Attributes:
         benchmark: the set that the problem is of.
-        method: by its name.
-        seed: None of a method that runs once.
+        method: the method's name.
+        seed: None for a method that runs once.
         loop: in which it decoded.
-        problem: its id.
-        prompt_sha256: of the prompt's ids.
-        tokens: new ones, the end-of-sequence token included; none of a method that keeps a text alone.
+        problem: the problem's id.
+        prompt_sha256: hash of the prompt's ids.
+        tokens: the new tokens, including end-of-sequence; empty for a method that keeps only a text.
         events: of the generation.
         text: the answer.
-        gold: the right one.
+        gold: the gold answer.
         verdict: of the verifier.
         calls: of the LLM; `pool`, `appended` and `suffix` are those of `fb_core.decoding.Usage`.
-        seconds: wall time; None in a batch, whose problems have none of their own.
-        peak_bytes: of device memory at most; None in a batch and on a CPU.
+        seconds: wall time; None in a batch, where a problem has no time of its own.
+        peak_bytes: peak device memory; None in a batch and on a CPU.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -82,12 +82,12 @@ class Row(BaseModel):
 
     @property
     def correct(self) -> bool:
-        """Whether the verifier says so."""
+        """Whether the verdict is "correct"."""
         return self.verdict == "correct"
 
     @property
     def llm_tokens(self) -> int:
-        """Of the answer those that the LLM wrote, or that were chosen at events where it was asked."""
+        """The number of the answer's tokens that the LLM wrote or that were chosen at events where it was asked."""
         return min(self.calls, self.appended) + self.suffix
 
     @model_validator(mode="after")
@@ -103,7 +103,7 @@ class Row(BaseModel):
                 raise ValueError(f"event {number} with an id or a source that there is not")
             if not 0 <= event.choice < len(event.pool) or event.step < 0:
                 raise ValueError(f"event {number} whose choice is not the token of its step")
-            stands = self.tokens[event.step : event.step + len(event.tokens)]  # a span may reach beyond the end
+            stands = self.tokens[event.step : event.step + len(event.tokens)]  # a span may be cut off at the end
             ended = event.step + len(event.tokens) > len(self.tokens)
             if not stands or stands != event.tokens[: len(stands) if ended else None]:
                 raise ValueError(f"event {number} whose choice is not the token of its step")
@@ -113,7 +113,7 @@ class Row(BaseModel):
 
     @field_serializer("events")
     def _told(self, events: list[Event]) -> list[dict[str, Any]]:
-        """Without tails where every candidate is one token."""
+        """Events as dicts, without tails if every candidate is one token."""
         return [{name: one for name, one in vars(event).items() if name != "tails" or one} for event in events]
 
 
@@ -128,30 +128,30 @@ class Trial(NamedTuple):
 
 
 class DecodeStage(Stage):
-    """A JSONL file a trial, a `Row` a problem."""
+    """Decodes trials: one JSONL file per trial, one `Row` per problem."""
 
     uses = ("slm", "llm", "tokenizer")
 
     @cached_property
     @abstractmethod
     def trials(self) -> dict[str, Trial]:
-        """By shard."""
+        """The trials by shard."""
 
     def shards(self) -> dict[str, int]:
         return {shard: len(trial.problems) for shard, trial in self.trials.items()}
 
     @property
     def template(self) -> str:
-        """Of prompts."""
+        """The prompt template."""
         return self.settings.problems.prompt
 
     @property
     def max_new_tokens(self) -> int:
-        """Of an answer."""
+        """The longest answer, in tokens."""
         return self.settings.evaluate.max_new_tokens
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
-        """What decodes a trial's prompts."""
+        """The function that decodes a trial's prompts."""
         return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)
 
     def cost(self) -> Cost:
@@ -161,7 +161,7 @@ class DecodeStage(Stage):
 
     @cached_property
     def _longest(self) -> dict[str, int]:
-        """Tokens of a prompt with its answer at most, by set: the size of the buffers that all its trials share."""
+        """Most tokens of a prompt with its answer, by set; the size of the buffers that all trials of a set share."""
         sets: dict[str, dict[str, Problem]] = {}
         for trial in self.trials.values():
             sets.setdefault(trial.benchmark, {}).update({problem.id: problem for problem in trial.problems})
@@ -207,7 +207,7 @@ class DecodeStage(Stage):
         return Output({f"{shard}.jsonl": "".join(row.model_dump_json() + "\n" for row in rows).encode()}, counts)
 
     def _alone(self, generate: Generate, prompt: Tensor, done: int) -> tuple[Generation, float | None, int | None]:
-        """One prompt, its wall time and the most device memory that it took."""
+        """Decode one prompt: (generation, wall seconds, peak bytes of device memory or None)."""
         self.on_progress(done)
         on_gpu = prompt.device.type == "cuda"
         if on_gpu:
@@ -219,10 +219,10 @@ class DecodeStage(Stage):
         return generation, seconds, torch.cuda.max_memory_allocated(prompt.device) if on_gpu else None
 
     def _ready(self, trial: Trial, prompts: Sequence[Tensor]) -> Generate:
-        """What decodes a trial, the last one kept; where times are taken it has been through an event, if one comes."""
+        """The function that decodes a trial, cached for the last one; where times are taken it has been warmed up."""
         key = trial._replace(problems=())
         if self._kept is None or self._kept[0] != key:
-            self._kept = None  # its memory first
+            self._kept = None  # frees its memory before the next one is made
             longest = self._longest[trial.benchmark]
             loops = {"plain": (None, 1), "fast": (longest, 1), "batch": (longest, together_of(self.settings, longest))}
             generate = self.generate(trial, *loops[trial.loop])
@@ -235,7 +235,7 @@ class DecodeStage(Stage):
     _kept: tuple[Trial, Generate] | None = None
 
     def rows(self) -> Iterator[Row]:
-        """Of all finished shards, in order; raises as `read_rows`."""
+        """The rows of all shards, in order; raises as `read_rows`."""
         for shard in self.trials:
             yield from read_rows(self.folder, shard)
 
@@ -244,7 +244,7 @@ def read_rows(folder: Artefact, shard: str) -> Iterator[Row]:
     """The rows of a finished shard.
 
     Raises:
-        ValueError: a damaged file, or a line that is no such row: its number and what is wrong there.
+        ValueError: the file is damaged, or a line is not a row; the message names the line and what is wrong.
     """
     for number, line in enumerate(folder.read(shard, "jsonl").splitlines(), 1):
         try:

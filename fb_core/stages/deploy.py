@@ -1,4 +1,4 @@
-"""A run's result at work: its request policy, its rerankers, and what its methods have to decode with."""
+"""Decoding with a finished run: its request policy, its rerankers, and the decoders of its methods."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from fb_core.stages.router import Router
     from fb_core.verify import Verifier
 
-POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # stages
-TOGETHER = 64  # prompts that decode at once
+POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # names of stages
+TOGETHER = 64  # most prompts decoded at once
 
 
 def frozen_policy(run: Path) -> RequestPolicy:
-    """The request policy of a run; raises ValueError where it is not finished."""
+    """The request policy of a run; raises ValueError if that stage is not finished."""
     folder = Artefact(run, POLICY)
     folder.finished()
     return RequestPolicy(**json.loads(folder.read("policy", "jsonl")))
 
 
 def deployed_digest(run: Path) -> list[str]:
-    """What identifies a deployed run: its policy and rerankers; raises ValueError where they are not finished."""
+    """Digests of a run's policy and rerankers; raises ValueError if those stages are not finished."""
     return [Artefact(run, stage).finished()["digest"] for stage in (POLICY, RERANKER)]
 
 
 def chosen_digest(run: Path) -> str:
-    """What identifies the recipes that a run chose; raises ValueError where it made no choice."""
+    """The digest of the recipes that a run chose; raises ValueError if it chose none."""
     digest: str = Artefact(run, DEPLOYED_STAGE).finished()["digest"]
     return digest
 
 
 def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranker:
-    """The reranker that a run chose, of one seed; raises ValueError where it is not finished or damaged."""
+    """The chosen reranker of one seed; raises ValueError if it is not finished or is damaged."""
     adapters, shard = Artefact(run, RERANKER), f"seed-{seed}"
     if adapters.receipt(shard) is None:
         raise ValueError(f"{adapters.path}: expected {shard}, got none; run `futurebridge train`")
@@ -54,13 +54,13 @@ def chosen_reranker(settings: RunSettings, run: Path, seed: int) -> TokenReranke
 
 
 def needs_llm(settings: RunSettings) -> bool:
-    """Whether a deployed reranker makes use of the LLM: not where it ranks the SLM's own candidates by itself."""
+    """Whether a deployed reranker uses the LLM; it does not if it ranks only the SLM's candidates by hidden states."""
     own = settings.score.pool in ("slm", "slm-wide")
     return not own or bool(settings.train.features) or settings.evaluate.certainty is not None
 
 
 def pool_options(settings: RunSettings) -> dict[str, Any]:
-    """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder on the pools that the settings train on."""
+    """`pool`, `slm_k`, `llm_k` and `max_events` of a decoder with the pools that the settings train on."""
     slm_k, llm_k, kind = settings.collect.slm_k, settings.futures.llm_k, settings.score.pool
     return {
         "pool": "slm" if kind == "slm-wide" else kind,
@@ -71,19 +71,19 @@ def pool_options(settings: RunSettings) -> dict[str, Any]:
 
 
 class Context:
-    """What a run has for a method; files and models are read when it asks for them.
+    """What a run offers a method; files and models are read when the method asks for them.
 
     Args:
         settings: of the run.
         run: its folder.
-        method: the method's name, as it was asked for.
-        max_length: decoders run in the fast loop, with room for prompts and answers of so many tokens; None for the
-            plain one.
-        max_batch: prompts that it runs together.
+        method: the method's name, as in the settings.
+        max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
+        max_batch: prompts that the fast loop decodes together.
 
     Attributes:
         models: the run's `Models`.
-        batched: options of all that decodes in batches.
+        batched: options of everything that decodes in batches.
+        options: options of a decoder.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class Context:
 
     @property
     def verifier(self) -> Verifier:
-        """Judges answers."""
+        """The verifier of answers."""
         return verifier_of(self.settings.verify)
 
     def reranker(self, seed: int) -> TokenReranker:
-        """The chosen one of a seed."""
+        """The chosen reranker of a seed."""
         return chosen_reranker(self.settings, self.run, seed)
 
     def router(self, seed: int) -> Router:
-        """The trained one of a seed."""
+        """The trained router of a seed."""
         from fb_core.stages.router import read_router
 
         return read_router(self.settings, self.run, seed)
 
     def decoder(self, selector: Selector, *, ask: bool = True, **options: Any) -> CollaborativeDecoder:
-        """The run's models, policy, candidates and budget under a selector; without an LLM unless it is to be asked."""
+        """A decoder with the run's models, policy, pool sizes and budget, and a selector; with `ask=False` no LLM."""
         settings, llm = self.settings, self.models.llm if ask else None
         given: dict[str, Any] = {
             "slm_k": settings.collect.slm_k,
@@ -130,7 +130,7 @@ class Context:
         return CollaborativeDecoder(self.models.slm, llm, selector, self.policy, **self.options, **(given | options))
 
     def by_recipe(self, deployed: Deployed, reranker: TokenReranker | None) -> CollaborativeDecoder:
-        """The decoder by a recipe, with the reranker of its scores where one decides."""
+        """The decoder of a recipe; `reranker` gives its scores if the recipe uses one."""
         models, selector = self.models, deployed.recipe.selector(reranker, deployed.value)
         if selector is None:
             return CollaborativeDecoder(models.slm, None, None, deployed.policy, **self.options, max_events=0)
@@ -139,10 +139,10 @@ class Context:
         )
 
     def chosen(self, seed: int) -> CollaborativeDecoder:
-        """The decoder by the recipe that the run chose for its reranker of a seed.
+        """The decoder of the recipe that the run chose for a seed.
 
         Raises:
-            ValueError: the run made no choice.
+            ValueError: the run chose no recipe.
         """
         adapters, shard = Artefact(self.run, DEPLOYED_STAGE), f"seed-{seed}"
         if adapters.receipt(shard) is None:
@@ -158,7 +158,7 @@ class Context:
         return self.by_recipe(deployed, reranker)
 
     def deployed(self, reranker: TokenReranker) -> CollaborativeDecoder:
-        """The decoder with a reranker, as the settings deploy it: under the LLM where that is certain enough."""
+        """The decoder with a reranker, as the settings deploy it: a certain enough LLM overrides the reranker."""
         selector = overridden(FutureBridgeSelector(reranker), self.settings.evaluate.certainty)
         return self.decoder(selector, ask=needs_llm(self.settings), span=self.span, **pool_options(self.settings))
 
@@ -171,32 +171,32 @@ def generator(
     max_length: int | None = None,
     max_batch: int = 1,
 ) -> Generate:
-    """What decodes prompts by a method.
+    """The function that decodes prompts with a method.
 
     Args:
-        name: of the method, or a checkpoint's behind `fb_core.methods.EXTERNAL`.
+        name: of the method; `fb_core.methods.EXTERNAL` followed by a name for an external checkpoint.
         settings: of the run.
         run: its folder.
-        seed: of a method that runs once a seed.
+        seed: for a method that runs once per seed, else None.
         max_length: as for `Context`.
-        max_batch: likewise.
+        max_batch: as for `Context`.
 
     Raises:
-        ValueError: a reranker or router that is not trained; a checkpoint that is not there, or has another tokenizer.
+        ValueError: a reranker or router is not trained, or a checkpoint is missing or has another tokenizer.
     """
     return method(name).decode(Context(settings, run, name, max_length, max_batch), seed)
 
 
 def together_of(settings: RunSettings, length: int) -> int:
-    """How many prompts decode at once, each with its answer of so many tokens at most."""
+    """How many prompts to decode at once, if a prompt with its answer has at most `length` tokens."""
     return max(1, min(TOGETHER, settings.models.batch_tokens // length))
 
 
 def seed_of(name: str, settings: RunSettings) -> int | None:
-    """The run's first seed where a method runs once a seed."""
+    """The run's first seed for a method that runs once per seed, else None."""
     return settings.train.seeds[0] if method(name).seeded else None
 
 
 def label_of(name: str, settings: RunSettings) -> str:
-    """What a method is called in tables."""
+    """A method's label in tables."""
     return method(name).label.format(name=name, votes=settings.compare.votes)

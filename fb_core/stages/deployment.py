@@ -1,4 +1,4 @@
-"""What a run costs: its offline stages by their receipts, and its methods decoding one prompt at a time."""
+"""The costs of a run: of its offline stages, from their receipts, and of its methods, timed one prompt at a time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 
-COUNTS = ("calls", "appended", "suffix")  # of a row, on average
+COUNTS = ("calls", "appended", "suffix")  # fields of `Row` that are averaged
 
 
 class DeploymentStage(DecodeStage):
-    """Methods on the first problems of the first benchmark, one at a time, each beside greedy decoding in its loop.
+    """Methods on the first problems of the first benchmark, one problem at a time.
 
-    "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method; a method is compared with greedy
+    "fast" is `LowLatencyDecoder`, "plain" the loop that works for every method. A method is compared with greedy
     decoding in the same loop, problem by problem.
     """
 
@@ -64,7 +64,7 @@ class DeploymentStage(DecodeStage):
 
     @cached_property
     def _methods(self) -> list[str]:
-        """Those asked for, but for those of a router or of a choice where there is none."""
+        """The methods of the settings, without those whose router or deployed recipe does not exist."""
         routed, chosen = (
             (Artefact(self.run, stage).manifest() or {}).get("complete", False)
             for stage in (RouterStage.name, DEPLOYED_STAGE)
@@ -76,8 +76,8 @@ class DeploymentStage(DecodeStage):
         ]
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = ["| method | loop | calls | pool | appended | suffix | seconds | of greedy [95%] |"]
-        lines.append("|---|---|---|---|---|---|---|---|")
+        per_problem = "LLM calls | candidates per event | tokens chosen at events | further LLM tokens | seconds"
+        lines = [f"| method | loop | {per_problem} | × greedy [95%] |", "|---|---|---|---|---|---|---|---|"]
         for row in deployment_rows(self):
             pool = "" if row["pool"] is None else f"{row['pool']:.1f}"
             ratio = "" if row["relative"] is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row["relative"])
@@ -89,7 +89,7 @@ class DeploymentStage(DecodeStage):
 
 
 def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
-    """A row a method and loop: what a problem takes on average, and its time relative to greedy decoding, paired."""
+    """One row per method and loop: mean costs per problem, and the paired ratio of its time to greedy decoding's."""
     by_method: dict[tuple[str, Loop], list[Row]] = {}
     for row in stage.rows():
         by_method.setdefault((row.method, row.loop), []).append(row)
@@ -117,7 +117,7 @@ def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
 
 
 def offline_rows(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """A row for every finished stage among these: units, seconds of work and GPU hours, as its receipts say."""
+    """One row per finished stage: units, seconds of work and GPU hours, from its receipts."""
     table = []
     for stage in stages:
         manifest = stage.folder.manifest()

@@ -1,4 +1,4 @@
-"""Stage 5: the chosen rerankers on benchmarks, as published and as deployed, beside greedy decoding."""
+"""Stage 5: the chosen rerankers on benchmarks, as published and as deployed, compared with greedy decoding."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class EvaluateStage(DecodeStage):
-    """Greedy decoding and the rerankers on the benchmarks: as published and, where `train` made a choice, as deployed.
+    """Greedy decoding and the rerankers on the benchmarks: as published and, if `train` chose a recipe, as deployed.
 
-    FutureBridge runs once for every reranker of the sweep: the published three are AIME's three repeats. On a set that
-    is repeated greedy decoding has as many runs, though all of them are the same, and one on any other.
+    FutureBridge runs once for every reranker seed; with the three published seeds these are AIME's three repeats. On a
+    benchmark with repeats greedy decoding has as many runs, although they are all alike; on others it has one.
     """
 
     name = "evaluation"
@@ -51,7 +51,7 @@ class EvaluateStage(DecodeStage):
         for name, problems in benchmark_problems(self.settings).items():
             known = BENCHMARKS.get(name.partition("=")[0])
             if known is not None and known.repeats > len(seeds):
-                log.warning("%s: %d runs instead of %d, one a seed", name, len(seeds), known.repeats)
+                log.warning("%s: %d runs instead of %d, one per seed", name, len(seeds), known.repeats)
             stem = file_stem(name)
             if any(shard.startswith(f"{stem}.") for shard in trials):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
@@ -65,7 +65,7 @@ class EvaluateStage(DecodeStage):
         return trials
 
     def summary(self) -> dict[str, Any]:
-        """Accuracy with its interval, the difference to greedy, and what it cost, by benchmark and on their average."""
+        """Accuracy and difference to greedy with intervals, events and tokens, per benchmark and on their average."""
         rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for row in self.rows():
             rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
@@ -94,13 +94,16 @@ class EvaluateStage(DecodeStage):
         return {"table": table}
 
     def _shown(self) -> dict[str, list[str]]:
-        """The benchmarks of every row: each by itself, and all together where there are several."""
+        """The benchmarks that each row covers: every one alone, and all of them for the average if several."""
         names = list(benchmark_problems(self.settings))
         return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = ["| benchmark | method | problems x runs | accuracy, % [95%] | minus greedy | events | tokens |"]
-        lines.append("|---|---|---|---|---|---|---|")
+        accuracy, per_problem = "accuracy, % [95%] | minus greedy, pp [95%]", "events per problem | tokens per problem"
+        lines = [
+            f"| benchmark | method | problems x runs | {accuracy} | {per_problem} |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for row in manifest["summary"]["table"]:
             spread = [
                 "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))

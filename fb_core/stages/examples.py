@@ -1,6 +1,6 @@
-"""The record of a run, Problem -> Trajectory -> State -> Future, Group and Rollout, with its one reader and writer.
+"""The records of a run (Problem -> Trajectory -> State -> Future, Group and Rollout), their reader and their writer.
 
-A state's id names its problem and position; whatever is known of it beyond its shard of states is kept by that id.
+A state's id names its problem and position; all other stages refer to states by that id.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fb_core.verify import Verdict
 
 IDS, NATS, BITS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.int8())
 POOL = pa.struct({"ids": IDS, "sources": BITS, "slm_logprob": NATS, "llm_logprob": NATS})
-PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state; its log-probs lie with it
-SPANS = pa.struct([*PART, pa.field("tails", pa.list_(IDS))])  # where the LLM offered more than a token
+PART = pa.struct({"id": pa.string(), "candidates": IDS, "sources": BITS})  # of a state, whose record has the log-probs
+SPANS = pa.struct([*PART, pa.field("tails", pa.list_(IDS))])  # if the LLM offered more than one token
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +34,8 @@ class Trajectory:
     Attributes:
         problem: what was asked.
         tokens: [T] prompt and output.
-        prompt_length: tokens of the prompt.
-        entropy: float32 [T - prompt_length], nats: of the SLM's distribution before each output token.
+        prompt_length: number of prompt tokens.
+        entropy: float32 [T - prompt_length], nats, of the SLM's distribution before each output token.
     """
 
     problem: Problem
@@ -54,10 +54,10 @@ class State:
     """One admitted state of a trajectory, with its candidates.
 
     Attributes:
-        trajectory: whose prefix tokens[:position] it is.
-        position: of the token that is chosen there.
-        entropy: of the SLM's distribution there, nats.
-        pool: what competes there; of a group and a rollout the part of it that was scored or rolled out.
+        trajectory: the state is its prefix tokens[:position].
+        position: of the token that is chosen here.
+        entropy: of the SLM's distribution, nats.
+        pool: the candidates; in a group or rollout only those that were scored or rolled out.
     """
 
     trajectory: Trajectory
@@ -67,7 +67,7 @@ class State:
 
     @property
     def id(self) -> str:
-        """Of its problem and position."""
+        """The problem's id and the position, joined by "@"."""
         return f"{self.trajectory.problem.id}@{self.position}"
 
     @property
@@ -87,9 +87,9 @@ class Future:
 
     Attributes:
         state: where it begins.
-        first: the token at the state itself; it competes in the pool.
-        tokens: [n] what is written behind it: the future that all candidates share. End-of-sequence counts.
-        verdict: of the whole solution against the gold answer.
+        first: the id of the token at the state itself; it is a candidate of the pool.
+        tokens: [n] the tokens after it, including end-of-sequence: the future that all candidates share.
+        verdict: on the whole solution against the gold answer.
     """
 
     state: State
@@ -100,12 +100,12 @@ class Future:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The K candidates of a state with what the future says of them.
+    """The K candidates of a state with the log-probs of the future after each.
 
     Attributes:
         state: with the candidates that were scored.
-        first: the id that the future was written behind.
-        logprob: float32 [K, H], nats; None where no usable future was found.
+        first: the id of the token after which the future was written.
+        logprob: float32 [K, H], nats; None if the state has no usable future.
     """
 
     state: State
@@ -118,18 +118,18 @@ class Group:
         return self.logprob is not None
 
     def compatibility(self, horizon: int) -> Tensor | None:
-        """B_H [K], if there is a future."""
+        """B_H [K] in nats; None without a future."""
         return None if self.logprob is None else future_compatibility(self.logprob, horizon)
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What became of the K candidates of a state.
+    """The SLM's rollouts after the K candidates of a state.
 
     Attributes:
         state: with the candidates that were rolled out.
-        kind: of the SLM's own token there: "word", "digit" or "mark".
-        correct: bool [K], which candidates lead to the gold answer.
+        kind: of the SLM's own token at the state: "word", "digit" or "mark".
+        correct: bool [K], whether each candidate leads to the gold answer.
         texts: the K solutions.
     """
 
@@ -139,7 +139,7 @@ class Rollout:
     texts: list[str]
 
 
-COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of a kind's shards, by attribute
+COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of each record's shards, by attribute
     Trajectory: {
         "problem": pa.struct({"id": pa.string(), "text": pa.string(), "answer": pa.string()}),
         "tokens": IDS,
@@ -154,7 +154,7 @@ COLUMNS: dict[type, dict[str, pa.DataType]] = {  # of a kind's shards, by attrib
 
 
 def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, bytes]:
-    """A shard of trajectories, states, futures, groups (without their matrices) or rollouts, which `Examples` reads."""
+    """The file of a shard of trajectories, states, futures, groups (without matrices) or rollouts, for `Examples`."""
     columns = COLUMNS[kind]
     if columns.get("state") == PART and any(one.state.pool.tails for one in found):
         columns = columns | {"state": SPANS}
@@ -163,14 +163,14 @@ def example_files(shard: str, kind: type, found: Sequence[Any]) -> dict[str, byt
 
 
 def group_files(shard: str, found: Sequence[Group], horizon: int) -> dict[str, bytes]:
-    """A shard of groups with the matrices of those that have one, one below the other."""
+    """The files of a shard of groups; the matrices of those that have one are concatenated along K."""
     matrices = (one.logprob.cpu() for one in found if one.logprob is not None)
     tensors = {"logprob": torch.cat([torch.zeros(0, horizon), *matrices])}
     return example_files(shard, Group, found) | {f"{shard}.safetensors": tensor_bytes(tensors)}
 
 
 def _plain(value: Any, column: pa.DataType) -> Any:
-    """As a column has it: trajectories and states by their ids."""
+    """A value as its column stores it; trajectories and states as their ids."""
     match value:
         case Tensor():
             return value.tolist()
@@ -186,15 +186,15 @@ def _plain(value: Any, column: pa.DataType) -> Any:
 
 
 class Examples:
-    """What a run's finished stages know of the problems of one shard, each part read when it is first asked for.
+    """The records of one shard from a run's finished stages; each kind is read when first used.
 
     Args:
         run: folder of the run.
-        shard: which.
+        shard: its name.
         device: of the trajectories' tokens and entropies; all else is on the CPU.
 
     Raises:
-        ValueError: of every part: a file missing, damaged, of another format, or of another run's states.
+        ValueError: on reading: a file is missing, damaged, of another format, or of another run's states.
     """
 
     def __init__(self, run: Path, shard: str, device: torch.device | str = "cpu") -> None:
@@ -202,7 +202,7 @@ class Examples:
 
     @cached_property
     def trajectories(self) -> dict[str, Trajectory]:
-        """By the problem's id."""
+        """Trajectories by the problem's id."""
         found = (
             Trajectory(
                 Problem(**row["problem"]),
@@ -216,7 +216,7 @@ class Examples:
 
     @cached_property
     def states(self) -> dict[str, State]:
-        """By id, as all that follows."""
+        """States by id, like all records below."""
         found = (
             State(
                 self._known("states", self.trajectories, row["trajectory"]),
@@ -234,7 +234,7 @@ class Examples:
         return {one.id: one for one in found}
 
     def futures(self, stage: str = "futures") -> dict[str, Future]:
-        """The LLM's, or those of another stage."""
+        """The LLM's futures, or those of another stage."""
         return {
             row["state"]: Future(
                 self._known(stage, self.states, row["state"]),
@@ -247,7 +247,7 @@ class Examples:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """Those without a usable future among them."""
+        """All groups, including those without a usable future."""
         rows = self._rows("scores")
         sizes = [len(row["state"]["candidates"]) for row in rows if row["scored"]]
         matrices = iter(Artefact(self.run, "scores").tensors(self.shard)["logprob"].split(sizes))
@@ -259,7 +259,7 @@ class Examples:
 
     @cached_property
     def rollouts(self) -> dict[str, Rollout]:
-        """Of the states that were drawn."""
+        """Rollouts of the states that were drawn for it."""
         found = (
             Rollout(
                 self._part("rollouts", row["state"]),
@@ -275,7 +275,7 @@ class Examples:
         return Artefact(self.run, stage).table(self.shard)
 
     def _part(self, stage: str, part: Mapping[str, Any]) -> State:
-        """A state with some of its candidates alone."""
+        """A state with only the candidates in `part`."""
         state = self._known(stage, self.states, part["id"])
         place = {token: index for index, token in enumerate(state.pool.ids.tolist())}
         at = torch.tensor([self._known(stage, place, token) for token in part["candidates"]], dtype=torch.int64)

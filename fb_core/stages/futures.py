@@ -16,13 +16,13 @@ from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
 from fb_core.verify import Verifier, tally
 
-SERVED_AT_ONCE = 4  # shards that keep a server busy while the last continuations of one of them are written
+SERVED_AT_ONCE = 4  # shards at once, so that a server stays busy while one shard's last continuations are written
 
 
 def verified(
     states: Sequence[State], written: Sequence[Tensor], tokenizer: hf.Tokenizer, verifier: Verifier
 ) -> tuple[list[str], list[Future]]:
-    """(texts of the whole solutions, futures) of continuations [n >= 1] of states."""
+    """(texts of the whole solutions, futures) from states and their continuations, [n >= 1] ids each."""
     texts, verdicts = judged(states, written, tokenizer, verifier)
     return texts, [
         Future(state, int(new[0]), new[1:].cpu(), verdict)
@@ -41,18 +41,18 @@ def own_futures(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> list[Future]:
-    """The SLM's own future: of a few samples from the bare state the first correct one, else the first.
+    """The SLM's own futures: of a few samples from each bare state the first correct one, else the first.
 
-    Where the LLM's futures are in a style that the SLM cannot carry out, they rank candidates the wrong way round; what
-    the SLM itself got right does not.
+    If the LLM's futures are in a style that the SLM cannot carry out, they rank candidates in the wrong order; the
+    SLM's own correct solutions do not.
 
     Args:
         slm: the small model.
         states: where the samples begin.
         tokenizer: of both models.
         verifier: checks the decoded solutions.
-        max_new_tokens: length of a sample at most.
-        samples: how many a state.
+        max_new_tokens: longest sample.
+        samples: number per state.
         temperature: of the sampling.
         seed: of the sampling.
     """
@@ -67,7 +67,7 @@ def own_futures(
 
 @dataclass(frozen=True)
 class Filters:
-    """The paper's filter table: how many states are left after each condition."""
+    """The paper's filter table: the number of states left after each condition."""
 
     admitted: int
     verified: int
@@ -76,10 +76,10 @@ class Filters:
 
 
 def usable(futures: Sequence[Future], horizon: int) -> tuple[list[Future], Filters]:
-    """The futures of the states that can be scored, and the count after each filter.
+    """The futures of the states that can be scored, and the counts after each filter.
 
-    A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, the
-    future's own first token (the LLM's greedy one) among them.
+    A state needs a verified future of at least `horizon` tokens and a valid group: two or more candidates, including
+    the future's own first token (the LLM's greedy one).
     """
     correct = [future for future in futures if future.verdict == "correct"]
     long_enough = [future for future in correct if len(future.tokens) >= horizon]
@@ -119,8 +119,8 @@ class FutureStage(OverStates):
 
     @property
     def longest(self) -> int:
-        """Tokens of a state's prefix and its future at most."""
+        """The most tokens of a state's prefix with its future."""
         return self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
 
     def cost(self) -> Cost:
-        return Cost("generated behind their prefixes", self.longest, "llm")
+        return Cost("generated after their prefixes, which count too", self.longest, "llm")

@@ -1,4 +1,4 @@
-"""What a run begins with: its models, loaded when first used and known by hashes before that, and its problems."""
+"""The inputs of a run: its models, loaded when first used and identified by hashes before that, and its problems."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ POOLS = (
     "futures.llm_k",
     "futures.span",
     "score.pool",
-)  # the settings that say what competes at an event
-DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and what decides
-DEMO = "demo:"  # in front of the name of one of the demo's worlds
+)  # settings of the candidate pool at an event
+DEPLOYED = (*POOLS, "evaluate.max_events", "evaluate.certainty", "train.scope", "train.features")  # and of the choice
+DEMO = "demo:"  # prefix of the name of a demo world
 
 log = logging.getLogger(__name__)
 
 
 def load_model(path: str, role: str, device: str, dtype: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
-    """The "slm" or "llm" of a pair and its tokenizer: a folder's, the hub's or the demo's; raises as hf's own."""
+    """The "slm" or "llm" of a pair and its tokenizer, from a folder, the hub or the demo; raises as `hf.load_model`."""
     if not path.startswith(DEMO):
         return hf.load_model(path, device, dtype)
     from fb_core.demo.pairs import load_pair
@@ -49,7 +49,7 @@ class Models:
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self._known: dict[str, str | int | None] = {}  # hashes
+        self._known: dict[str, str | int | None] = {}  # hashes by role
 
     @cached_property
     def _slm(self) -> tuple[hf.CausalLM, hf.Tokenizer]:
@@ -69,39 +69,39 @@ class Models:
 
     @property
     def tokenizer_here(self) -> hf.Tokenizer | None:
-        """`tokenizer` where nothing has to be downloaded for it."""
+        """The tokenizer if it is on this machine, else None; downloads nothing."""
         path = self.settings.slm
         return self.tokenizer if path.startswith(DEMO) or hf.has_tokenizer(path) else None
 
     @property
     def vocabulary(self) -> int:
-        """The number of ids that the tokenizer knows."""
+        """The number of token ids that the tokenizer knows."""
         return known_ids(self.tokenizer)
 
     def prompts(self, problems: Sequence[Problem], template: str) -> list[Tensor]:
-        """The tokens [P] of every problem in its prompt, beside the SLM."""
+        """The prompt ids [P] of every problem, on the SLM's device."""
         device = self.slm.device
         return [torch.tensor(prompt_ids(self.tokenizer, problem, template), device=device) for problem in problems]
 
     def longest_prompt(self, problems: Sequence[Problem], template: str) -> int:
-        """Tokens of the longest prompt, 0 where the tokenizer is not on this machine."""
+        """The number of tokens of the longest prompt; 0 if the tokenizer is not on this machine."""
         if (tokenizer := self.tokenizer_here) is None:
             return 0
         return max((len(prompt_ids(tokenizer, problem, template)) for problem in problems), default=0)
 
     @cached_property
     def local_slm(self) -> LocalLLM:
-        """The SLM where whole continuations are wanted from it."""
+        """The SLM as a writer of whole continuations."""
         return LocalLLM(self.slm, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(self.slm))
 
     @cached_property
     def scorer(self) -> CompatibilityScorer:
-        """Over the SLM, by the ids that count."""
+        """The compatibility scorer over the SLM, without padding ids."""
         return CompatibilityScorer(self.slm, valid_vocab=self._valid(self.slm))
 
     @cached_property
     def slm_writer(self) -> LLM:
-        """What writes the SLM's own trajectories."""
+        """The writer of the SLM's own trajectories: its server, or the SLM in this process."""
         server = self.settings.slm_server
         return self.local_slm if server is None else self._server(server, self.settings.slm)
 
@@ -110,7 +110,7 @@ class Models:
         """The large model.
 
         Raises:
-            ValueError: it or its server has another tokenizer.
+            ValueError: its tokenizer, or its server's, is not the SLM's.
         """
         server = self.settings.llm_server
         if server is not None:
@@ -125,16 +125,16 @@ class Models:
 
     @property
     def device(self) -> str:
-        """Where the SLM computes, by the name of its hardware."""
+        """The hardware that the SLM runs on, such as "cpu" or "NVIDIA H200"."""
         wanted = "cpu" if self.settings.slm.startswith(DEMO) else self.settings.device
         if wanted == "auto":
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else wanted
 
     def hashes(self, *roles: str) -> dict[str, Any]:
-        """What "slm", "llm" and "tokenizer" are, by hashes that need no model in memory, and the models' dtype.
+        """Hashes of "slm", "llm" and "tokenizer", made without loading a model, and the models' dtype.
 
-        "valid_vocab" is the number of ids that count, where the SLM's embedding has rows of padding behind them.
+        "valid_vocab" is the number of ids that are no padding, present only if the SLM's embedding has rows of padding.
         """
         found: dict[str, Any] = {"dtype": self.settings.dtype}
         for role in roles:
@@ -160,7 +160,7 @@ class Models:
         return hf.fingerprint(self._load(path, role)[0]) if path.startswith(DEMO) else hf.checkpoint_hash(path)
 
     def parameters(self, role: str) -> int | None:
-        """Number of weights of "slm" or "llm", from its files; None for a server's, or where they are not here."""
+        """The number of weights of "slm" or "llm", from its files; None if a server has them or they are not here."""
         if role == "llm" and self.settings.llm_server is not None:
             return None
         path = str(getattr(self.settings, role))
@@ -190,25 +190,25 @@ class Models:
 
 @lru_cache(maxsize=1)
 def models_of(settings: ModelSettings) -> Models:
-    """The models of these settings; a process keeps those of one run."""
+    """The models of these settings; a process keeps only the last ones."""
     return Models(settings)
 
 
 @lru_cache(maxsize=1)
 def verifier_of(settings: VerifierSettings) -> Verifier:
-    """A process's verifier; its workers end with the process."""
+    """This process's verifier; its workers end with the process."""
     return Verifier(workers=settings.workers, timeout=settings.timeout, memory_bytes=settings.memory_bytes)
 
 
 @lru_cache(maxsize=1)
 def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
-    """A run's own problems, as "train", "validation" and "certification"; none in two, none of a held-out set.
+    """A run's own problems as "train", "validation" and "certification", disjoint and without held-out problems.
 
-    Trajectories and states are made of the first two alone.
+    Only the first two have trajectories and states.
 
     Raises:
-        OSError: a set that is not there.
-        ValueError: a damaged file, or too few problems.
+        OSError: a set cannot be found.
+        ValueError: a file is damaged, or there are too few problems.
     """
     problems = read_problems(settings.train, settings.limit, "train", settings.seed)
     for source in settings.held_out:
@@ -225,18 +225,18 @@ def splits_of(settings: ProblemSettings) -> dict[str, list[Problem]]:
         certification, validation = split(held_out, settings.validation, settings.seed)
         if not validation:
             raise ValueError(
-                f"problems.validation: expected room for one of {len(held_out)} held-out problems, got "
-                f"{settings.validation} beside equal texts; raise it"
+                f"problems.validation: expected room for at least one of {len(held_out)} held-out problems, got "
+                f"{settings.validation}, too few for a problem together with those of equal text; raise it"
             )
     return {"train": train, "validation": validation, "certification": certification}
 
 
 def read_problems(source: str, limit: int | None, role: Literal["train", "test"], seed: int) -> list[Problem]:
-    """A known set, a local file, or fresh problems of a world of the demo, which it draws for a role by a seed.
+    """The problems of a known set or local file, or fresh ones of a demo world, drawn for a role by a seed.
 
     Raises:
-        OSError: a set that is not there.
-        ValueError: a damaged file, or a world without a limit.
+        OSError: a set cannot be found.
+        ValueError: a file is damaged, or a demo world has no limit.
     """
     if not source.startswith(DEMO):
         return load_problems(source)[:limit]
@@ -252,11 +252,11 @@ def read_problems(source: str, limit: int | None, role: Literal["train", "test"]
 
 
 def benchmark_problems(settings: RunSettings) -> dict[str, list[Problem]]:
-    """The problems of every benchmark, those left out whose gold answer is right by no answer, not even itself.
+    """The problems of every benchmark, without those whose gold answer the verifier does not accept as its own answer.
 
     Raises:
-        OSError: a set that is not there.
-        ValueError: a damaged file, a world without a limit, or gold answers that take too long to judge.
+        OSError: a set cannot be found.
+        ValueError: a file is damaged, a demo world has no limit, or a gold answer takes too long to judge.
     """
     chosen = settings.evaluate
     return _benchmark_problems(chosen.benchmarks, chosen.limit, settings.verify, settings.problems.seed)
@@ -282,13 +282,13 @@ def _benchmark_problems(
 
 @lru_cache(maxsize=4)
 def span_of(settings: SpanSettings, tokenizer: hf.Tokenizer) -> Span:
-    """How much the LLM offers at an event; raises ValueError for a delimiter that no token holds."""
+    """How much the LLM offers at an event; raises ValueError if no token contains the delimiter."""
     ends = frozenset() if settings.delimiter is None else ending_ids(tokenizer, settings.delimiter)
     return Span(settings.tokens, ends, settings.agree)
 
 
 def file_stem(name: str) -> str:
-    """What a benchmark is called in names of files: the words of its name, of a long one the end."""
+    """A benchmark's name in file names: its words joined by hyphens, the last 100 characters."""
     return "-".join(re.findall(r"[\w.]+", name))[-100:]
 
 

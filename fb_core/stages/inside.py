@@ -1,4 +1,4 @@
-"""A run inside a run: some settings changed, in a folder whose unchanged stages are links to the run's own."""
+"""A run inside another: some settings changed, in a folder where unchanged stages are links to the outer run's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fb_core.stages.stage import Stage, run_stage
 
 FOLDER = "variants"  # inside a run's
 Changes = Mapping[str, Mapping[str, Any]]
-TRAINED: Mapping[Trained, Mapping[str, Any]] = {  # settings of the training
+TRAINED: Mapping[Trained, Mapping[str, Any]] = {  # changed settings of `train`
     "features": {"features": FEATURES},
     "calibrated": {"target": "calibrated"},
     "calibrated-features": {"target": "calibrated", "features": FEATURES},
@@ -24,7 +24,7 @@ TRAINED: Mapping[Trained, Mapping[str, Any]] = {  # settings of the training
 
 
 def training_changes(horizon: int, **train: Any) -> Changes:
-    """Of a reranker of one horizon: with its own target, and without what the run's own target alone takes."""
+    """The changes for a reranker of one horizon; options that do not fit its target are reset."""
     if "target" in train:
         train = {"alpha": 1.0, "hindsight": 0, **train}
     elif train.keys() & {"alpha", "hindsight", "temperature"}:
@@ -33,7 +33,7 @@ def training_changes(horizon: int, **train: Any) -> Changes:
 
 
 def changed(settings: RunSettings, changes: Changes) -> RunSettings:
-    """The settings with parts of their sections changed; raises ValueError where they do not fit together."""
+    """The settings with some changed; raises ValueError if they do not fit together."""
     values = settings.model_dump()
     for section, parts in changes.items():
         values[section] |= parts
@@ -41,13 +41,13 @@ def changed(settings: RunSettings, changes: Changes) -> RunSettings:
 
 
 def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Path, run: Path) -> None:
-    """Do what is left of some stages of a run inside another; what that one has finished alike is linked.
+    """Do what is left of some stages of an inner run; a stage that the outer run has finished identically is linked.
 
     Args:
-        kinds: the stages in order.
+        kinds: the stages, in order.
         settings: of the inner run.
-        folder: its own.
-        run: the folder of the outer one.
+        folder: of the inner run.
+        run: folder of the outer run.
 
     Raises:
         ValueError: as `run_stage`.
@@ -67,6 +67,6 @@ def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Pa
 
 
 def link(stage: str, folder: Path, run: Path) -> None:
-    """Have a stage of the outer run in an inner one's folder."""
+    """Link a stage of the outer run into an inner run's folder."""
     if not (folder / stage).is_symlink():
         (folder / stage).symlink_to(os.path.relpath(run / stage, folder), target_is_directory=True)

@@ -1,4 +1,4 @@
-"""Parts of a logged pool: what deployment forms at the state, and what ablations look at."""
+"""Parts of a logged pool: the pool that deployment forms at the state, and those of the ablations."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PartKind = Literal["joint", "slm", "llm", "slm-wide"]
 
 
 def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
-    """A part of a pool that knows more of the SLM's candidates than a decoder takes.
+    """A part of a logged pool, which has more SLM candidates than a decoder takes.
 
     Args:
-        pool: the SLM's likeliest candidates first, then what is new among the LLM's.
-        slm_k: the SLM's candidates in a decoder's pool.
-        kind: "joint", "slm" or "llm", as a decoder would form it; "slm-wide" for all of the SLM's that were logged.
+        pool: the SLM's likeliest candidates first, then the LLM's that are not among them.
+        slm_k: number of SLM candidates in a decoder's pool.
+        kind: "joint", "slm" or "llm" as a decoder forms it; "slm-wide" for all logged SLM candidates.
     """
     ids, bits, logprob = pool.ids.tolist(), pool.sources.tolist(), pool.llm_logprob.tolist()
     small = [place for place, bit in enumerate(bits) if bit & SLM]
     large = [place for place, bit in enumerate(bits) if bit & LARGE]
-    large.sort(key=lambda place: (-logprob[place], ids[place]))  # as the LLM has them
+    large.sort(key=lambda place: (-logprob[place], ids[place]))  # in the LLM's order
     own = {"slm-wide": small, "llm": []}.get(kind, small[:slm_k])
     theirs = large if kind in ("joint", "llm") else []
     places = own + [place for place in theirs if place not in own]
@@ -40,13 +40,13 @@ def part_of(pool: Pool, slm_k: int, kind: PartKind = "joint") -> Pool:
 
 
 def with_spans(futures: Sequence[Future], span: Span, scorer: CompatibilityScorer, room: int) -> list[Future]:
-    """The futures, with what of them deployment would append with the LLM's candidate as its tail in their pools.
+    """The futures, with the span that deployment would append set as the tail of the LLM's candidate in their pools.
 
     Args:
         futures: the LLM's own, whatever their verdict.
-        span: how much it offers.
-        scorer: over the SLM, which says where it agrees.
-        room: tokens of an output at most; the SLM's positions bound it too.
+        span: how much the LLM offers.
+        scorer: over the SLM; finds where the SLM agrees.
+        room: longest output in tokens; the SLM's positions are a limit too.
     """
     found, tailed = list(futures), dict[int, tuple[int, tuple[int, ...]]]()
     positions = hf.max_positions(scorer.model) or sys.maxsize
@@ -71,7 +71,7 @@ def with_spans(futures: Sequence[Future], span: Span, scorer: CompatibilityScore
 
 
 def in_parts(futures: Iterable[Future], slm_k: int, kind: PartKind = "joint") -> list[Future]:
-    """The futures with that part of their states' pools."""
+    """The futures with their states' pools reduced by `part_of`."""
     return [
         replace(future, state=replace(future.state, pool=part_of(future.state.pool, slm_k, kind))) for future in futures
     ]

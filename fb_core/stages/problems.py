@@ -1,8 +1,8 @@
-r"""Problems with gold answers: known benchmarks from the hub or from local files, and problems of one's own.
+r"""Problems with gold answers: known benchmarks from the hub or from local files, and the user's own problems.
 
-A source is a short name (``gsm8k``: from the hub or its cache), a short name and a local file of the set's own fields
-(``gsm8k=test.jsonl``), or a local file with the fields ``problem`` (or ``question``), ``answer`` and perhaps ``id``.
-Files are ``.jsonl`` (an object a line), ``.json`` (one list of objects) or ``.parquet``.
+A source is a short name (``gsm8k``: from the hub or its cache), a short name with a local file that has the set's own
+fields (``gsm8k=test.jsonl``), or a local file with the fields ``problem`` (or ``question``), ``answer`` and optionally
+``id``. Files are ``.jsonl`` (one object per line), ``.json`` (one list of objects) or ``.parquet``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 TEXT_FIELDS = ("problem", "question")
 ID_FIELDS = ("unique_id", "id")
 LONGEST_ROW = 10_000_000  # bytes of a line of JSON
-LARGEST_SET = 1 << 28  # characters kept
-BATCH = 64  # rows of a parquet file decoded at once, so that few bytes cannot become many
+LARGEST_SET = 1 << 28  # characters of all problems together
+BATCH = 64  # rows of a parquet file decoded at once, since few compressed bytes can become many
 FORBIDDEN = re.compile("[\0\ud800-\udfff]")  # no tokenizer takes a lone surrogate
 DOLLAR = re.compile(r"(?<!\\)\$")
 LEADING_ZEROS = re.compile(r"^0+(?=\d)")
@@ -35,7 +35,7 @@ BARE_BOX = re.compile(r"\\boxed ([^$\\{}]+)\$")
 SIZED_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 SPACING = re.compile(r"(\\\\)|\\[,;:!\s]|\\(?:q?quad|left|right)(?![A-Za-z])|[$~\s]+")  # a row break \\ stays
 
-Rows = Iterable[tuple[str, Any]]  # where a row stands, and the row
+Rows = Iterable[tuple[str, Any]]  # (place in the source, row)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Layout:
 
     Attributes:
         field: the row's field that holds it.
-        gold: reads it from the field's text; None where there is none, "" where the set itself left it empty.
-        expected: what the field holds, in words.
+        gold: reads it from the field's text; returns None if there is none, "" if the set itself left it empty.
+        expected: what the field should hold, for error messages.
         unsolved: whether rows with an empty gold answer are left out instead of refused.
     """
 
@@ -77,10 +77,10 @@ class Benchmark:
     Attributes:
         hub_id: the data set on the hub.
         split: its split.
-        count: rows in that split over all configs.
-        configs: read one after the other; None is the only one.
+        count: number of rows in that split, over all configs.
+        configs: read one after the other; None is the default config.
         layout: how the gold answer is read.
-        repeats: runs with different seeds that an evaluation averages.
+        repeats: number of runs with different seeds that an evaluation averages.
     """
 
     hub_id: str
@@ -91,7 +91,7 @@ class Benchmark:
     repeats: int = 1
 
 
-def _behind_hashes(text: str) -> str | None:
+def _after_hashes(text: str) -> str | None:
     _, hashes, number = text.rpartition("####")
     return number.replace(",", "").strip() if hashes else None
 
@@ -126,7 +126,7 @@ _SUBJECTS = (
 )
 BENCHMARKS: dict[str, Benchmark] = {
     "gsm8k": Benchmark(
-        "openai/gsm8k", "test", 1319, ("main",), Layout(gold=_behind_hashes, expected="a number behind ####")
+        "openai/gsm8k", "test", 1319, ("main",), Layout(gold=_after_hashes, expected="a number after ####")
     ),
     "math-500": Benchmark("HuggingFaceH4/MATH-500", "test", 500),
     "olympiadbench": Benchmark(
@@ -150,20 +150,20 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def load_problems(source: str) -> list[Problem]:
-    """Reads a set of problems.
+    """Read a set of problems.
 
     Args:
-        source: a name in `BENCHMARKS` (from the hub or its cache, by way of the `datasets` library), name=file for a
+        source: a name in `BENCHMARKS` (from the hub or its cache, through the `datasets` library), name=file for a
             local .jsonl, .json or .parquet file with that set's fields, or a file with `problem` (or `question`),
             `answer` (a text, an integer, or a list of them) and an optional `id`.
 
     Returns:
-        The problems in the source's order. Ids are the set's own or the row's number, behind the set's name and a slash
-        where the source has one. Problems of MATH train that come without an answer are left out and logged.
+        the problems in the source's order. An id is the set's own or the row's number; for a named set it starts with
+        the set's name and a slash. Problems of MATH train without an answer are left out and logged.
 
     Raises:
         TypeError: the source is no string.
-        ValueError: it cannot be had, or what it holds is damaged; the message names place and remedy.
+        ValueError: the source cannot be found or is damaged; the message names the place and the remedy.
     """
     if not isinstance(source, str):
         raise TypeError(f"load_problems: source must be a string, got {type(source).__name__}; pass a name or a path.")
@@ -176,14 +176,14 @@ def load_problems(source: str) -> list[Problem]:
 
 
 def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) -> tuple[list[Problem], int]:
-    """Drops problems whose text is also held out, whatever its spacing, case and size of fractions.
+    """Drop problems whose text is also held out, ignoring spacing, case and the size of fractions.
 
     Args:
-        problems: to keep where they are new.
-        held_out: texts that must not be among them.
+        problems: any problems.
+        held_out: problems whose texts must not be among them.
 
     Returns:
-        What is left, in order, and how many were dropped.
+        the problems that are left, in order, and the number of dropped ones.
     """
     problems, seen = list(problems), {_normal(problem.text) for problem in held_out}
     left = [problem for problem in problems if _normal(problem.text) not in seen]
@@ -191,12 +191,12 @@ def without_overlap(problems: Iterable[Problem], held_out: Iterable[Problem]) ->
 
 
 def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Divides problems by a hash of seed and id; those of the same text stay together.
+    """Split problems by a hash of seed and id; problems with the same text stay together.
 
     Args:
-        problems: any order; adding or moving some hardly changes where the others fall.
-        validation: how many to set aside; fewer are where problems of the same text would not fit.
-        seed: another one divides differently.
+        problems: in any order; adding or moving some hardly changes the split of the others.
+        validation: how many to set aside; fewer if problems with the same text do not fit.
+        seed: of the hash.
 
     Returns:
         (train, validation), each in the order of the input.
@@ -225,20 +225,20 @@ def split(problems: Sequence[Problem], validation: int, seed: int) -> tuple[list
 
 
 def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
-    """So many of the problems, as `split` sets them aside by the seed; all where there are no more."""
+    """The `count` problems that `split` sets aside by the seed; all of them if there are no more."""
     return list(problems) if count >= len(problems) else split(problems, count, seed)[1]
 
 
 def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str) -> list[int]:
-    """Token ids of a problem in its prompt: a user turn where there is a chat template, else the bare text.
+    """Token ids of a problem in its prompt: a user turn if the tokenizer has a chat template, else the bare text.
 
     Args:
         tokenizer: the models' own.
         problem: what to ask.
-        template: the prompt; `{problem}` stands for the text, other braces for themselves.
+        template: the prompt; `{problem}` stands for the text, other braces are kept.
 
     Returns:
-        The ids, special tokens included.
+        the ids, including special tokens.
 
     Raises:
         ValueError: the template has no `{problem}`.
@@ -273,7 +273,7 @@ def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Prob
         places[identity] = where
         size += len(text) + len(answer)
         if size > LARGEST_SET:
-            raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "divide the set")
+            raise _fault(where, f"at most {LARGEST_SET} characters in all", "more", "split the set")
         problems.append(Problem(identity, text, answer))
     if not problems:
         raise _fault(source, "problems", "none", "give a file that holds some")
@@ -291,7 +291,7 @@ def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, 
         where,
         "a field " + " or ".join(map(repr, names)),
         has[:300],
-        "rename the fields, or say whose they are as in gsm8k=test.jsonl",
+        "rename the fields, or name the set that they are of, as in gsm8k=test.jsonl",
     )
 
 
@@ -337,7 +337,7 @@ def _json_list(path: str, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
 
 def _json(where: str, data: bytes) -> Any:
     if len(data) > LONGEST_ROW:
-        raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write a problem a line in a .jsonl file")
+        raise _fault(where, f"at most {LONGEST_ROW} bytes", "more", "write one problem per line in a .jsonl file")
     try:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

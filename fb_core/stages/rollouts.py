@@ -1,4 +1,4 @@
-"""Diagnostics: the SLM's own greedy rollout after every candidate, with no later intervention."""
+"""Rollouts: the SLM's own greedy continuation after every candidate, without later interventions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fb_core.verify import Verifier
 def roll_out(
     slm: LocalLLM, states: Sequence[State], tokenizer: hf.Tokenizer, verifier: Verifier, max_new_tokens: int
 ) -> list[Rollout]:
-    """What becomes of every candidate of every state.
+    """Roll out every candidate of every state with the SLM, and judge the solutions.
 
     Args:
         slm: the small model.
-        states: where it goes on, behind each candidate of the pool and its tail.
+        states: their pools hold the candidates; a rollout starts after a candidate and its tail.
         tokenizer: of both models.
         verifier: checks the decoded solutions.
-        max_new_tokens: rollout length at most.
+        max_new_tokens: longest rollout.
     """
     prefixes, firsts = list[Tensor](), list[Sequence[int]]()
     spans = [
@@ -65,7 +65,7 @@ def roll_out(
 
 
 class RolloutStage(OverStates):
-    """What becomes of every candidate: of the held-out states' for the diagnostics, of some others' for calibration."""
+    """Rollouts of all candidates of held-out states, for the diagnostics, and of some training states, for fitting."""
 
     name = "rollouts"
     command = "rollouts"
@@ -117,11 +117,11 @@ class RolloutStage(OverStates):
     def cost(self) -> Cost:
         candidates = self.settings.collect.slm_k + self.input(StateStage).settings.futures.llm_k
         tokens = self.input(TrajectoryStage).longest + self.settings.collect.max_new_tokens + 1
-        return Cost("rolled out behind every candidate, of the chosen states", tokens * candidates)
+        return Cost("rolled out after every candidate of the chosen states", tokens * candidates)
 
 
 def token_kind(text: str) -> str:
-    """The kind of event whose likeliest token reads so: "digit", "word" or "mark" for all else."""
+    """The kind of an event by the text of the SLM's likeliest token: "digit", "word", or "mark" for anything else."""
     stripped = text.strip()
     if any(character.isdigit() for character in stripped):
         return "digit"

@@ -1,4 +1,4 @@
-"""R2R inside a run: labels from the LLM's own solutions, and a router a seed."""
+"""R2R inside a run: labels from the LLM's own solutions, and one router per seed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fb_core.stages.problems import Problem
 from fb_core.stages.stage import Cost, Output, Stage
 
 LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
-HELD_OUT = 5  # every so many-th solution sets the threshold
+HELD_OUT = 5  # every fifth solution is held out to set the threshold
 
 
 class RouterLabelStage(Stage):
-    """The LLM's solutions of training problems, and where the SLM's token instead of its own would cost the answer."""
+    """The LLM's solutions of training problems, and the steps at which the SLM's token would change the answer."""
 
     name = "router-labels"
     command = "experiment"
@@ -73,11 +73,11 @@ class RouterLabelStage(Stage):
     def cost(self) -> Cost:
         prompt = self.models.longest_prompt(self._problems(), self.settings.problems.prompt)
         tokens = prompt + self.settings.futures.max_new_tokens
-        return Cost("solved, then continued behind differing tokens", tokens, "llm")
+        return Cost("solved, then continued after differing tokens", tokens, "llm")
 
 
 class RouterStage(Stage):
-    """The trained routers, a folder a seed, with the thresholds that reach the recall on held-out solutions."""
+    """The trained routers, one folder per seed, with thresholds that reach the wanted recall on held-out solutions."""
 
     name = "router"
     command = "experiment"
@@ -132,14 +132,14 @@ class RouterStage(Stage):
 
 
 class Router(NamedTuple):
-    """A trained router and the probability from which it routes."""
+    """A trained router, and the probability from which it routes to the LLM."""
 
     network: R2RRouter
     threshold: float
 
 
 def read_router(settings: RunSettings, run: Path, seed: int) -> Router:
-    """The router of a seed; raises ValueError where it is not finished or damaged."""
+    """The router of a seed; raises ValueError if it is not finished or is damaged."""
     folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
     if folder.receipt(shard) is None:
         raise ValueError(f"{folder.path}: expected {shard}, got none; run `futurebridge experiment methods`")

@@ -1,4 +1,4 @@
-"""Other futures than the LLM's greedy one: the SLM's own, and those that show what a future must be to teach."""
+"""Futures other than the LLM's greedy one: the SLM's own, and those that the ablation of futures compares."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage, judged
 
-SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns
+SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
 SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
 
 Samples = Mapping[str, Mapping[str, Tensor]]
-"""The kept samples [n >= 1] of each state that has one, by column and the state's id."""
+"""The kept samples, [n >= 1] ids each, by column and the state's id."""
 
 
 class OwnFutureStage(OverStates):
-    """The SLM's own futures, sampled from the bare states; where one of the samples is right, the first right one."""
+    """The SLM's own futures, sampled from the bare states: the first right sample, else the first."""
 
     name = "own-futures"
     command = "score"
@@ -57,7 +57,7 @@ class OwnFutureStage(OverStates):
 
 
 class SampleStage(OverStates):
-    """The LLM's samples after the states with a usable future: its first one, its first right and first wrong one."""
+    """The LLM's samples from the states with a usable future: the first, the first right and the first wrong one."""
 
     name = "samples"
     command = "score"
@@ -134,24 +134,24 @@ def read_samples(folder: Artefact, shard: str) -> Samples:
 def futures_of_quality(
     quality: str, futures: Sequence[Future], used: Sequence[str], sampled: Samples, horizon: int, shard: str
 ) -> list[Future]:
-    """The futures of one quality on the states that have futures of all of them; the others' are empty.
+    """The futures of one quality at the states that have futures of every quality; at other states they are empty.
 
     Args:
         quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
-        futures: the LLM's greedy ones, a state each.
+        futures: the LLM's greedy futures, one per state.
         used: ids of the states whose greedy future is usable.
         sampled: as from `read_samples`.
-        horizon: tokens that every one of the futures must have.
+        horizon: number of tokens that every future must have.
         shard: seeds the permutations.
 
     Returns:
-        futures whose first token and verdict are the greedy one's, so that they pass the same filters.
+        futures with the first token and verdict of the greedy one, so that they pass the same filters.
     """
     greedy = {future.state.id: future for future in futures}
     common = [
         state
         for state in used
-        if all(state in by_id and len(by_id[state]) > horizon for by_id in sampled.values())  # behind its first token
+        if all(state in by_id and len(by_id[state]) > horizon for by_id in sampled.values())  # and a first token
     ]
     owners = {state: greedy[state].state.trajectory.problem.id for state in common}
     chosen: dict[str, Tensor] = {}
@@ -171,10 +171,10 @@ def futures_of_quality(
 
 
 def _donors(owners: Mapping[str, str], shard: str) -> dict[str, str]:
-    """For every state, given with its problem, one of another problem; none where all are of one problem.
+    """A state of another problem for every state, from the states' problems; empty if all are of one problem.
 
-    Each donates at most once where that can be: sorted by problem and rotated by the largest problem's number of
-    states, no state meets its own problem as long as no problem has more than half of the states.
+    If possible each state donates only once: the states are sorted by problem and rotated by the largest number of
+    states of one problem, so no state meets its own problem unless one problem has more than half of the states.
     """
     states = list(owners)
     order = np.random.default_rng(list(shard.encode())).permutation(len(states)).tolist()

@@ -27,18 +27,18 @@ def score_states(
     batch: int = 64,
     token_budget: int = packing.TOKEN_BUDGET,
 ) -> list[Tensor]:
-    """One float32 [K, horizon] a future, of the candidates in its state's pool, each after its tail.
+    """One float32 [K, horizon] per future: its log-probs after each candidate of its state's pool and that one's tail.
 
     Args:
         scorer: over the frozen SLM.
-        futures: one a state, which begin with the tails of their pools; what lies past the horizon is cut.
+        futures: one per state; each begins with the tail of its pool. Tokens past the horizon are ignored.
         horizon: tokens of the future to score.
-        on_done: called with the number of groups finished.
+        on_done: called with the number of finished groups.
         batch: trajectories between two calls of `on_done`.
-        token_budget: rows of a packed forward at most.
+        token_budget: most rows of a packed forward.
 
     Raises:
-        ValueError: a future shorter than the horizon.
+        ValueError: a future is shorter than the horizon.
     """
     members: dict[int, list[int]] = {}
     for index, future in enumerate(futures):
@@ -74,7 +74,7 @@ def _branches(future: Future, horizon: int, scorer: CompatibilityScorer) -> Bran
 
 
 class ScoreStage(OverStates):
-    """The groups of the states with two or more candidates, and the matrices of the usable ones."""
+    """The groups of all states with two or more candidates, with the matrices of those with a usable future."""
 
     name = "scores"
     command = "score"
@@ -129,11 +129,11 @@ class ScoreStage(OverStates):
     def cost(self) -> Cost:
         pools, prefix = self.input(StateStage), self.input(TrajectoryStage).longest
         candidates = self.settings.collect.slm_k + pools.settings.futures.llm_k
-        return Cost("scored behind shared prefixes", prefix + (1 + self.settings.score.horizon) * candidates)
+        return Cost("scored, shared prefixes once", prefix + (1 + self.settings.score.horizon) * candidates)
 
 
 def filter_table(counts: dict[str, int]) -> str:
-    """What is left of the states after each condition, as the paper has it."""
+    """The paper's table of the states left after each condition, in Markdown."""
     rows = (
         ("admitted states", counts["admitted"]),
         ("answer-verified future", counts["verified"]),
@@ -143,4 +143,4 @@ def filter_table(counts: dict[str, int]) -> str:
         ("for validation", counts.get("validation groups", 0)),
     )
     lines = [f"| {name} | {count:,} | {count / max(1, rows[0][1]):.1%} |" for name, count in rows]
-    return "\n".join(["| condition | states | of admitted |", "|---|---|---|", *lines])
+    return "\n".join(["| condition | states | share of admitted |", "|---|---|---|", *lines])

@@ -1,4 +1,4 @@
-"""Stage 4, its end: the choice among the sweep's rerankers on validation problems, and the adapters that are kept."""
+"""Stage 4, second part: the selection among the sweep's rerankers on validation problems, and the kept adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fb_core.stages.trajectories import TrajectoryStage
 
 
 class SelectionStage(DecodeStage):
-    """Every run and epoch tried end to end on the validation problems; the best horizon and epoch over the seeds."""
+    """Decodes the validation problems with every reranker of every epoch, and chooses the best horizon and epoch."""
 
     name = "selection"
     command = "train"
@@ -39,7 +39,7 @@ class SelectionStage(DecodeStage):
 
     @cached_property
     def _rerankers(self) -> dict[str, tuple[int, int, int]]:
-        """(epoch, horizon, seed) by the method's name in its rows."""
+        """(epoch, horizon, seed) by shard, which is the method's name in the rows."""
         return {
             f"epoch-{epoch}-{run_name(horizon, seed)}": (epoch, horizon, seed)
             for epoch in range(1, self.settings.train.epochs + 1)
@@ -67,7 +67,7 @@ class SelectionStage(DecodeStage):
         return context.deployed(reranker).generate_many
 
     def summary(self) -> dict[str, Any]:
-        """The table, and what is chosen: the highest accuracy averaged over seeds, ties to the first epoch, horizon."""
+        """The table and the choice: highest accuracy averaged over seeds; ties go to the first epoch and horizon."""
         logged = {(row["epoch"], row["horizon"], row["seed"]): row for row in self.input(TrainStage).metrics()}
         tried: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for shard, (epoch, horizon, seed) in self._rerankers.items():
@@ -96,7 +96,7 @@ class SelectionStage(DecodeStage):
         ]
         right = {
             one: round(sum(seed["accuracy"] for seed in seeds) * len(self._problems)) for one, seeds in tried.items()
-        }  # whole numbers: a tie is a tie
+        }  # whole numbers, so that ties are exact
         best = max(table, key=lambda row: right[row["epoch"], row["horizon"]])
         return {"epoch": best["epoch"], "horizon": best["horizon"], "problems": len(self._problems), "table": table}
 
@@ -104,14 +104,14 @@ class SelectionStage(DecodeStage):
         return selection_table(manifest["summary"])
 
     def cost(self) -> Cost:
-        """The LLM reads a decode's tokens once at most, and not at all where it is not asked."""
-        words = f"decoded in batches, {len(self._problems)} problems by each of {len(self._rerankers)} rerankers"
+        """The LLM reads every token of a decode at most once, and none if it is not asked."""
+        words = f"decoded in batches, {len(self._problems)} problems with each of {len(self._rerankers)} rerankers"
         longest = max(self._longest.values(), default=0)
         return Cost(words, longest, llm_tokens=longest if needs_llm(self.settings) else 0)
 
 
 class RerankerStage(Stage):
-    """The chosen adapters, a folder a seed: each a PEFT checkpoint with a model card."""
+    """The chosen adapters, one folder per seed: each is a PEFT checkpoint with a model card."""
 
     name = "reranker"
     command = "train"
@@ -121,7 +121,7 @@ class RerankerStage(Stage):
     parallel = False
 
     def data(self) -> dict[str, Any]:
-        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # as its cards have them
+        return {"slm": self.settings.models.slm, "llm": self.settings.models.llm}  # named in the model cards
 
     def shards(self) -> dict[str, int]:
         return {f"seed-{seed}": 1 for seed in self.settings.train.seeds}
@@ -184,12 +184,12 @@ class RerankerStage(Stage):
 
 
 def _public(name: str) -> str:
-    """A hub id, or a name of ours, as it is; of a path the last part, since a card is for others."""
+    """A hub id or a known name as it is; only the last part of a path, since cards are published."""
     return name if hf.is_hub_id(name) else Path(name).name
 
 
 def selection_table(chosen: dict[str, Any]) -> str:
-    """Validation results of every horizon and epoch, the chosen one in bold."""
+    """Validation results of every horizon and epoch in Markdown, the chosen one in bold."""
     lines = []
     for row in chosen["table"]:
         seeds = ", ".join(f"{100 * seed['accuracy']:.1f}" for seed in row["seeds"])
@@ -210,7 +210,7 @@ def selection_table(chosen: dict[str, Any]) -> str:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]  # no pairs to compare, no accuracy
+    known = [value for value in values if value is not None]  # None: there are no pairs to compare
     return float(np.mean(known)) if known else None
 
 
@@ -238,9 +238,9 @@ library_name: peft
 
 # FutureBridge reranker for {slm} with {llm}
 
-A LoRA adapter with a scalar head that scores next-token candidates for {slm}: which of the tokens that it and {llm}
-propose at an uncertain step it can best continue from. It was distilled from the log-likelihood of one answer-verified
-continuation by {llm} behind every candidate.
+A LoRA adapter with a scalar head that scores next-token candidates for {slm}. The score says how well {slm} can
+continue from a token that it or {llm} proposes at an uncertain step. It was distilled from the log-likelihood of one
+answer-verified continuation by {llm} after every candidate.
 
 ```python
 from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, RequestPolicy, TokenReranker{spans}
@@ -261,15 +261,15 @@ decoder = CollaborativeDecoder(
 | horizon of the future | {horizon} tokens |
 | epoch, seed | {epoch}, {seed} |
 | adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope}; candidate features: {features} |
-| training | AdamW {rate:g}, {groups} groups a step, target "{target}", temperature {temperature:g} |
-| request threshold | {threshold:.6g} nats of the top {top_k}, quantile {quantile:g} on validation |
+| training | AdamW {rate:g}, {groups} groups per step, target "{target}", temperature {temperature:g} |
+| request threshold | {threshold:.6g} nats over the top {top_k}, the {quantile:g} quantile on validation problems |
 | problems | {problems} |
 
 ## States
 
 {filters}
 
-## Choice on validation problems
+## Selection on validation problems
 
 {selection}
 """

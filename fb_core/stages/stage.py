@@ -1,4 +1,4 @@
-"""A stage of a run: the same work on every shard, in this process or under Ray, begun, broken off and gone on with."""
+"""A stage of a run: the same work on every shard, in this process or under Ray; it can be killed and resumed."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Input = TypeVar("Input", bound="Stage")
 
 
 class Output(NamedTuple):
-    """What the work on one shard gives."""
+    """The result of the work on one shard."""
 
-    files: Mapping[str, bytes]  # by name inside the stage's folder, all beginning with the shard's
+    files: Mapping[str, bytes]  # by path inside the stage's folder; all begin with the shard's name
     counts: Mapping[str, int]
-    seconds: float = 0.0  # of earlier processes, and of other ones
+    seconds: float = 0.0  # work of earlier or other processes, added to this one's
 
 
 class Cost(NamedTuple):
-    """What one unit of a stage takes, before anything is measured."""
+    """An upper bound of the cost of one unit of a stage, known before anything is measured."""
 
     words: str
-    tokens: int = 0  # at most, those of prompts and prefixes included
-    role: str = "slm"  # of the model that they pass
-    llm_tokens: int = 0  # likewise of the LLM, where both take part
+    tokens: int = 0  # that `role` processes, including prompts and prefixes
+    role: str = "slm"
+    llm_tokens: int = 0  # that the LLM processes as well, if both models take part
 
 
 class Stage(ABC):
     """One stage over one run's folder.
 
-    Of the settings it is given its slice alone, which is also what identifies its files; another key cannot be read.
+    A stage can read only its slice of the settings, and that slice is part of the identity of its files.
 
     Args:
         settings: of the whole run.
@@ -53,16 +53,16 @@ class Stage(ABC):
 
     Attributes:
         name: of the stage and its folder.
-        command: that works through it.
-        slice: the settings that it reads, by section or key; those of the models come to all stages, which identify
+        command: the command that runs it.
+        slice: the settings that it reads, by section or key; all stages also read those of the models, but identify
             the models by hashes.
         reads: the stages whose files it reads.
         uses: roles whose identity its files depend on, among "slm", "llm", "tokenizer" and "valid_vocab".
         unit: what its shards count.
-        parallel: whether shards can be worked on in any order, anywhere.
+        parallel: whether shards can be worked on in any order and on any worker.
         settings: its slice.
-        leads: False in a process that only helps another one, and writes nothing.
-        on_progress: told how many units of the shard at work are done.
+        leads: False in a process that only helps another one and writes nothing.
+        on_progress: called with the number of finished units of the current shard.
     """
 
     name: ClassVar[str]
@@ -74,7 +74,7 @@ class Stage(ABC):
     parallel: ClassVar[bool] = True
 
     def __init__(self, settings: RunSettings, run: Path) -> None:
-        self.__whole = settings  # for its inputs and its like elsewhere alone
+        self.__whole = settings  # only to make its inputs, and itself in other processes
         self.settings = cast(RunSettings, Slice(settings, (*self.slice_in(settings), "models")))
         self.run = run
         self.folder = Artefact(run, self.name)
@@ -88,76 +88,79 @@ class Stage(ABC):
 
     @property
     def at_once(self) -> int:
-        """How many shards one process works on together."""
+        """How many shards one process works on at the same time."""
         return 1
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its work needs a GPU, where there are any."""
+        """Whether its work uses a GPU if there is one."""
         return True
 
     @property
     def models(self) -> Models:
-        """The run's models, loaded when used."""
+        """The run's models, each loaded when first used."""
         return models_of(self.settings.models)
 
     @property
     def device(self) -> str:
-        """Where the work is done, by the name of the hardware."""
+        """The hardware that does the work, by name."""
         return self.models.device
 
     def inputs(self) -> Sequence[type[Stage]]:
-        """The stages whose files it reads under its settings."""
+        """The stages whose files it reads under these settings."""
         return self.reads
 
     def input(self, kind: type[Input]) -> Input:
-        """One of the stages whose files it reads; it was made with that one's own slice, or this one will not begin."""
+        """One of the stages whose files it reads, made with that stage's own slice of the settings."""
         assert kind in self.inputs(), f"{self.name} does not read {kind.name}"
         return kind(self.__whole, self.run)
 
     def elsewhere(self, run: Path) -> Callable[[], Stage]:
-        """What makes the same stage in another process."""
+        """A function that makes the same stage in another process."""
         return partial(type(self), self.__whole, run)
 
     def data(self) -> dict[str, Any]:
-        """Hashes of what its files depend on beside settings, inputs and models."""
+        """Hashes of everything else that its files depend on, besides settings, inputs and models."""
         return {}
 
     @abstractmethod
     def shards(self) -> dict[str, int]:
-        """Every shard with the number of its units."""
+        """The number of units of every shard, by name."""
 
     @abstractmethod
     def work(self, shard: str) -> Output:
-        """Compute a shard; nothing is written yet."""
+        """Compute a shard without writing it."""
 
     @abstractmethod
     def cost(self) -> Cost:
-        """What one of its units takes."""
+        """The cost of one unit."""
 
     def most(self) -> int:
-        """Units at most, by the settings alone."""
+        """The largest possible number of units, from the settings alone."""
         return sum(self.shards().values())
 
     def choose(self) -> dict[str, Any]:
-        """What is decided for this machine when the stage begins, and then stays."""
+        """Decisions for this machine, made when the stage begins and then kept."""
         return {}
 
     def summary(self) -> dict[str, Any]:
-        """What the manifest says of the finished shards, beside their counts."""
+        """What the manifest holds about the finished shards besides their counts."""
         return {}
 
     def units(self, manifest: dict[str, Any]) -> int:
-        """How many units the finished stage worked on."""
+        """The number of units that the finished stage worked on."""
         return sum(self.shards().values())
 
     def report(self, manifest: dict[str, Any]) -> str:
-        """The finished stage in Markdown, for people."""
+        """A report on the finished stage in Markdown."""
         counts = ", ".join(f"{count:,} {name}" for name, count in manifest["counts"].items())
         return f"**{self.name}**: {counts}; {_clock(manifest['cost']['seconds'])} of work"
 
     def identity(self, models: bool = True) -> dict[str, Any]:
-        """Everything that its files depend on; without the models, whose hashes may want them downloaded, if so wished.
+        """Everything that its files depend on.
+
+        Args:
+            models: whether to include the models' hashes, for which they may have to be downloaded.
 
         Raises:
             ValueError: a stage that it reads is not finished, or was made with other settings or models.
@@ -177,19 +180,19 @@ class Stage(ABC):
 
 
 def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
-    """Do what is left of a stage and close it.
+    """Do what is left of a stage and write its final manifest.
 
     Args:
-        stage: the work.
+        stage: to run.
         engine: "local" for this process, "ray" for workers of a Ray cluster.
-        leads: False in a process that only helps another one, and writes nothing.
+        leads: False in a process that only helps another one and writes nothing.
 
     Returns:
-        the manifest.
+        the manifest; empty if not `leads`.
 
     Raises:
-        ValueError: the folder was begun with other settings, models or inputs, or an input is missing or damaged.
-        OSError: no room, or no server; what is finished is kept.
+        ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.
+        OSError: no disk space or no server; finished work is kept.
     """
     identity = stage.identity()
     shards = stage.shards()
@@ -211,7 +214,7 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
                 from fb_core.stages.cluster import dismiss, work_on_ray
 
                 if stage.on_gpu and not stage.parallel:
-                    dismiss()  # the GPU is this process's now
+                    dismiss()  # frees the GPU for this process
             if engine == "ray" and stage.parallel:
                 work_on_ray(stage, pending, told.shard_done)
             elif stage.at_once > 1:
@@ -224,8 +227,8 @@ def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> 
 
 
 def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
-    """Several shards at once in this process, whose threads wait for a server."""
-    for shard in shards[:1]:  # alone: what all of them use is loaded once
+    """Work on several shards at once in threads of this process, which wait for a server."""
+    for shard in shards[:1]:  # alone, so that shared models are loaded once
         on_done(shard, work_and_put(stage, shard))
     threads = ThreadPoolExecutor(stage.at_once)
     try:
@@ -237,7 +240,7 @@ def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str
 
 
 def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:
-    """Compute one shard and write it; what it holds, by name."""
+    """Compute one shard and write it; returns its counts."""
     began = time.perf_counter()
     output = stage.work(shard)
     seconds = time.perf_counter() - began + output.seconds
@@ -246,7 +249,7 @@ def work_and_put(stage: Stage, shard: str) -> Mapping[str, int]:
 
 
 def plan(stage: Stage) -> str:
-    """What `run_stage` would do: shards and units left, what they cost at most, and their time at the rate so far."""
+    """What `run_stage` would do: shards and units left, their highest cost, and their time at the rate so far."""
     try:
         identity, manifest = stage.identity(models=False), stage.folder.manifest()
         if manifest is not None:
@@ -254,9 +257,9 @@ def plan(stage: Stage) -> str:
         shards = stage.shards()
     except (OSError, ValueError) as problem:
         lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
-        with suppress(OSError, ValueError):  # what the settings themselves do not tell
+        with suppress(OSError, ValueError):  # the settings alone may not tell
             most = stage.most()
-            lines += [f"  by the settings alone, at most {most:,} {stage.unit}", _price(stage, most)]
+            lines += [f"  according to the settings, at most {most:,} {stage.unit}", _price(stage, most)]
         return "\n".join(lines)
     done = stage.folder.receipts(shards)
     units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
@@ -266,13 +269,13 @@ def plan(stage: Stage) -> str:
     if finished:
         seconds = sum(receipt.seconds for receipt in done.values())
         devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
-        rate = f"{finished / max(seconds, 1e-9):.3g} {stage.unit} a second on {devices}"
-        lines.append(f"  measured: {rate}, {_clock(seconds / finished * left)} left on one")
+        rate = f"{finished / max(seconds, 1e-9):.3g} {stage.unit} per second on {devices}"
+        lines.append(f"  measured: {rate}, {_clock(seconds / finished * left)} left on one device")
     return "\n".join(lines)
 
 
 def _price(stage: Stage, units: int) -> str:
-    """What so many units cost at most, in words."""
+    """The highest cost of `units` units, in words."""
     cost = stage.cost()
     if not cost.tokens or (work := _work(stage, cost.role, cost.tokens * units)) is None:
         return f"  {cost.words}"
@@ -283,13 +286,13 @@ def _price(stage: Stage, units: int) -> str:
 
 
 def _work(stage: Stage, role: str, tokens: int) -> str | None:
-    """What so many tokens are for a model, None where its size is not known."""
+    """The computation for `tokens` tokens of a model; None if its size is not known."""
     size = stage.models.parameters(role)
-    return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP by {size / 1e9:.3g}B weights"
+    return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP with {size / 1e9:.3g}B weights"
 
 
 class _Told:
-    """Progress of one stage, with rate and remaining time; where answers are judged, what became of them so far."""
+    """Shows the progress of one stage with rate and remaining time, and the verdicts so far if answers are judged."""
 
     def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
         self._board, self._stage, self._shards = board, stage, shards
@@ -301,14 +304,14 @@ class _Told:
         self._began = time.perf_counter()
         board.show(stage.name, self._done, self._of)
         if self._done:
-            board.say(stage.name, f"{self._done} of {self._of} {stage.unit} were done before")
+            board.say(stage.name, f"{self._done} of {self._of} {stage.unit} were already done")
 
     def within(self, done: int) -> None:
-        """So many units of the shard at work are done."""
+        """`done` units of the current shard are finished."""
         self._board.show(self._stage.name, self._done + done, self._of)
 
     def shard_done(self, shard: str, counts: Mapping[str, int]) -> None:
-        """A shard is written; `counts` are what it holds."""
+        """A shard is written; `counts` says what it holds."""
         self._done += self._shards[shard]
         self._counts.update(counts)
         verdicts = tally_words(self._counts)
@@ -325,7 +328,7 @@ class _Rate(ProgressColumn):
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        """Units a second, as far as known."""
+        """Units per second; empty until known."""
         return Text(f"{task.speed:.3g} {self.unit}/s" if task.speed else "", style="progress.data.speed")
 
 

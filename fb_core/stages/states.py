@@ -1,4 +1,4 @@
-"""When the LLM is asked, and the states of the trajectories where it is, with their candidates."""
+"""The request policy, and the states of the trajectories where the LLM is asked, with their candidates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fb_core.stages.trajectories import TrajectoryStage, logits_of, teacher_forc
 
 
 def admitted(trajectory: Trajectory, policy: RequestPolicy, max_states: int = 8) -> list[int]:
-    """Positions of the first `max_states` output tokens before which the policy asks."""
+    """Positions of the first `max_states` output tokens before which the policy asks the LLM."""
     asked = policy.asks(trajectory.entropy).nonzero()[:max_states, 0]
     return [trajectory.prompt_length + int(step) for step in asked]
 
@@ -36,7 +36,7 @@ def log_states(
     max_states: int = 8,
     pool: PoolKind = "joint",
 ) -> list[State]:
-    """The admitted states of all trajectories with the pools that deployment would form there."""
+    """The admitted states of all trajectories, with the pools that a decoder would form there."""
     found: list[State] = []
     for states, logits in _admitted_logits(slm, trajectories, policy, max_states):
         prefixes = [trajectory.tokens[:position] for trajectory, position in states]
@@ -50,7 +50,7 @@ def log_states(
 def _admitted_logits(
     slm: LocalLLM, trajectories: Sequence[Trajectory], policy: RequestPolicy, max_states: int
 ) -> Iterator[tuple[list[tuple[Trajectory, int]], Tensor]]:
-    """([(trajectory, position)], the SLM's logits [n, V] there) of all admitted states, a pack at a time."""
+    """([(trajectory, position)], the SLM's logits [n, V] there) of all admitted states, one pack at a time."""
     wanted = [(trajectory, admitted(trajectory, policy, max_states)) for trajectory in trajectories]
     wanted = [(trajectory, positions) for trajectory, positions in wanted if positions]
     prefixes = [trajectory.tokens[: positions[-1]] for trajectory, positions in wanted]
@@ -67,7 +67,7 @@ def _admitted_logits(
 
 
 class PolicyStage(Stage):
-    """The request policy, frozen on the validation problems; where another run is deployed or tested, that one's."""
+    """The request policy, calibrated on the validation problems; if another run is deployed or tested, that run's."""
 
     name = "policy"
     command = "collect"
@@ -82,7 +82,7 @@ class PolicyStage(Stage):
 
     @property
     def _of(self) -> str | None:
-        """The run whose policy this is, if it is another's."""
+        """The other run whose policy is used, if any."""
         return self.settings.collect.tested or self.settings.collect.deployed
 
     def shards(self) -> dict[str, int]:
@@ -112,11 +112,11 @@ class PolicyStage(Stage):
         return f"**{self.name}**: {asked}, {source}"
 
     def cost(self) -> Cost:
-        return Cost("read off the trajectories")
+        return Cost("computed from the trajectories")
 
 
 class StateStage(Stage):
-    """The admitted states with both models' candidates: the SLM's as many as both propose to a pool."""
+    """The admitted states with both models' candidates; `slm_k + llm_k` of the SLM's and `llm_k` of the LLM's."""
 
     name = "states"
     command = "collect"
@@ -135,7 +135,7 @@ class StateStage(Stage):
             self.models.llm,
             trajectories,
             frozen_policy(self.run),
-            slm_k=settings.slm_k + llm_k,  # as many as any part of the pool has
+            slm_k=settings.slm_k + llm_k,  # as many as "slm-wide" needs
             llm_k=llm_k,
             max_states=settings.max_states,
         )
@@ -143,7 +143,7 @@ class StateStage(Stage):
         return Output(example_files(shard, State, found), counts)
 
     def cost(self) -> Cost:
-        return Cost("teacher-forced, besides what the LLM reads at each state", self.input(TrajectoryStage).longest)
+        return Cost("teacher-forced, without what the LLM reads at each state", self.input(TrajectoryStage).longest)
 
 
 class OverStates(Stage):

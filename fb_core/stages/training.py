@@ -1,4 +1,4 @@
-"""Stage 4: the sweep of rerankers."""
+"""Stage 4, first part: the training of all rerankers of the sweep."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from fb_core.targets import MARGIN, group_targets, selection_target, without_hin
 from fb_core.training import Recipe, Run, Sweep, TrainingGroup, TrainingTrajectory, validate
 from fb_core.verify import tally_words
 
-TRACKED = "tracker"  # folder in a run's that a tracker writes to
+TRACKED = "tracker"  # folder inside a run's, which a tracker writes to
 CHECKPOINT = re.compile(r"step-(\d{7})")
 
 log = logging.getLogger(__name__)
 
 
 class TrainStage(Stage):
-    """All rerankers of the sweep, an epoch a shard; `step-*` files are checkpoints, which the last epoch removes.
+    """All rerankers of the sweep, one epoch per shard; `step-*` files are checkpoints, removed after the last epoch.
 
     The seeds share one data order, so that every trajectory's prefix is computed once for all runs; they differ in
     initialisation and dropout.
@@ -70,7 +70,7 @@ class TrainStage(Stage):
         return [(horizon, seed) for horizon in self.settings.train.horizons for seed in self.settings.train.seeds]
 
     def reranker(self, seed: int) -> TokenReranker:
-        """A fresh one, initialised by a seed."""
+        """A fresh reranker, initialised by a seed."""
         settings = self.settings.train
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -109,7 +109,7 @@ class TrainStage(Stage):
             self.on_progress(round(groups * max(0, sweep.step - begin) / (end - begin)))
             if sweep.step == end or sweep.step % self.settings.train.checkpoint_steps == 0:
                 self._checkpoint(sweep, seconds + processes * (time.perf_counter() - began))
-                self._track(figures)  # not before: the steps that a killed process loses are done again
+                self._track(figures)  # only now, since a killed process repeats the steps after its last checkpoint
                 figures.clear()
         if not self.leads:
             return Output({}, {})
@@ -144,7 +144,7 @@ class TrainStage(Stage):
         return Output(files, {"steps": end - begin}, seconds + others)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was logged at the end of every epoch, a row a run."""
+        """What was logged at the end of every epoch, one row per run."""
         return [json.loads(line) for shard in self.shards() for line in self.folder.read(shard, "jsonl").splitlines()]
 
     def summary(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class TrainStage(Stage):
         return {"runs": [run_name(*run) for run in self.runs()], "order_seed": self.settings.train.order_seed}
 
     def groups(self, split: str) -> list[TrainingTrajectory]:
-        """The groups of a split, with a target column for every horizon; also those of the deployed run, if any."""
+        """The groups of a split, with one target column per horizon; includes those of the deployed run, if any."""
         deployed = self.settings.collect.deployed
         runs = [self.run] if deployed is None else [Path(deployed), self.run]
         return [trajectory for run in runs for trajectory in self._groups_of(run, split)]
@@ -180,7 +180,7 @@ class TrainStage(Stage):
         return found
 
     def _targets(self, groups: Sequence[Group]) -> list[Tensor]:
-        """[K, h] of every group."""
+        """Targets [K, h] of every group."""
         settings = self.settings.train
         if settings.target == "calibrated":
             weights = read_weights(self.run, settings.horizons)
@@ -200,7 +200,7 @@ class TrainStage(Stage):
         matrices = []
         for group in groups:
             assert group.logprob is not None
-            own = (group.state.pool.ids == group.first).nonzero().flatten().tolist()  # none in the SLM's pool, perhaps
+            own = (group.state.pool.ids == group.first).nonzero().flatten().tolist()  # may be empty in the SLM's pool
             matrices.append(without_hindsight(group.logprob, own[0], settings.hindsight) if own else group.logprob)
         return group_targets(
             matrices,
@@ -211,17 +211,17 @@ class TrainStage(Stage):
         )[1]
 
     def _sweep_for(self, epoch: int) -> tuple[Sweep, float]:
-        """(the sweep where an epoch goes on, seconds of it that were done before by processes that ended)."""
+        """(the sweep at the point where an epoch continues, seconds that earlier processes spent on that epoch)."""
         if self._kept is not None and self._kept.step <= self._kept.epoch_ends[epoch - 1]:
             return self._kept, 0.0
         sweep, seconds = self._fresh(), 0.0
         for step, name in self._checkpoints():
             if step > sweep.epoch_ends[epoch - 1]:
-                continue  # an earlier epoch is made anew
+                continue  # it is past this epoch, which is made anew
             try:
                 state, receipt = self.folder.tensors(name), self.folder.receipt(name)
             except ValueError as problem:
-                log.warning("%s; going on from an earlier one", problem)
+                log.warning("%s; resuming from an earlier checkpoint", problem)
                 continue
             sweep.load_state(state)
             seconds = 0.0 if receipt is None else receipt.seconds
@@ -233,8 +233,8 @@ class TrainStage(Stage):
     _kept: Sweep | None = None
 
     def _fresh(self) -> Sweep:
-        """The sweep at its beginning."""
-        settings, accelerator = self.settings.train, self._accelerator()  # which sets this process's device
+        """The sweep before its first step."""
+        settings, accelerator = self.settings.train, self._accelerator()  # first, since it sets this process's device
         columns = {horizon: column for column, horizon in enumerate(settings.horizons)}
         runs = [Run(self.reranker(seed), seed, columns[horizon]) for horizon, seed in self.runs()]
         recipe = Recipe(
@@ -255,7 +255,7 @@ class TrainStage(Stage):
         return Sweep(runs, trajectories, recipe, accelerator)
 
     def _no_groups(self, split: str) -> str:
-        """Why a split has no groups: what became of its states, and what that asks for."""
+        """The error message for a split without groups: what its states were lost to, and the remedy."""
         counts: dict[str, Counter[str]] = {}
         for kind in (FutureStage, ScoreStage):
             folder = self.input(kind).folder
@@ -279,13 +279,15 @@ class TrainStage(Stage):
         )
 
     def _accelerator(self) -> Any:
-        """Accelerate's, where this process is one of several or tracks the training."""
+        """Accelerate's accelerator, if this process is one of several or tracks the training; else None."""
         tracker = self.settings.train.tracker if self.leads else None
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 and tracker is None:
             return None
         from accelerate import Accelerator, InitProcessGroupKwargs
 
-        patient = InitProcessGroupKwargs(timeout=timedelta(hours=12))  # others wait while the first one validates
+        patient = InitProcessGroupKwargs(
+            timeout=timedelta(hours=12)
+        )  # the others wait while the first process validates
         options: dict[str, Any] = {"cpu": self.models.device == "cpu", "kwargs_handlers": [patient]}
         if tracker is None:
             return Accelerator(**options)
@@ -305,7 +307,7 @@ class TrainStage(Stage):
     _trackers: Sequence[Any] = ()
 
     def _tracked_as(self, folder: Path) -> str:
-        """The name under which a tracker knows this run, the same when it is resumed and that of no other run."""
+        """The tracker's name for this run: unique, and the same when the run is resumed."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "name"
         if not path.is_file():
@@ -320,17 +322,17 @@ class TrainStage(Stage):
                 tracker.log(dict(values), step=step)
 
     def _checkpoints(self) -> list[tuple[int, str]]:
-        """(step, shard) of finished checkpoints, the last first."""
+        """(step, shard) of the checkpoints, latest first."""
         found = (CHECKPOINT.fullmatch(path.stem) for path in self.folder.path.glob("step-*.json"))
         return sorted(((int(match[1]), match[0]) for match in found if match), reverse=True)
 
     def _checkpoint(self, sweep: Sweep, seconds: float) -> None:
-        """Write the sweep's state and remove earlier ones; `seconds` are those of the epoch so far."""
+        """Write the sweep's state and remove earlier checkpoints; `seconds` is the epoch's time so far."""
         if not self.leads:
             return
         before, name = self._checkpoints(), f"step-{sweep.step:07d}"
         if sweep.step in sweep.epoch_ends:
-            seconds = 0.0  # the epoch's own receipt has them
+            seconds = 0.0  # they are in the epoch's own receipt
         self.folder.put(name, {f"{name}.safetensors": tensor_bytes(sweep.state())}, {}, seconds, self.device)
         for _, old in before:
             if old != name:
@@ -339,17 +341,17 @@ class TrainStage(Stage):
 
     def cost(self) -> Cost:
         settings = self.settings.train
-        return Cost(f"{settings.groups_per_step} groups a step for each of {len(self.runs())} runs")
+        return Cost(f"{settings.groups_per_step} groups per step for each of {len(self.runs())} runs")
 
 
 def _trained(reranker: TokenReranker) -> dict[str, Tensor]:
-    """What training changes, by name; it shares the parameters' storage."""
+    """The trained tensors by name; they share the parameters' storage."""
     features = {"feature_weight": reranker.feature_weight.detach()} if reranker.feature_names else {}
     return reranker.tensors() | features
 
 
 def _by_run(name: str, runs: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-    """A figure's values by the names that a tracker groups them by; those that are not known left out."""
+    """A metric's values as "metric/run", which trackers group by metric; unknown values are left out."""
     return {f"{name}/{run}": value for run, value in zip(runs, values, strict=True) if value is not None}
 
 

@@ -24,7 +24,7 @@ from fb_core.verify import Verdict, Verifier, tally
 
 ROWS = 16_384  # of a teacher-forced forward
 LOGIT_ROWS = 1024  # of logits [rows, V] held at once
-TESTED = ("evaluate.benchmarks", "evaluate.limit", "rollouts.benchmark_problems")  # settings that say on which problems
+TESTED = ("evaluate.benchmarks", "evaluate.limit", "rollouts.benchmark_problems")  # settings of the test problems
 
 
 def collect(
@@ -41,11 +41,11 @@ def collect(
     Args:
         slm: the small model.
         problems: what is asked.
-        prompts: one [P] of ids a problem.
-        max_new_tokens: output length at most.
+        prompts: one [P] of ids per problem.
+        max_new_tokens: longest output.
         top_k: size of the softmax that the entropy is taken over.
-        on_done: called with the number of problems finished.
-        write: what writes the outputs from prompts and max_new_tokens, if not the SLM in this process by itself.
+        on_done: called with the number of finished problems.
+        write: writes the outputs from prompts and max_new_tokens; the SLM in this process if None.
     """
     policy = RequestPolicy(float("inf"), top_k)
     outputs = (write or slm.complete_many)(prompts, max_new_tokens)
@@ -63,7 +63,7 @@ def collect(
 
 
 def logits_of(slm: LocalLLM, hidden: Tensor) -> Tensor:
-    """[n, V] from hidden states, over the ids that count."""
+    """Logits [n, V] from hidden states [n, D], without padding ids."""
     return hf.logits(slm.model, hidden)[:, : slm.vocabulary]
 
 
@@ -82,7 +82,7 @@ def teacher_forced(
 
 
 def texts_of(outputs: Sequence[Tensor], tokenizer: hf.Tokenizer) -> list[str]:
-    """The texts of token ids, as answers are judged by them."""
+    """The texts of token ids, as the verifier judges them."""
     return [tokenizer.decode(output.tolist(), skip_special_tokens=True) for output in outputs]
 
 
@@ -97,7 +97,7 @@ def judged(
 
 
 class TrajectoryStage(Stage):
-    """Greedy SLM outputs with their entropies, or those of a deployed reranker; on benchmarks where one is tested."""
+    """Greedy outputs of the SLM, or of a deployed reranker, with entropies; of benchmarks if a reranker is tested."""
 
     name = "trajectories"
     command = "collect"
@@ -120,7 +120,7 @@ class TrajectoryStage(Stage):
 
     @property
     def splits(self) -> dict[str, list[Problem]]:
-        """The problems as "train" and "validation"; the benchmarks' are all held out."""
+        """The problems as "train" and "validation"; all benchmark problems are in the second."""
         settings = self.settings
         if settings.collect.tested is None:
             return {
@@ -135,7 +135,7 @@ class TrajectoryStage(Stage):
 
     @cached_property
     def _problems(self) -> dict[str, list[Problem]]:
-        """Of every shard; all stages up to the scores have these shards."""
+        """The problems of every shard; all stages up to the scores have these shards."""
         size = self.settings.problems.per_shard
         return {
             f"{split}-{start // size:05d}": problems[start : start + size]
@@ -145,7 +145,7 @@ class TrajectoryStage(Stage):
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of a trajectory at most, its prompt left out where the tokenizer is not on this machine."""
+        """The most tokens of a trajectory, without its prompt if the tokenizer is not on this machine."""
         problems = [problem for members in self.splits.values() for problem in members]
         prompt = self.models.longest_prompt(problems, self.settings.problems.prompt)
         return prompt + self.settings.collect.max_new_tokens
@@ -162,12 +162,12 @@ class TrajectoryStage(Stage):
         return Output(example_files(shard, Trajectory, found), counts | tally(texts, verdicts))
 
     def _collaborate(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[Tensor]:
-        """What the deployed reranker of another run makes of prompts, together with the LLM."""
+        """The outputs of another run's deployed reranker for these prompts."""
         return [found.token_ids for found in self._generate(prompts, max_new_tokens)]
 
     @cached_property
     def _generate(self) -> Generate:
-        """With the first reranker of the deployed run."""
+        """The decoder with the first seed's reranker of the deployed run."""
         run = Path(self.settings.collect.deployed or "")
         together = together_of(self.settings, self.longest)
         return generator("futurebridge", self.settings, run, self.settings.train.seeds[0], self.longest, together)

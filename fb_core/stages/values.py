@@ -1,4 +1,4 @@
-"""Stage 4, further: what acting at an event is worth, fitted to rollouts, and the recipes that this makes possible."""
+"""Stage 4, third part: value heads and gates fitted to rollouts, and the recipes that they make possible."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Places = NDArray[np.int64]
 
 
 class Candidate(NamedTuple):
-    """A recipe that may be deployed, and what the rollouts of the validation states say of it.
+    """A recipe that may be deployed, with its results by the rollouts of the validation states.
 
     Attributes:
         deployed: the recipe with its heads.
-        success: share of these states where what it takes leads to the right answer without later help.
-        asked: share of them at which it asks.
+        success: share of these states where its choice leads to the right answer without later interventions.
+        asked: share of these states at which it asks the LLM.
     """
 
     deployed: Deployed
@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 
 
 class ValueStage(Stage):
-    """A file a seed: every recipe with its fitted heads, and what rollouts say of it."""
+    """One shard per seed: every recipe with its fitted heads and its results by the rollouts."""
 
     name = "values"
     command = "train"
@@ -78,7 +78,7 @@ class ValueStage(Stage):
 
     @cached_property
     def _runs(self) -> dict[str, Path]:
-        """The folder of every reranker that could be trained, by its scores' name."""
+        """The folder of the run of every trained reranker, by the name of its scores."""
         return {"own": self.run, **{name: self.run / FOLDER / name for name in competing(self.settings, self.run)}}
 
     def work(self, shard: str) -> Output:
@@ -101,7 +101,7 @@ class ValueStage(Stage):
         return Output(files, counts | {"mixed training states": learned.mixed, "recipes": len(lines)})
 
     def candidates(self, seed: int) -> list[Candidate]:
-        """Of a finished seed, in their order."""
+        """The candidates of a finished seed, in order."""
         shard = f"seed-{seed}"
         weights = self.folder.tensors(shard)
         found = []
@@ -113,15 +113,15 @@ class ValueStage(Stage):
         return found
 
     def reranker(self, recipe: Recipe, seed: int) -> TokenReranker | None:
-        """Of a recipe's scores, where one decides."""
+        """The reranker that gives a recipe's scores; None if it uses none."""
         return chosen_reranker(self.settings, self._runs[recipe.scores], seed) if recipe.trained else None
 
     def folder_of(self, recipe: Recipe, seed: int) -> Path:
-        """The adapter of a recipe's scores; the run's own where no reranker decides."""
+        """The adapter folder of a recipe's reranker; the run's own if the recipe uses none."""
         return self._runs.get(recipe.scores, self.run) / RERANKER / f"seed-{seed}"
 
     def report(self, manifest: dict[str, Any]) -> str:
-        lines = ["| recipe | seed | leads to success, % of validation states | asks, % of them |", "|---|---|---|---|"]
+        lines = ["| recipe | seed | success, % of validation states | asks the LLM, % of them |", "|---|---|---|---|"]
         for seed in self.settings.train.seeds:
             best = sorted(self.candidates(seed), key=lambda one: -one.success)
             for one in best[:10]:
@@ -184,10 +184,10 @@ class ValueStage(Stage):
 
 
 def competing(settings: RunSettings, run: Path) -> list[Trained]:
-    """The rerankers that compete with the run's own: a calibrated one where enough states were rolled out for it.
+    """The rerankers that compete with the run's own; calibrated ones only if enough mixed states were rolled out.
 
     Raises:
-        ValueError: no reranker chosen, or no rollouts.
+        ValueError: no reranker is chosen, or there are no rollouts.
     """
     horizon = int(Artefact(run, SelectionStage.name).finished()["summary"]["horizon"])
     _, outcomes = rolled_out_terms(run, horizon)
@@ -197,14 +197,16 @@ def competing(settings: RunSettings, run: Path) -> list[Trained]:
 
 
 def possible(choice: ChoiceSettings, trained: Sequence[str]) -> list[Recipe]:
-    """Every recipe of the settings over these rerankers, the simplest first."""
+    """All recipes that the settings allow with these rerankers, the simplest first."""
     found = [GREEDY, DIRECT]
     for ask in (False, True) if choice.ask else (False,):
         for value in (None, *choice.values):
             for scores in ("slm", "llm", *trained):
                 for certainty in (None, *choice.certainties):
-                    idle = scores == "slm" and (value is not None or certainty is None)  # it has no choice to weigh
-                    doubled = scores == "llm" and value is None and certainty is not None  # takes the LLM's anyway
+                    idle = scores == "slm" and (value is not None or certainty is None)  # takes the SLM's token anyway
+                    doubled = (
+                        scores == "llm" and value is None and certainty is not None
+                    )  # takes the LLM's token anyway
                     given = {"scores": scores, "value": value, "certainty": certainty, "ask": ask}
                     recipe = Recipe.model_validate(given)
                     if not idle and not doubled and recipe != DIRECT:
@@ -214,7 +216,7 @@ def possible(choice: ChoiceSettings, trained: Sequence[str]) -> list[Recipe]:
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """Rolled-out states with all that recipes go by."""
+    """Rolled-out states with everything that recipes use."""
 
     pools: list[Pool]
     entropy: NDArray[np.float64]  # [n] nats
@@ -224,12 +226,12 @@ class _States:
 
     @cached_property
     def own(self) -> Places:
-        """[n] the SLM's token in each pool."""
+        """[n] index of the SLM's token in each pool."""
         return np.array([int(pool.slm_logprob.argmax()) for pool in self.pools], dtype=np.int64)
 
     @cached_property
     def large(self) -> Places:
-        """[n] the LLM's."""
+        """[n] index of the LLM's token in each pool."""
         return np.array([int(pool.llm_logprob.argmax()) for pool in self.pools], dtype=np.int64)
 
     @cached_property
@@ -243,7 +245,7 @@ class _States:
         return sum(map(outcomes_differ, self.correct))
 
     def head(self, name: str, form: Form) -> ValueHead | None:
-        """Fitted to the scores of that name; None where the states do not suffice."""
+        """A value head fitted to the scores of that name; None if it needs mixed states and there are none."""
         known = list(zip(self.pools, self.scores[name], self.entropy, strict=True))
         if form == "gate":
             terms = torch.stack([gate_terms(*one) for one in known])
@@ -255,7 +257,7 @@ class _States:
         return fit_listwise([listwise_terms(*one) for one in known], outcomes)
 
     def chosen(self, recipe: Recipe, head: ValueHead | None) -> Places:
-        """[n] what a recipe takes where it asks."""
+        """[n] index of the candidate that a recipe takes when it asks."""
         found = self.scores[recipe.scores]
         if recipe.value is not None:
             assert head is not None
@@ -265,11 +267,11 @@ class _States:
         return places if recipe.certainty is None else np.where(self.certainty > recipe.certainty, self.large, places)
 
     def gain(self, recipe: Recipe, head: ValueHead | None) -> NDArray[np.float64]:
-        """[n] success of what a recipe takes less that of the SLM's token."""
+        """[n] success of a recipe's choice minus that of the SLM's token."""
         return self._success(self.chosen(recipe, head)) - self._success(self.own)
 
     def outcome(self, recipe: Recipe, head: ValueHead | None, ask: AskHead | None) -> tuple[float, float]:
-        """(share of states that lead to success under a recipe, share at which it asks)."""
+        """(share of states that a recipe leads to success, share of states at which it asks)."""
         chosen, asked = self.chosen(recipe, head), np.full(len(self.pools), not recipe.greedy)
         if ask is not None:
             worth = ask.worth(self.hidden, torch.from_numpy(self.entropy).float())

@@ -93,7 +93,7 @@ def test_explain_shows_compatibility_and_rollouts_where_the_text_is_the_slms_own
                 word = "right" if rolled.correct[place] else "wrong"
                 assert f'<td class="r">{number}</td><td class="l">{word}</td>' in page
         events = sum(len(row.events) for row in rows)
-        assert f"They are known at {mine} of {events} events" in page or not mine
+        assert f"Both are known at {mine} of {events} events" in page or not mine
         assert ("B_8" in page) == (mine > 0)
         shown += mine
     assert shown > 3

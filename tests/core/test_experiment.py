@@ -299,9 +299,9 @@ def test_rows_of_spans_say_what_the_llm_wrote(made, found):
     (shown,) = tables["Spans"]
     place = {head: column for column, head in enumerate(shown.head)}
     cells = {row[0]: row for row in shown.rows}["FutureBridge, 3 tokens"]
-    assert cells[place["of them the LLM's"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
-    assert cells[place["LLM tokens taken or offered"]] == f"{rows['span-3'].llm_written:.1f}"
-    assert "of them the LLM's" not in tables["Methods"][0].head
+    assert cells[place["LLM tokens per problem"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
+    assert cells[place["LLM tokens with unchosen spans"]] == f"{rows['span-3'].llm_written:.1f}"
+    assert "LLM tokens per problem" not in tables["Methods"][0].head
 
 
 def test_findings_are_plain_and_finite(made, found):
@@ -665,7 +665,7 @@ def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
             process.join(HANG)
             said = (tmp_path / "stderr").read_text()
             assert process.exitcode == 2
-            assert "got one ended from outside" in said
+            assert "got one that was killed" in said
             assert "Traceback" not in said
     finally:
         process.kill()

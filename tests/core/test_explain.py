@@ -151,10 +151,12 @@ def test_rows_are_those_on_disk_greedy_first(run):
 def test_a_part_of_an_id_is_enough_where_it_is_unique(run):
     ids = sorted({row["problem"] for row in lines(run)})
     assert find_rows(run, ids[0][6:]) == find_rows(run, ids[0])
-    with pytest.raises(ValueError, match="one id, got 'plans/'; say which of") as several:
+    with pytest.raises(ValueError, match="one id, got 'plans/'; name one of") as several:
         find_rows(run, "plans/")
     assert all(repr(name) in str(several.value) for name in ids)
-    with pytest.raises(ValueError, match=r"got 'nope'; they are the rows' \"problem\" in its .jsonl files: ") as none:
+    with pytest.raises(
+        ValueError, match=r"got 'nope'; ids are the \"problem\" of the rows in its .jsonl files: "
+    ) as none:
         find_rows(run, "nope")
     assert all(repr(name) in str(none.value) for name in ids)
 
@@ -253,7 +255,7 @@ def test_both_outputs_hold_every_candidate_with_its_score(run):
     assert len(wanted) > 10
     assert [cells if cells[0] in ("→", "g", "→ g") else ["", *cells] for cells in tables] == wanted
     assert {cells[0] for cells in wanted} == {"", "→", "g", "→ g"}
-    assert text.count("The run has no B_H (compatibility score) and no rollout of these candidates") == 1
+    assert text.count("The run has neither B_H (the compatibility score) nor rollouts of these candidates") == 1
     assert sorted(body(page)) == sorted(wanted * 2)  # in the text and below it
     for row in rows:
         for words in (row.verdict, f"gold answer {row.gold}, {len(row.tokens)} tokens"):

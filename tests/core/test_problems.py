@@ -251,8 +251,8 @@ def test_damaged_files(tmp_path: Path, name: str, content: bytes, words: str) ->
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [
-        ("gsm8k", {"question": "1?", "answer": "1"}, "expected a number behind #### in 'answer', got '1'"),
-        ("gsm8k", {"question": "1?", "answer": "1 #### "}, "expected a number behind ####"),
+        ("gsm8k", {"question": "1?", "answer": "1"}, "expected a number after #### in 'answer', got '1'"),
+        ("gsm8k", {"question": "1?", "answer": "1 #### "}, "expected a number after ####"),
         ("math-train", {"problem": "1?", "solution": "It is 1."}, "expected a solution with \\boxed{...}"),
         ("math-train", {"problem": "1?", "solution": "\\boxed{1"}, "expected a solution with \\boxed{...}"),
         ("math-train", {"problem": "1?", "answer": "1"}, "expected a field 'solution'"),

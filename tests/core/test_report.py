@@ -524,11 +524,11 @@ def test_the_page_is_one_file_that_loads_nothing_and_runs_what_its_policy_names(
 
 
 TITLES = [
-    *("The run", "The paper's orderings", "Methods", "Accuracy against the large model's work", "Problems that turned"),
-    *("The recipe deployed", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
+    *("The run", "The paper's orderings", "Methods", "Accuracy against LLM tokens", "Problems with changed outcomes"),
+    *("Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
     *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
     *("Spans", "Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
-    *("Choice on validation", "States", "Settings", "How to read the numbers"),
+    *("Reranker selection", "States", "Settings", "How to read the numbers"),
 ]
 
 
@@ -552,23 +552,27 @@ def test_three_sentences_say_what_was_compared_what_won_and_what_is_lost():
     compared, won, lost = first_screen(tiny())
     assert compared == "8 methods were compared on demo:plans (400 problems), SLM demo:plans, LLM demo:plans."
     assert won.endswith(
-        ": on demo:plans FutureBridge, 95.8% for 1.9 LLM tokens a problem "
-        "(greedy 71.2% for 0.0, takeover 99.2% for 40.2)."
+        ": FutureBridge on demo:plans, 95.8% with 1.9 LLM tokens per problem "
+        "(greedy 71.2% with 0.0, takeover 99.2% with 40.2)."
     )
     assert lost == (
-        "Where FutureBridge is significantly worse: FutureBridge nowhere "
-        "(against greedy decoding, the direct LLM score, takeover)."
+        "FutureBridge: nowhere significantly worse than greedy decoding or the direct LLM score or takeover."
     )
     *_, won, lost = first_screen(tiny("good"), tiny("bad", 0.5))
-    assert "on good, demo:plans FutureBridge, 95.8%" in won
-    assert "on bad, demo:plans Direct LLM score, 87.0%" in won
-    assert "FutureBridge than greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp), than the direct" in lost
+    assert "FutureBridge on good, demo:plans, 95.8%" in won
+    assert "Direct LLM score on bad, demo:plans, 87.0%" in won
+    assert (
+        "FutureBridge: significantly worse than greedy decoding on bad, demo:plans (-25.4 [-29.1, -21.7] pp), than the "
+        "direct"
+    ) in lost
     assert "good, demo:plans" not in lost
     found = tiny()
     for row in found["rows"]:
         if row["key"] == "takeover":
             row["minus"]["futurebridge"] = [0.034, 0.02, 0.05]  # known from its side alone
-    assert first_screen(found)[2].endswith("FutureBridge than takeover on demo:plans (-3.4 [-5.0, -2.0] pp).")
+    assert first_screen(found)[2] == (
+        "FutureBridge: significantly worse than takeover on demo:plans (-3.4 [-5.0, -2.0] pp)."
+    )
 
 
 @pytest.mark.usefixtures("pictureless")
@@ -578,7 +582,7 @@ def test_of_equals_the_cheapest_wins_and_prices_may_be_unknown():
     by_key = {row["key"]: row for row in found["rows"]}
     by_key["direct"] |= {"accuracy": by_key["futurebridge"]["accuracy"]}
     by_key["direct"]["llm_tokens"] = [1.5, 1.4, 1.6]
-    assert " Direct LLM score, 95.8% for 1.5 LLM tokens a problem (" in first_screen(found)[1]
+    assert ": Direct LLM score on demo:plans, 95.8% with 1.5 LLM tokens per problem (" in first_screen(found)[1]
     for row in found["rows"]:
         row.pop("llm_tokens", None)
     assert first_screen(found)[1].endswith("(greedy 71.2%, takeover 99.2%).")
@@ -589,7 +593,7 @@ def test_one_order_of_methods_in_every_table_and_figure(single):
     shuffled["rows"] = shuffled["rows"][::-1]
     document = render([shuffled])
     order = ["Greedy", "Maj@8", "Random choice", "S2T", "Direct LLM score", "R2R", "FutureBridge", "Takeover"]
-    for caption in ("Methods on demo:plans", "Accuracy and the large model's work on demo:plans"):
+    for caption in ("Methods on demo:plans", "Accuracy and LLM tokens on demo:plans"):
         assert [name for name in rows_of(table(document, caption)) if name in order] == order
     figure = drawn("forest", [read(shuffled)])
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == order
@@ -603,13 +607,13 @@ def test_one_order_of_methods_in_every_table_and_figure(single):
 def test_turned_problems_are_counted_and_lead_to_their_pages():
     found = tiny()
     document = report.render([read(found)], ["problems/0.html", "problems/3.html"])
-    counts = table(document, "Problems by kind of event")
+    counts = table(document, "Changed outcomes by kind of event")
     assert [plain(cell) for cell in counts.head] == ["", "greedy → method", "digit", "word", "all"]
     assert [[plain(cell) for cell in row[1:]] for row in counts.rows] == [
         ["right → wrong", "1", "2", "3"],
         ["wrong → right", "14", "13", "27"],
     ]
-    shown = table(document, "Which they are")
+    shown = table(document, "Changed problems")
     assert [plain(row[0]) for row in shown.rows[:4]] == [f"plans/test/{number}" for number in (1, 0, 2, 3)]
     assert len(shown.rows) == 1 + 2 + 2 * LISTED
     links = [row[0] for row in shown.rows if isinstance(row[0], Link)]
@@ -618,7 +622,7 @@ def test_turned_problems_are_counted_and_lead_to_their_pages():
     assert {value for name, value in Page(html).attributes if name == "href"} == {link.to for link in links}
     assert "[plans/test/0](problems/0.html)" in document.markdown("figures")
     found["turned"]["changes"] = []
-    (section,) = [one for one in render([found]).sections if one.title == "Problems that turned"]
+    (section,) = [one for one in render([found]).sections if one.title == "Problems with changed outcomes"]
     assert [row[-1] for row in section.blocks[0].rows] == ["0", "0"]
 
 
@@ -697,26 +701,28 @@ def test_unequal_problem_counts_are_shown():
 
 @pytest.mark.usefixtures("pictureless")
 def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
-    found = table(single, "Accuracy and the large model's work on demo:plans")
+    found = table(single, "Accuracy and LLM tokens on demo:plans")
     rows = rows_of(found)
-    assert found.head[-2:] == ["seconds a problem, loop", "above the line to takeover, pp [95%]"]
+    assert found.head[-2:] == ["seconds per problem, loop", "above the line to takeover, pp [95%]"]
     distance = 95.8 - 71.2 - 1.91 / 40.2 * 28
     ours = rows["FutureBridge"]
     assert ours[:2] == ["95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]"]
     assert ours[-1] == f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
     assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
     assert {"With features", "Calibrated target"} < rows.keys()
-    (section,) = [one for one in single.sections if one.title == "Accuracy against the large model's work"]
+    (section,) = [one for one in single.sections if one.title == "Accuracy against LLM tokens"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
     takeover, worth = map(plain, items.texts)
-    assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% at 40.2 [40.1, 40.3] LLM tokens and ")
-    assert "; FutureBridge is right on 95.8 [92.8, 98.8]% at 1.9 [1.8, 2.0] LLM tokens and " in takeover
+    assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% of the problems with 40.2 [40.1, 40.3] LLM ")
+    assert "; FutureBridge is right on 95.8 [92.8, 98.8]% of the problems with 1.9 [1.8, 2.0] LLM tokens " in takeover
     more, less = worth.split("Significantly worse: ")
-    assert more.startswith("Significantly better than taking over on a share of the problems for as many tokens: ")
+    assert more.startswith(
+        "Significantly better than takeover on a share of the problems with the same number of LLM tokens: "
+    )
     assert "FutureBridge;" in more
-    assert less == "Random choice; S2T. Not told apart: Maj@8."
+    assert less == "Random choice; S2T. Not significantly different: Maj@8."
     lost = render([tiny(shift=0.5)])
-    (section,) = [one for one in lost.sections if one.title == "Accuracy against the large model's work"]
+    (section,) = [one for one in lost.sections if one.title == "Accuracy against LLM tokens"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
     assert "FutureBridge" in plain(items.texts[1]).split("Significantly worse: ")[1]
 
@@ -727,12 +733,12 @@ def test_without_tokens_or_takeover_nothing_is_promised():
     for row in found["rows"]:
         row.pop("llm_tokens", None)
     document = render([found])
-    assert "Accuracy against the large model's work" not in [section.title for section in document.sections]
+    assert "Accuracy against LLM tokens" not in [section.title for section in document.sections]
     found = tiny()
     found["rows"] = [row for row in found["rows"] if row["key"] != "takeover"]
     for row in found["rows"]:
         row.pop("above_line", None)
-    (section,) = [one for one in render([found]).sections if one.title == "Accuracy against the large model's work"]
+    (section,) = [one for one in render([found]).sections if one.title == "Accuracy against LLM tokens"]
     assert not [block for block in section.blocks if isinstance(block, Items)]
 
 
@@ -802,7 +808,7 @@ def test_verdicts_follow_the_intervals(single):
     said = next(block for block in methods.blocks if isinstance(block, Items))
     assert said.texts[0] == (
         "Significantly above greedy: Direct LLM score; R2R; FutureBridge; Takeover. Significantly below greedy: Random "
-        "choice. Not told apart from greedy: Maj@8; S2T."
+        "choice. Not significantly different from greedy: Maj@8; S2T."
     )
     assert len(said.texts) == 3
     (swept,) = [section for section in single.sections if section.title == "Request quantiles"]
@@ -820,7 +826,7 @@ def test_a_loss_is_told_where_a_win_would_be(runs):
     assert orderings_of(lost) == ["Reversed: FutureBridge > direct LLM score."]
     assert orderings_of(won) == []
     lost_to = next(plain(text) for text in runs.blocks[0].texts if "significantly worse" in plain(text))
-    assert "FutureBridge than greedy decoding on control, demo:plans (-35.4 " in lost_to
+    assert "FutureBridge: significantly worse than greedy decoding on control, demo:plans (-35.4 " in lost_to
 
 
 @pytest.mark.parametrize(
@@ -907,7 +913,7 @@ def test_what_was_not_run_is_named_with_its_command():
         sections = {section.title: section for section in render([without]).sections}
         assert title not in sections
         (items,) = [block for block in sections["Not run"].blocks if isinstance(block, Items)]
-        assert [plain(text) for text in items.texts] == [f"{title}: made by {command}"]
+        assert [plain(text) for text in items.texts] == [f"{title}: run {command}"]
 
 
 def test_of_an_empty_run_nothing_is_invented():
@@ -916,7 +922,7 @@ def test_of_an_empty_run_nothing_is_invented():
     text = Page(document.html()).text
     assert all(title in text for _, title, _ in SHOWN)
     assert not list(document.figures())
-    assert not re.search(r"\d", text.replace("95%", "").replace("leaves out 0", "").replace("FutureBridge", ""))
+    assert not re.search(r"\d", text.replace("95%", "").replace("excludes 0", "").replace("FutureBridge", ""))
     bare = report.render([Findings(name="bare")])
     assert [section.title for section in bare.sections] == ["Not run", "How to read the numbers"]
 
@@ -979,7 +985,7 @@ def test_a_text_as_it_is_stays_so(text):
 def test_long_rollouts_are_shortened():
     findings = tiny()
     findings["worked_event"]["candidates"][0]["rollout"] = "a" * 5000 + "z"
-    found = table(render([findings]), "Its candidates, best score first")
+    found = table(render([findings]), "Candidates, best score first")
     assert plain(found.rows[0][-1]) == "a" * 200 + " […] " + "a" * 199 + "z"
 
 
@@ -1021,9 +1027,9 @@ def test_recipes_are_counted_over_runs_benchmarks_and_quantiles(runs):
     assert rows["With features"][4] == ""
     assert rows["FutureBridge"][4] == "63.0 [60.0, 66.0] ▼▽"
     assert rows["With features, override"][1] == "3 of 4"  # a key of its own it has not
-    assert "which says little where it is wide" in found.note
+    assert "which says little if it is wide" in found.note
     assert (
-        "The 16 cells are not independent: some share their problems and their SLM, one training set and 2"
+        "The 16 cells are not independent: some share their problems and their SLM, and each run has one training set"
         in found.note
     )
     said = [
@@ -1067,7 +1073,7 @@ def test_several_benchmarks_have_an_average_where_all_are_known():
     assert rows_of(found)["S2T"] == ["69.0 ▽", "", ""]
     assert rows_of(found)["GRPO"] == ["", "", ""]
     assert rows_of(table(render([findings]), "Methods on average"))["FutureBridge"][1] == "+31.0 [+29.0, +33.0]"
-    assert ": on average FutureBridge, 95.8%" in first_screen(findings)[1]  # the primary one alone
+    assert ": FutureBridge on average, 95.8%" in first_screen(findings)[1]  # the primary one alone
     assert figures.accuracy(read(findings), "methods") is not None
 
 
@@ -1087,10 +1093,10 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
     found = recipes(runs)[1]
     compared = sum(len(recipe.minus(other)) for recipe in found for other in ("greedy", "direct", "futurebridge"))
     assert caveats(runs, found) == (
-        "The 12 cells are not independent: they are of 2 test sets and 2 SLMs, one training set and 2 reranker seeds a "
-        f"run. {compared} comparisons, not corrected for their number."
+        "The 12 cells are not independent: they use 2 test sets and 2 SLMs, and each run has one training set and 2 "
+        f"reranker seeds. Intervals are not corrected for the {compared} comparisons."
     )
-    assert "they are of 1 test set and 1 SLM, one" in caveats(runs[1:], recipes(runs[1:])[1])
+    assert "they use 1 test set and 1 SLM, and" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
 DRAWN = ["accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep", "frontier"]
@@ -1288,7 +1294,7 @@ def test_findings_are_read_back_as_they_were_written(tmp_path):
 def test_files_that_are_no_findings_are_named(text, words, tmp_path):
     path = tmp_path / "findings.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="expected what `futurebridge report` writes of runs, got ") as wrong:
+    with pytest.raises(ValueError, match="expected findings written by `futurebridge report`, got ") as wrong:
         read_findings(path)
     assert str(path) in str(wrong.value)
     assert words in str(wrong.value)
@@ -1373,7 +1379,7 @@ def test_pictures_and_titles_cannot_become_markup():
 
 def test_the_recipe_deployed_is_shown_with_its_bounds():
     text = render([{"name": "n", "deployed": tiny()["deployed"]}]).markdown("figures")
-    assert "The recipe deployed" in text
+    assert "Deployed recipe" in text
     assert "Seed 0: plain + gate: the best of 1 of 1 tested recipes." in text
     row = next(line for line in text.splitlines() if line.startswith("| plain + gate"))
     assert [cell.strip() for cell in row.split("|")[1:-1]] == [
@@ -1389,7 +1395,7 @@ def test_the_recipe_deployed_is_shown_with_its_bounds():
 def test_a_calibration_on_too_little_is_called_doubtful():
     findings = {"name": "n", "calibration": tiny()["calibration"] | {"mixed": 12}}
     text = Page(render([findings]).html()).text
-    assert "12 of which have candidates that differ in outcome (fewer than the 25 wanted, so doubtful)" in text
+    assert "12 of which have candidates that differ in outcome (fewer than the 25 needed, so unreliable)" in text
 
 
 def test_futures_may_be_compared_with_the_verified_one():
@@ -1408,8 +1414,8 @@ def test_choices_are_told_by_kind_and_quantile(single):
         ["the LLM's choice", "70.0 [67.0, 73.0]", "70.0 [67.0, 73.0]"],
         ["FutureBridge", "50.0 [47.0, 53.0] ▼ ▽", "80.0 [77.0, 83.0]"],
     ]
-    assert plain(digits.note).startswith("Of 99 at 0.9, 60 at 0.94 states.")
-    assert "; 150 problems; request quantile 0.94, 1.695 nats unless the row says another; 95% score" in digits.note
+    assert plain(digits.note).startswith("States at each quantile: 99 at 0.9, 60 at 0.94.")
+    assert "; 150 problems; request quantile 0.94, 1.695 nats unless the row has its own; 95% score" in digits.note
     text = single.markdown("figures")
     assert "Better than the LLM's choice at digit events: FutureBridge at quantile 0.94." in text
     assert "Worse: the SLM's choice at quantile 0.9, 0.94; FutureBridge at quantile 0.9." in text
@@ -1419,7 +1425,7 @@ def test_choices_are_told_by_kind_and_quantile(single):
 def test_costs_without_deployment_name_its_command():
     findings = {"name": "n", "costs": tiny()["costs"] | {"deployment": None}}
     text = Page(render([findings]).html()).text
-    assert "Deployment was not timed; futurebridge experiment costs does it." in text
+    assert "Deployment was not timed. To time it, run futurebridge experiment costs." in text
 
 
 def test_filters_stand_in_the_order_in_which_they_are_applied(single):

@@ -322,7 +322,9 @@ def line(said, words):
 
 def test_advice_on_an_inverted_target(monkeypatch, run):
     said = advised(monkeypatch, run, states_with(future=0.0, large=0.5))
-    assert line(said, "Direct-B_8").startswith("Direct-B_8 orders candidates the wrong way round, 0% [0, 24] of pairs")
+    assert line(said, "Direct-B_8").startswith(
+        "Direct-B_8 ranks candidates in the wrong order: pairwise accuracy is 0% [0, 24] at the"
+    )
     assert line(said, "Direct-B_8").endswith("Do not train on it alone.")
     assert not [sentence for sentence in said if "future: own" in sentence]  # nothing here is known of that recipe
 
@@ -331,12 +333,14 @@ def test_every_figure_rests_on_states_of_its_own(monkeypatch, run):
     """20 digit states of which two have a future: the target is right at both, which is next to nothing."""
     said = advised(monkeypatch, run, states_with(1.0, 0.3) + states_with(1.0, 0.9, "digit", 20, known=0.1, name="d"))
     digit = line(said, "At digit events (20 held-out states)")
-    assert "Direct-B_8 100% [34, 100] at the 2 that have it, 55% [" in digit  # and 18 pairs of one half in deployment
+    assert (
+        "Direct-B_8 100% [34, 100] at the 2 states that have it, 55% [" in digit
+    )  # and 18 pairs of one half in deployment
     assert "the LLM's own score 90% [" in digit
-    assert digit.endswith("there the plain recipe decides what it has not learned.")
+    assert digit.endswith("so the plain recipe decides there without having learned it.")
     word = line(said, "At word events (12 held-out states)")
-    assert "Direct-B_8 100% [76, 100] at the 12 that have it, 100% [76, 100] in deployment" in word
-    assert "has not learned" not in word
+    assert "Direct-B_8 100% [76, 100] at the 12 states that have it, 100% [76, 100] in deployment" in word
+    assert "having learned" not in word
     assert not re.search(r"\b(\d+)% \[\1, \1\]", " ".join(said))  # nowhere an interval of no width
 
 
@@ -344,21 +348,21 @@ def test_what_is_trained_on_and_what_is_decided_are_told_apart(monkeypatch, run)
     states = states_with(1.0, 0.5, problems=50, known=0.94)
     states += states_with(1.0, 0.5, "digit", 36, known=5 / 36)
     assert advised(monkeypatch, run, states)[0] == (
-        "52 of 86 admitted held-out states (60%) have a usable future: word 47 of 50 (94%), digit 5 of 36 (14%). Of "
-        "the events trained on and of those decided in deployment are: word 90% and 58%, digit 10% and 42%."
+        "52 of 86 admitted held-out states (60%) have a usable future: word 47 of 50 (94%), digit 5 of 36 (14%). "
+        "Shares of the events trained on, and of those decided in deployment: word 90% and 58%, digit 10% and 42%."
     )
 
 
 @pytest.mark.parametrize(("known", "deployed"), [(1.0, "100% [96, 100]"), (0.5, "75% [66, 82]"), (0.1, "55% [45, 64]")])
 def test_pairs_without_a_future_count_half_in_deployment(monkeypatch, run, known, deployed):
     said = line(advised(monkeypatch, run, states_with(1.0, 0.5, problems=100, known=known)), "Direct-B_8")
-    assert f", {deployed} at all 100, where the others' pairs count half" in said
-    assert ("is not told from chance in deployment" in said) == (known == 0.1)
+    assert f" and {deployed} at all 100, where pairs without it count one half" in said
+    assert ("is not significantly better than chance in deployment" in said) == (known == 0.1)
 
 
 FEATURES_AND_OVERRIDE = (
     "Take candidate features with the override (train.features: [slm, llm, in_slm, in_llm, slm_certain, llm_certain], "
-    "evaluate.certainty: 0.6), nothing is significantly better here: "
+    "evaluate.certainty: 0.6). No other recipe is significantly better here: "
 )
 
 
@@ -373,7 +377,9 @@ def test_features_with_the_override_are_advised_where_the_plain_recipe_has_not_l
     gained = re.search(r"([+-]\d+) pp \[([+-]\d+), ([+-]\d+)\] against the plain recipe", advised_here)
     assert int(gained[1]) == 15  # of 36 of the digits, less half of 6 words
     assert int(gained[2]) > 0
-    choices = line(said, "Choices that lead to success without later help, at all 100 admitted held-out states of 100")
+    choices = line(
+        said, "Choices that lead to success without later interventions, at all 100 admitted held-out states of 100"
+    )
     assert "the plain recipe 79% [" in choices  # (54 + 6 / 2 + 4 + 36 / 2) of 100
     assert "candidate features with the override 9" in choices
 
@@ -382,7 +388,9 @@ def test_features_with_the_override_are_not_advised_where_they_do_harm(monkeypat
     """A certain LLM that is wrong, and a target that is right."""
     chosen = settings(rollouts={"minimum_mixed": 1000})
     said = advised(monkeypatch, run, states_with(1.0, 0.0, problems=60, certain=1.0), chosen)
-    assert line(said, "Take").startswith("Take the plain recipe (no option), significantly better here: +100 pp [")
+    assert line(said, "Take").startswith(
+        "Take the plain recipe (no options). It is significantly better here: +100 pp ["
+    )
     few = advised(monkeypatch, run, states_with(1.0, 0.0, problems=2, certain=1.0), chosen)
     assert line(few, "Take").startswith(FEATURES_AND_OVERRIDE + "-100 pp [")  # two problems decide nothing
 
@@ -406,19 +414,20 @@ def test_a_calibration_is_advised_by_the_same_evidence(monkeypatch, run):
 @pytest.mark.parametrize(("share", "percent"), [(0.5, 50), (5 / 12, 42), (7 / 12, 58)])
 def test_advice_on_an_undecided_target(monkeypatch, run, share, percent):
     said = line(advised(monkeypatch, run, states_with(share, 0.5)), "Direct-B_8")
-    assert f"is not told from chance in deployment, {percent}% [" in said
+    assert f"is not significantly better than chance in deployment: pairwise accuracy is {percent}% [" in said
 
 
 def test_advice_where_nothing_can_be_compared(monkeypatch, run):
     alike = [judged("a", [True, True], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]], **{"Direct-B_8": [[1.0, 0.0]]})]
     said = advised(monkeypatch, run, alike)
-    assert line(said, "No held-out state has both").endswith("Direct-B_8 is unknown.")
-    assert "At word events (1 held-out states) no pair of candidates differs in outcome." in said
+    assert line(said, "No held-out state has both").endswith("so nothing is known of Direct-B_8.")
+    assert "At word events (1 held-out states), no pair of candidates differs in outcome." in said
     unscored = [judged("a", [True, False], SLM=[[1.0, 0.0]], LLM=[[1.0, 0.0]])]
     said = advised(monkeypatch, run, unscored)
     assert said[0].startswith("No held-out state has both")
     assert said[1].startswith(
-        "At word events (1 held-out states): Direct-B_8 unknown, the LLM's own score 100% [21, 100], the SLM's 100%"
+        "At word events (1 held-out states), pairwise accuracy: Direct-B_8 unknown, the LLM's own score "
+        "100% [21, 100], the SLM's 100%"
     )
     assert len(advised(monkeypatch, run, [])) == 2
 
@@ -427,12 +436,13 @@ def test_advice_counts_what_a_calibration_needs(monkeypatch, run):
     states = states_with(0.5, 0.5)
     needed = math.ceil(3 * 45 / 25)
     assert advised(monkeypatch, run, states)[-1] == (
-        "A calibration needs 3 training states with candidates of different outcome; as 25 of 45 held-out states have "
-        f"them, about {needed} rolled-out states, a share of {needed / 142:.2g} (rollouts.train is 0.5)."
+        "A calibration needs 3 training states whose candidates differ in outcome. 25 of 45 held-out states are of "
+        f"that kind, so about {needed} training states have to be rolled out, a share of {needed / 142:.2g} "
+        "(rollouts.train is 0.5)."
     )
     many = settings(rollouts={"minimum_mixed": 100})
     assert advised(monkeypatch, run, states, many)[-1].endswith(
-        "about 180 rolled-out states, more than the 142 there are: collect more."
+        "so about 180 training states have to be rolled out; there are only 142, so collect more."
     )
 
 

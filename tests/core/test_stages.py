@@ -390,7 +390,7 @@ def test_before_anything_is_collected_plans_have_a_bound_from_the_settings(undis
         for text in shown:
             name = text.partition(":")[0]
             if "cannot run yet" in text:
-                bound = re.search(r"by the settings alone, at most ([\d,]+) (\w+)", text)
+                bound = re.search(r"according to the settings, at most ([\d,]+) (\w+)", text)
                 assert bound, text
                 bounds[name] = int(bound[1].replace(",", ""))
     assert bounds["futures"] == bounds["scores"] == bounds["rollouts"] == 48 * 8
@@ -410,11 +410,11 @@ def test_the_choice_is_bounded_and_priced_ahead_of_time(undisturbed, tmp_path):
         run_command("train", chosen, tmp_path, dry_run=True, show=shown.append)
         (text,) = (text for text in shown if text.startswith("selection"))
         decodes = problems * 2 * 2  # seeds, epochs
-        assert f"by the settings alone, at most {decodes} decodes" in text
+        assert f"according to the settings, at most {decodes} decodes" in text
         work = [2e-12 * (models.parameters(role) or 0) * decodes * longest for role in ("slm", "llm")]
-        assert f"at most {decodes * longest:,} tokens decoded in batches, {problems} problems by each of 4" in text
-        assert f"{work[0]:.3g} TFLOP by" in text
-        assert f"and {decodes * longest:,} tokens read once by the LLM, {work[1]:.3g} TFLOP by" in text
+        assert f"at most {decodes * longest:,} tokens decoded in batches, {problems} problems with each of 4" in text
+        assert f"{work[0]:.3g} TFLOP with" in text
+        assert f"and {decodes * longest:,} tokens read once by the LLM, {work[1]:.3g} TFLOP with" in text
     assert min(work) > 0
     own = SelectionStage(settings(score={"pool": "slm"}), tmp_path)
     assert own.cost().llm_tokens == 0
