@@ -108,7 +108,7 @@ class PagedLLM(LocalLLM):
         for ids, limit in zip(prefixes, limits, strict=True):
             fits = limit <= self.paged.length and pages_of(limit) <= self.paged.pages.count
             held = self._room(ids, using) if fits else None
-            if held is None or len(held.tokens) > len(ids):  # the pages also hold another continuation of these ids
+            if held is None or len(held.tokens) > len(ids):  # others may share what this would overwrite
                 return None
             using.append(held)
             while not self.paged.pages.grow(held.pages, limit):

@@ -31,7 +31,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can be a hub id: "owner/name" or a name, and no local folder."""
+    """Whether a path can be a hub id: "owner/name", where neither path nor owner is a local folder."""
     owner, _, _ = path.partition("/")
     return bool(HUB_ID.fullmatch(path)) and not os.path.isdir(path) and not os.path.isdir(owner)
 
