@@ -1,8 +1,8 @@
-// Two kernels of branches behind a prefix that they share. `branch_attention_qkv`: branches of one token over their
-// sequence, from projected rows to attention's output. `branch_attention`: groups of branches, each over its slice.
+// Two kernels of branches that share a prefix. `branch_attention_qkv`: branches of one token after their sequence, from
+// projected rows to attention's output. `branch_attention`: groups of branches, each after its slice.
 //
-// A unit is a key head with a tile of its query rows. Blocks share the chunks of the keys that it sees, in an order that
-// its own length gives; the last of them to arrive merges what all have left behind, in the order of the parts.
+// A unit is a key head with a tile of its query rows. Blocks share the chunks of keys that it sees, in an order that
+// depends only on its length; the last block to arrive merges the results of all, in the order of the parts.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -12,8 +12,8 @@
 
 namespace fb::branch_attention {
 
-// A block's: kWarps warps, each of which scores 16 keys of a chunk with 16 kTiles query rows, and sums a part of the
-// columns of all values.
+// The shape of a block: kWarps warps, each of which scores 16 keys of a chunk with 16 kTiles query rows, and sums some
+// of the columns of all values.
 template <int kHead_, int kWarps_, int kTiles_>
 struct Shape {
   static constexpr int kHead = kHead_, kWarps = kWarps_, kTiles = kTiles_;
@@ -31,11 +31,11 @@ struct Span {
   int begin, end;  // keys that are seen
 };
 
-// What blocks leave for the merge.
+// What blocks write for the merge.
 struct Parts {
   float* sums;    // [rows, heads, each, E]
   float* states;  // [rows, heads, each, 2]: largest score, sum of exponentials
-  int each;       // of a row
+  int each;       // parts of a row
 };
 
 __device__ inline uint32_t even(uint32_t a, uint32_t b) { return permute_bytes<0x5410>(a, b); }
@@ -56,8 +56,8 @@ struct Shared {
   bool is_last;
 };
 
-// A block: `count` query rows over every so manieth chunk of the span, from one chunk's first key on. `prepare` puts the
-// rows into shared.q while keys and values are on their way; `keys` knows where these lie, `place` where a row's part is.
+// A block: `count` query rows over every n-th chunk of the span, from one chunk's first key on. `prepare` puts the rows
+// into shared.q while keys and values are loaded; `keys` knows their addresses, `place` that of a row's part.
 //
 // Both products have a free order of their inner index and of their columns. With g = lane / 4 and t = lane % 4, a
 // thread's 16 bytes at e + 8t of q and of key g are the inner indices {2t, 2t + 1, 2t + 8, 2t + 9} of two products;
@@ -70,7 +70,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
   constexpr int kSteps = E / 32, kColumns = E / kWarps / 8, kWords = kColumns / 2;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
   const auto seen = [&](int key) { return key >= span.begin && key < span.end; };
-  uint4 k[2][kSteps];  // for one that is not seen another one
+  uint4 k[2][kSteps];  // another key in place of one that is not seen
   const auto load_keys = [&](int chunk, int turn) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -80,7 +80,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
       for (int step = 0; step < kSteps; ++step) k[i][step] = reinterpret_cast<const uint4*>(at)[step * 4 + t];
     }
   };
-  Vector<uint32_t, kWords> values[kWarps][4];  // zero for one that is not seen: it may hold NaN
+  Vector<uint32_t, kWords> values[kWarps][4];  // zero for a key that is not seen: its value may be NaN
   const auto load_values = [&](int chunk, int turn) {
     auto pairs = keys.pairs(static_cast<const T*>(keys.v) + warp * (E / kWarps), chunk, 2 * t, turn);
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ inline void take_chunks(Keys& keys, const Span& span, int begin, int 
   prepare();
   __syncthreads();
 
-  // Of rows g and g + 8 of each tile; those at and beyond count hold anything, and none touches another.
+  // Of rows g and g + 8 of each tile; rows from `count` on hold anything, and rows do not affect each other.
   float top[kTiles][2], sum[kTiles][2] = {}, out[kTiles][kColumns][4] = {};
 #pragma unroll
   for (int i = 0; i < 2 * kTiles; ++i) top[i / 2][i % 2] = -INFINITY;
@@ -240,7 +240,7 @@ struct State {
     for (int j = 0; j < kWidth; ++j) sum[j] += p * to_float(value.x[j]);
   }
 
-  // So many parts of the row, some of them in flight at once.
+  // Adds so many parts of the row, with several loads in flight.
   template <int kBatch>
   __device__ void merge(const Parts& parts, int64_t place, int count) {
     using Columns = Vector<float, kWidth>;
@@ -287,7 +287,7 @@ struct State {
   }
 
   template <typename T>
-  __device__ void store(T* head) const {  // of no key zeros, or the NaN of values that count nothing
+  __device__ void store(T* head) const {  // zeros if there was no key, or the NaN of values with weight 0
     const float divisor = mass == 0.0f ? 1.0f : mass;
     Vector<T, kWidth> result;
 #pragma unroll
@@ -313,7 +313,7 @@ struct Query {
 
 constexpr int inverse_of(int repeat) { return (1 << 16) / repeat + 1; }  // exact up to 2^16 / repeat
 
-// --- branch_attention_qkv: its first parts norm and rotate the rows' own keys, keep and score them --------------------
+// --- branch_attention_qkv: its first parts norm and rotate the rows' own keys, write and score them ------------------
 
 constexpr int kWarps = 4;
 template <int E>
@@ -332,18 +332,18 @@ struct QkvCall {
   void *k_cache, *v_cache, *out;
   Parts parts;
   float* own;         // [rows, heads]: score of the row's own key; NaN where the row's arguments are bad
-  Counters counters;  // one a unit
+  Counters counters;  // one per unit
   const int* block_table;  // [sequences, n]
   int64_t qkv_stride, table_rows, page_stride, cache_stride, out_stride, block_table_row;
-  int rows, heads, kv_heads, repeat, inverse, units, window;  // rows behind each sequence
+  int rows, heads, kv_heads, repeat, inverse, units, window;  // rows after each sequence
   int tiles;               // of a sequence's rows
   int capacity;            // keys that a sequence may have
-  int pages, page_size;    // where they lie in pages, whole chunks
+  int pages, page_size;    // if they are in pages, of whole chunks
   int slots_in_cache;
   float eps, scale;  // the scale also brings scores to base 2
 };
 
-__device__ inline Span seen_keys(const QkvCall& call, int held) {  // none where `held` is bad
+__device__ inline Span seen_keys(const QkvCall& call, int held) {  // none if `held` is invalid
   if (held < 0 || held > call.capacity) return {0, 0};
   return {call.window > 0 ? max(0, held - call.window + 1) : 0, held};
 }
@@ -392,14 +392,14 @@ struct Cache {
   __device__ void advance(int) {}
 };
 
-// The same in pages, in one of which a chunk lies. Its number is asked for a turn before its keys are.
+// The same in pages; a chunk is in one page, whose number is loaded one turn before its keys.
 struct PagedCache {
   static constexpr bool kZeros = false;
   const QkvCall& call;
   const void *k, *v;
   const int* table;  // of the sequence
   const int end, columns, places;  // from a chunk to the block's next: pages, and slots of a page
-  int chunk, column, place;  // that is asked for next
+  int chunk, column, place;  // of the next load
   int page_of_keys, place_of_keys, page_of_values, place_of_values;
 
   __device__ PagedCache(const QkvCall& call, const void* k, const void* v, int sequence, const Span& span, int begin)
@@ -419,7 +419,7 @@ struct PagedCache {
     if (place >= call.page_size) place -= call.page_size, ++column;
   }
 
-  __device__ int64_t at(int page, int place) const {  // some page where there is no such
+  __device__ int64_t at(int page, int place) const {  // any valid page if there is no such
     return (page >= 0 && page < call.pages ? page : 0) * call.page_stride + place * call.cache_stride;
   }
 
@@ -433,13 +433,13 @@ struct PagedCache {
     return {columns + at(page_of_values, place_of_values + first), call.cache_stride};
   }
 
-  __device__ void advance(int) {  // the keys of the next turn are loaded, its values not yet
+  __device__ void advance(int) {  // called when the keys of the next turn are loaded, and its values not yet
     page_of_values = page_of_keys, place_of_values = place_of_keys;
     ask();
   }
 };
 
-// Whether a sequence's pages that are seen are in range, and none of its keys lies in `slot`, which may be below 0.
+// Whether the sequence's pages that are seen are in range, and `slot`, which may be negative, has none of its keys.
 __device__ inline bool pages_fit(const QkvCall& call, int sequence, const Span& span, int slot) {
   const int* table = call.block_table + sequence * call.block_table_row;
   const int wanted = slot < 0 ? -1 : slot / call.page_size, place = slot - wanted * call.page_size;
@@ -452,8 +452,8 @@ __device__ inline bool pages_fit(const QkvCall& call, int sequence, const Span& 
   return __ballot_sync(0xffffffffu, wrong) == 0;
 }
 
-// What a lane holds of a head: E / 64 neighbours of its first half and as many of its second. Sums of products are
-// spelt out, so that a query has the same bits wherever it is prepared.
+// What a lane holds of a head: E / 64 adjacent elements of its first half and as many of its second. Sums of products
+// are spelt out, so that a query has the same bits wherever it is prepared.
 template <int E>
 struct Part {
   static constexpr int kCount = E / 64;
@@ -494,7 +494,7 @@ struct Part {
     return sum_over_warp(sum);
   }
 
-  __device__ void norm(const Part& weight, bool normed, float eps) {  // without a branch around the sum
+  __device__ void norm(const Part& weight, bool normed, float eps) {  // the sum is not inside a branch
     const float over = rsqrtf(dot(*this) / E + eps), factor = normed ? over : 1.0f;
 #pragma unroll
     for (int i = 0; i < 2 * kCount; ++i) x[i / kCount][i % kCount] *= factor * weight.x[i / kCount][i % kCount];
@@ -516,7 +516,7 @@ __device__ inline const T* head_of(const QkvCall& call, int row, int head) {
   return static_cast<const T*>(call.qkv) + row * call.qkv_stride + static_cast<int64_t>(head) * E;
 }
 
-// A query row and its row of the tables, on their way.
+// A query row and its row of the tables, being loaded.
 template <int E>
 struct Request {
   Part<E> q, cos, sin;
@@ -574,7 +574,7 @@ __device__ inline void take_own(const QkvCall& call, const Unit& unit, const Que
 }
 
 template <int E>
-constexpr int kAhead = E <= 128 ? kQueries / kWarps : 2;  // requests of a warp that are under way with its first keys
+constexpr int kAhead = E <= 128 ? kQueries / kWarps : 2;  // loads of a warp that are in flight with its first keys
 
 // A block's part of a unit's chunks.
 template <typename T, int E, bool kPaged>
@@ -627,7 +627,7 @@ __global__ void __launch_bounds__(kThreads, E <= 128 ? 3 : 2) branch_attention_q
   wait_for_previous();
   const int held = call.held[unit.sequence];
   if (call.q_weight != nullptr) q_weight.load(static_cast<const T*>(call.q_weight));
-  if (split >= 0) {  // they need no more than positions: ahead of keys and values
+  if (split >= 0) {  // they need only positions, so they are prepared before keys and values
     int position[kAhead<E>];
 #pragma unroll
     for (int i = 0; i < kAhead<E>; ++i)
@@ -667,7 +667,7 @@ template <int E>
 using BranchShape = Shape<E, E == 64 ? 4 : 8, E == 256 ? 1 : 2>;
 constexpr int64_t kMostFloats = 1 << 28;  // of partial results
 constexpr int kMostRepeat = 128;            // as many rows and a tile's are within what inverse_of is exact for
-constexpr int kMostParts = 16;              // over a slice: so many the last block reads at once
+constexpr int kMostParts = 16;              // over a slice: the last block reads so many at once
 constexpr int kSpread = 128;  // blocks over the chunks of a group's key heads, about one a multiprocessor on any chip
 
 struct BranchCall {
@@ -689,7 +689,7 @@ struct BranchCall {
     return wide ? static_cast<const int64_t*>(indices)[place] : static_cast<const int*>(indices)[place];
   }
 
-  // First row of a group, or of those behind the last; some row where offsets are not sound.
+  // First row of a group, or the end of the last one; some row if offsets are not valid.
   __device__ int first_row(int group) const {
     const int64_t branch = index(cu_group, group), inside = min(max(branch, int64_t{0}), int64_t{branches});
     const int64_t row = index(cu_branch, inside);
@@ -708,7 +708,7 @@ struct BranchCall {
   }
 };
 
-// Whether offsets rise from 0 to `last`; those that a thread looks at first are asked for early.
+// Whether offsets rise from 0 to `last`; the first ones that a thread checks are loaded early.
 template <int kThreads>
 struct Rising {
   const BranchCall& call;
@@ -746,8 +746,8 @@ __device__ inline Tile tile_at(const BranchCall& call, int group, int row, int p
   return {group, row + rows, packed - rows * call.repeat, count};
 }
 
-// Groups take turns of as many tiles as their rows may need where those before them are packed without a gap: group g's
-// begin at tile (its first packed row) / kQueries + g, and behind its own some may have no rows.
+// Each group has as many tiles as its rows may need when the rows before it are packed without a gap: group g's begin
+// at tile (its first packed row) / kQueries + g, and tiles after its last rows may be empty.
 template <int kQueries>
 __device__ inline Tile find_tile(const BranchCall& call, int tile) {
   if (call.groups <= 1) {
@@ -770,7 +770,7 @@ __device__ inline Tile find_tile(const BranchCall& call, int tile) {
 
 struct Slice {
   int start, length;
-  bool fits;  // else it counts as empty, and its rows are NaN
+  bool fits;  // if not, it counts as empty, and its rows are NaN
 };
 
 __device__ inline Slice find_slice(const BranchCall& call, int group) {
@@ -783,8 +783,8 @@ __device__ inline Slice find_slice(const BranchCall& call, int group) {
 
 static __device__ const uint4 zeros[32] = {};  // a head
 
-// Keys of a key head in a slice. Where those of a chunk lie is looked up two turns ahead, a key by a thread: half of
-// the threads have the chunks of the even turns. Values behind the last lie where there are zeros.
+// Keys of a key head in a slice. The addresses of a chunk's keys are looked up two turns ahead, one key per thread:
+// half of the threads do the chunks of even turns. Values after the last are read from `zeros`.
 template <typename Shape>
 struct SliceKeys {
   static constexpr bool kZeros = true;
@@ -794,7 +794,7 @@ struct SliceKeys {
   const void *k, *v;
   int64_t (&slots)[2][kChunk];
   const int group, start, end, stride;
-  const int64_t behind;
+  const int64_t after;
   int key, page, slot;  // that this thread looks up next
   bool wrong = false;
 
@@ -802,7 +802,7 @@ struct SliceKeys {
   __device__ SliceKeys(const BranchCall& call, const T* k, const T* v, int64_t (&slots)[2][kChunk], int group,
                        const Slice& slice, int begin, int stride)
       : call(call), k(k), v(v), slots(slots), group(group), start(slice.start), end(slice.length), stride(stride),
-        behind((reinterpret_cast<intptr_t>(zeros) - reinterpret_cast<intptr_t>(v)) / static_cast<int>(sizeof(T))) {
+        after((reinterpret_cast<intptr_t>(zeros) - reinterpret_cast<intptr_t>(v)) / static_cast<int>(sizeof(T))) {
     key = begin + static_cast<int>(threadIdx.x) / kChunk * stride + threadIdx.x % kChunk;
     ask();
     answer();
@@ -820,13 +820,13 @@ struct SliceKeys {
 
   __device__ void answer() {
     wrong |= page < 0;
-    const int64_t at = key < end ? max(page, 0) * call.page + slot * call.slot : behind;
+    const int64_t at = key < end ? max(page, 0) * call.page + slot * call.slot : after;
     slots[threadIdx.x / kChunk][threadIdx.x % kChunk] = at;
     key += 2 * stride;
     ask();
   }
 
-  __device__ void advance(int turn) {  // none looks any more at where this turn's keys lie
+  __device__ void advance(int turn) {  // this turn's addresses are no longer needed
     if (static_cast<int>(threadIdx.x) / kChunk == turn % 2) answer();
   }
 
@@ -849,7 +849,7 @@ struct SliceKeys {
   }
 };
 
-// A warp: what a query row's own branch says, up to its own key. What a branch of one row needs is asked for early.
+// A warp: a query row's attention to its own branch, up to its own key. What a branch of one row needs is loaded early.
 template <typename T, int E>
 struct OwnKeys {
   using Columns = Vector<T, E / kWarp>;
@@ -908,8 +908,8 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   const Tile mine = find_tile<kQueries>(call, tile);
   const auto query_of = [&](int index) { return Query(call, kv_head, mine.first + index, mine.row); };
 
-  // Ahead of keys and values all that is needed beside them is asked for. A row's own branch is one more part: the
-  // warps of all blocks take turns.
+  // Everything else is loaded before keys and values. A row's own branch is one more part; the warps of all blocks take
+  // turns with these.
   const bool filled = mine.count > 0;
   const Slice slice = filled ? find_slice(call, mine.group) : Slice{0, 0, true};
   OwnKeys<T, E> own{call, kv_head * call.own_head};
@@ -961,7 +961,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   if (!shared.is_last) return;
 
   const bool sound = call.sound[unit];
-  const int flat = tile * kQueries;  // where offsets are not sound, the tile is one of all rows
+  const int flat = tile * kQueries;  // if offsets are not valid, tiles cover all rows
   const Tile rows = sound ? mine : tile_at(call, 0, 0, flat, min(kQueries, call.rows * call.repeat - flat));
 #pragma unroll 1
   for (int i = warp; i < rows.count; i += Shape::kWarps) {
@@ -976,7 +976,7 @@ __global__ void __launch_bounds__(BranchShape<E>::kThreads, 1) branch_attention_
   }
 }
 
-// How a call is launched: by its head size, how many parts a tile has at most, and tiles times key heads.
+// How a call is launched: by head size, the most parts of a tile, and tiles times key heads.
 struct Grid {
   int64_t splits, units;
 
@@ -1020,7 +1020,7 @@ bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) 
 
 }  // namespace fb::branch_attention
 
-// Floats in `partials`, or kNotTaken for so many rows behind each of so many sequences, with so many keys at most.
+// Floats in `partials`, or kNotTaken, for so many rows after each of so many sequences, with at most so many keys.
 extern "C" int64_t fb_branch_attention_qkv_workspace(int sequences, int rows, int heads, int head_dim,
                                                      int64_t capacity) {
   using namespace fb::branch_attention;
@@ -1030,7 +1030,7 @@ extern "C" int64_t fb_branch_attention_qkv_workspace(int sequences, int rows, in
   return floats > kMostFloats ? fb::kNotTaken : floats;
 }
 
-// Caches of pages where there is a block table, else flat ones of page_size slots.
+// Caches are paged if there is a block table, else flat with page_size slots.
 extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, const void* q_weight, const void* k_weight,
                                        const float* cos, const float* sin, int64_t table_rows, const int* positions,
                                        void* k_cache, void* v_cache, int64_t page_stride, int64_t cache_stride,
@@ -1068,7 +1068,7 @@ extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, cons
   fb::Chip chip;
   if (const int error = fb::current_chip(&chip)) return error;
   const int chunks = fb::divide_up(capacity, kChunk), most = std::min(chunks, kMostSplits);
-  // the same for any rows and any other sequences
+  // the same whatever the rows and the other sequences
   call.parts.each = std::min(most, std::max(1, kBlocks * chip.multiprocessors / kv_heads));
   const int64_t places = int64_t{sequences} * rows * heads * call.parts.each;
   call.parts.sums = partials, call.parts.states = partials + places * head_dim;
@@ -1079,7 +1079,7 @@ extern "C" int fb_branch_attention_qkv(const void* qkv, int64_t qkv_stride, cons
   return run(call, head_dim, dtype, on);
 }
 
-// Floats in `workspace`, or kNotTaken for so many rows; no slice has more keys than most_keys, or it takes longer.
+// Floats in `workspace`, or kNotTaken, for so many rows; slices longer than most_keys are right, but take longer.
 extern "C" int64_t fb_branch_attention_workspace(int rows, int heads, int kv_heads, int head_dim, int groups,
                                                  int64_t most_keys) {
   using namespace fb::branch_attention;

@@ -1,5 +1,5 @@
-// candidate_head: RMSNorm and a scalar head a row, softmax and argmax a group. A warp takes a row. One block takes all
-// there is where that is little; otherwise a block takes a group, and more of them the rows of none.
+// candidate_head: RMSNorm and a scalar head per row, softmax and argmax per group. A warp takes a row. If there are few
+// rows, one block takes them all; otherwise each block takes a group, and a few more blocks the rows of no group.
 #include "device.cuh"
 
 namespace fb {
@@ -30,7 +30,7 @@ struct CandidateHead {
   }
 };
 
-// 16 bytes of a row, zero behind its end; kWide says that they are aligned and that the end cuts none.
+// 16 bytes of a row, zero after its end; kWide: they are aligned, and the end cuts none.
 template <bool kWide, bool kOnce, typename T>
 __device__ inline Chunk<T> head_chunk(const T* row, int first, int width) {
   if constexpr (!kWide) return load_chunk(row, first, width, false);
@@ -40,7 +40,7 @@ __device__ inline Chunk<T> head_chunk(const T* row, int first, int width) {
   return chunk;
 }
 
-// The score of a row, in every lane; lanes take the same columns in the same order in every row.
+// The score of a row, in every lane; a lane takes the same columns in the same order in every row.
 template <bool kWide, typename T, typename W>
 __device__ inline float score_of(const CandidateHead<T, W>& of, int64_t row) {
   constexpr int kElements = Chunk<T>::kElements, kParts = sizeof(W) / sizeof(T), kBatch = kWide ? 4 : 1;
@@ -120,15 +120,15 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp, 1) candidate_head_kernel(Ca
   wait_for_previous();
   const int thread = threadIdx.x, threads = blockDim.x, block = blockIdx.x;
   const int warp = thread / kWarp, warps = threads / kWarp;
-  const int checker = threads - 1 - thread;  // the last warp may have no row to wait for
+  const int checker = threads - 1 - thread;  // counted from the last warp, which may have no row to wait for
   bool bad = checker == 0 && (of.offset(0) != 0 || of.offset(of.groups) > of.rows);
 #pragma unroll 1
   for (int i = checker; i < of.groups; i += threads) bad |= of.offset(i) > of.offset(i + 1);
 
-  // Rows that the block scores, groups that it decides, rows of no group among its rows.
+  // The rows that the block scores, its groups, and those of its rows that are in no group.
   int begin = 0, end = of.rows, group = 0, group_end = of.groups;
   if (!alone) {
-    const bool sound = __syncthreads_count(bad) == 0;  // else all rows are of no group
+    const bool sound = __syncthreads_count(bad) == 0;  // if not, all rows are of no group
     group = min(block, of.groups);
     group_end = min(block + 1, of.groups);
     if (group < group_end) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kHeadWarps* kWarp, 1) candidate_head_kernel(Ca
     const float s = score_of<kWide>(of, row);
     if (thread % kWarp == 0) scores[row - begin] = of.score[row] = s;
   }
-  const bool sound = __syncthreads_count(bad) == 0;  // and the scores are there
+  const bool sound = __syncthreads_count(bad) == 0;  // the barrier also makes the scores visible
   int rest = begin;
   if (group < group_end && sound) rest = static_cast<int>(of.offset(group_end));
 #pragma unroll 1

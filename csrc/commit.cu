@@ -1,4 +1,4 @@
-// commit_: the end of a decode step; one thread a row.
+// commit_: the end of a decode step; one thread per row.
 #include "device.cuh"
 
 namespace fb {
@@ -31,7 +31,7 @@ __global__ void commit_kernel(int64_t* tokens, int64_t tokens_stride, int64_t sl
       length[row] = held + 1;
     }
   }
-  if (outcome != nullptr) {  // on the device, or pinned on the host, where the end of the kernel shows it
+  if (outcome != nullptr) {  // on the device or in pinned host memory, complete when the kernel has ended
     outcome += row * outcome_stride;
     outcome[0] = static_cast<float>(reason);
     outcome[1] = static_cast<float>(next);

@@ -1,5 +1,5 @@
-// Counters of the blocks that have arrived (arrives_last), zero before and after each launch. Each source file that
-// includes this has its own.
+// Counters of the blocks that have arrived (arrives_last); zero before and after each launch. Each source file that
+// includes this has its own counters.
 #pragma once
 
 #include <atomic>
@@ -10,19 +10,19 @@ namespace fb {
 
 constexpr int kGraphCounters = 1 << 14;
 
-// Each captured launch has counters of its own here for good: they need no clearing, since each run leaves them zero.
+// Each captured launch keeps its own counters here for ever; they need no clearing, since each run leaves them zero.
 static __device__ unsigned graph_counters[kGraphCounters];
 
 struct Counters {
   unsigned* given;  // or null
-  int first;        // else, of those above
+  int first;        // else the index of the first one above
 };
 
 static __device__ inline unsigned* counter_at(const Counters& counters, int64_t index) {
   return (counters.given != nullptr ? counters.given : graph_counters + counters.first) + index;
 }
 
-// So many counters for a launch on this stream: those given, set to zero, where it is not captured or none are left.
+// Counters for a launch on this stream: own ones if it is captured and some are left, else the given ones, zeroed.
 static inline int counters_for(int count, unsigned* given, Stream stream, Counters* counters) {
   static std::atomic<int> taken{0};
   bool captured = false;

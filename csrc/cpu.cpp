@@ -1,7 +1,7 @@
-// The ops of a decode step, attention of branches and small calls of others on the CPU: float32, those of a step,
-// attention and log-probs bfloat16 too, with sums in float32. Plain C functions for fb_kernels/cpu.py, which checks
-// what it passes. Linear layers, log-probs and attention run on the threads of the OpenMP runtime that torch has
-// loaded, all else on one. Nothing is reassociated by the compiler, so that NaN and inf mean what they mean in PyTorch.
+// The ops of a decode step, branch attention and small calls of other ops on the CPU, in float32; the ops of a decode
+// step, attention and log-probs also in bfloat16, with sums in float32. Plain C functions for fb_kernels/cpu.py, which
+// checks what it passes. Linear layers, log-probs and attention run on the threads of torch's OpenMP runtime, all else
+// on one thread. The compiler reassociates nothing, so that NaN and inf behave as in PyTorch.
 
 #include <algorithm>
 #include <cmath>
@@ -40,7 +40,7 @@ struct Memory {
   ~Memory() { std::free(data); }
 };
 
-// So many floats, the thread's own until its next call; null where there is no memory.
+// A buffer of so many floats, which is the thread's until its next call; null if there is no memory.
 float* scratch(int64_t size) {
   static thread_local Memory memory;
   if (size > memory.size || !memory.data) {
@@ -52,7 +52,7 @@ float* scratch(int64_t size) {
   return memory.data;
 }
 
-// work(first, last) for pieces of 0 to count that begin at multiples of `unit`, on so many threads at most.
+// Calls work(first, last) for pieces of [0, count) that begin at multiples of `unit`, on at most so many threads.
 template <typename Work>
 void share(int64_t count, int64_t unit, int threads, const Work& work) {
   if (threads <= 1) return work(0, count);
@@ -63,7 +63,7 @@ void share(int64_t count, int64_t unit, int threads, const Work& work) {
 }
 
 #ifdef _OPENMP
-INLINE int64_t part() { return omp_get_thread_num(); }  // of the threads that are at work
+INLINE int64_t part() { return omp_get_thread_num(); }  // index of this thread among those that work
 INLINE int64_t parts() { return omp_get_num_threads(); }
 #else
 INLINE int64_t part() { return 0; }
@@ -74,7 +74,7 @@ INLINE int64_t entry(const void* from, int wide, int64_t index) {
   return wide ? static_cast<const int64_t*>(from)[index] : static_cast<const int32_t*>(from)[index];
 }
 
-// Vectors of `repeat` heads of each row.
+// The vectors of `repeat` heads of each row.
 template <typename Element>
 struct Block {
   Element* first;
@@ -82,7 +82,7 @@ struct Block {
   Element* operator[](int64_t r) const { return first + r / repeat * row + r % repeat * head; }
 };
 
-// Rows of one head that lie apart by one stride, or in pages.
+// The rows of one head, at one stride or in pages.
 template <typename T>
 struct Keys {
   const T* data;
@@ -101,12 +101,12 @@ struct Heads {  // of every row
   const T* data;
   int64_t row, head, apart;  // pages
   const T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
-  // From row r on, the heads that share key head g.
+  // The heads that share key head g, from row r on.
   Block<const T> queries(int64_t r, int64_t g, int64_t repeat) const { return {at(r, g * repeat), row, head, repeat}; }
   Keys<T> of(int64_t h) const { return {at(0, h), row, nullptr, 0, 0, 0}; }
 };
 
-// How products become scores; softcap 0 is none.
+// How products become scores; softcap 0: none.
 struct Scoring {
   float scale, softcap;
   int64_t window;
@@ -154,12 +154,12 @@ struct Indices {
   int64_t operator[](int64_t i) const { return entry(data, wide, i); }
 };
 
-// Keys of a sequence that lie one behind the other: so many, from a slot of a page on.
+// Consecutive keys of a sequence in one page: so many, from a slot on.
 struct Stretch {
   int64_t page, slot, count;
 };
 
-// Rotary tables, the keys and values of sequences in pages, and where rows stand in them: `each` behind every sequence.
+// Rotary tables, the paged keys and values of sequences, and their rows' places in them: `each` rows per sequence.
 template <typename T>
 struct Sequences {
   const float *cos, *sin;  // [length, width]
@@ -170,8 +170,8 @@ struct Sequences {
   T* v;
   int64_t v_page, v_slot, v_head, pages, page;
   Indices held;   // [count]
-  Indices table;  // null where the cache is flat: one page of all slots
-  int64_t table_row, table_width, count, each, window, heads, kv_heads, width;  // window 0 is none
+  Indices table;  // null if the cache is flat: one page with all slots
+  int64_t table_row, table_width, count, each, window, heads, kv_heads, width;  // window 0: none
   float eps, scale;
 
   int64_t first(int64_t s) const { return window ? std::max<int64_t>(0, held[s] - (window - 1)) : 0; }
@@ -186,13 +186,13 @@ struct Sequences {
 
   int64_t page_at(int64_t s, int64_t column) const { return table.data ? table[s * table_row + column] : 0; }
 
-  // From a key on, as far as its page goes, so many at most; of no keys nothing is read.
+  // The keys from one on, to the end of its page, at most so many; for no keys nothing is read.
   Stretch stretch(int64_t s, int64_t key, int64_t most) const {
     if (key >= held[s]) return {0, 0, 0};
     return {page_at(s, key / page), key % page, std::min({page - key % page, held[s] - key, most})};
   }
 
-  bool holds(int64_t s, int64_t slot) const {  // a key that is seen; in a flat cache one before them too
+  bool holds(int64_t s, int64_t slot) const {  // whether a slot's key is seen or, if flat, before those
     if (!table.data) return slot < held[s];
     const int64_t wanted = slot / page, place = slot % page, begin = first(s), end = held[s];
     for (int64_t column = begin / page; column * page < end; ++column)
@@ -200,7 +200,7 @@ struct Sequences {
     return false;
   }
 
-  // Whether all indices are in range, and no two rows have one slot.
+  // Whether all indices are in range, and no two rows share a slot.
   bool fit() const {
     const int64_t capacity = table.data ? table_width * page : page, rows = count * each;
     for (int64_t s = 0; s < count; ++s) {
@@ -225,18 +225,18 @@ struct LayerWeights {  // contiguous; biases and the norms of heads may be null
       *down_bias;
 };
 
-// What changes a row's products into logits; softcap 0 is none.
+// How a row's products become logits; softcap 0: none.
 struct Change {
   float scale, softcap, temperature;
 };
 
-constexpr int64_t SHARE = 1 << 17;  // products, the least of a thread
-constexpr int64_t BLOCK = 64;  // query heads that share what is read of a prefix
+constexpr int64_t SHARE = 1 << 17;  // minimum products per thread
+constexpr int64_t BLOCK = 64;  // query heads that share each read of a prefix
 
 int64_t rows_at_once(int64_t repeat) { return repeat < BLOCK ? BLOCK / repeat : 1; }
 
-// Here and not among the variants: instances of templates belong to the whole library.
-void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // the k-th largest is the last of them
+// Not in the variants: instances of templates are shared by the whole library.
+void drop_all_but(int64_t k, int64_t* found, int64_t count) {  // after this, the k-th largest is the last
   std::nth_element(found, found + k - 1, found + count, std::greater<int64_t>());
 }
 
@@ -250,7 +250,7 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #undef VARIANT
 #undef LANES
 
-#ifndef WIDEST  // bits of a vector; tests build narrower libraries
+#ifndef WIDEST  // maximum bits of a vector; tests build narrower libraries
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDEST 512
 #else
@@ -290,7 +290,7 @@ void sort_largest(int64_t k, int64_t* found, int64_t count) {
 #pragma GCC pop_options
 #endif
 
-// Those of a decode step, for elements of one type.
+// The kernels of a decode step, for one element type.
 template <typename T>
 struct Step {
   decltype(&plain::skinny_linear<T>) skinny_linear;

@@ -1,5 +1,5 @@
-// The bodies of cpu.cpp, which includes them once for each instruction set, under its LANES and VARIANT.
-// A sum over a row takes the same order wherever the row lies and however many there are: results are bit-equal.
+// The kernels of cpu.cpp, which includes this file once per instruction set, with its LANES and VARIANT.
+// A sum over a row has the same order wherever the row is and however many rows there are: results are bit-equal.
 
 namespace VARIANT {
 
@@ -12,8 +12,8 @@ constexpr int TILE = 4;                       // rows of a weight, or keys, that
 constexpr int ROWS = 2;                       // rows of x, or query heads, that share what is read
 constexpr int MANY = LANES == 16 ? 4 : ROWS;  // rows of x, where registers hold their sums with a tile
 constexpr float FAR_BELOW = -1e4f;            // of the maximum: exp is 0 already, and 0 * -inf no term of the entropy
-constexpr int64_t FEW_KEYS = 64;              // that many heads read one after the other
-constexpr int64_t STREAMED = 1 << 18;         // elements, the least of a weight that one row reads in TILE places
+constexpr int64_t FEW_KEYS = 64;              // that many heads read one head at a time
+constexpr int64_t STREAMED = 1 << 18;         // minimum elements of a weight that one row reads at TILE places at once
 
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
@@ -205,7 +205,7 @@ INLINE void add_products(
     const typename F::X* x, int64_t x_stride, const typename F::W* w, int64_t w_stride, int64_t n, Lanes acc[R * T]) {
   typename F::Vector a[R];
   for (int r = 0; r < R; ++r) a[r] = F::of(x + r * x_stride);
-#pragma GCC unroll 4  // or the sums leave their registers
+#pragma GCC unroll 4  // else the sums are spilled
   for (int t = 0; t < T; ++t) {
     auto b = F::of(w + t * w_stride, n);
     for (int r = 0; r < R; ++r) F::add(a[r], b, acc[r * T + t]);
@@ -228,7 +228,7 @@ INLINE void products(
   write_sums<R, T>(even, out, out_stride);
 }
 
-// The same of one row, which takes those of w as they lie, or all at once.
+// The same for one row, which takes the vectors of w one after the other, or all at once.
 template <typename F, int T, bool AT_ONCE = false>
 INLINE void row_products(const typename F::X* x, const typename F::W* w, int64_t w_stride, int64_t width, float* out) {
   constexpr int64_t STEP = F::STEP;
@@ -237,7 +237,7 @@ INLINE void row_products(const typename F::X* x, const typename F::W* w, int64_t
   };
   Lanes acc[T][2];
   const int64_t pairs = width / (2 * STEP) * (2 * STEP);
-  if (!AT_ONCE && width <= 2048) {  // on an AMD EPYC half the time of T rows at once
+  if (!AT_ONCE && width <= 2048) {  // takes half the time of T rows at once on an AMD EPYC
     for (int t = 0; t < T; ++t) {
       Lanes even = {}, odd = {};  // in registers, which `acc` under a running t is not
       for (int64_t k = 0; k < pairs; k += 2 * STEP) {
@@ -543,8 +543,8 @@ INLINE int64_t scratch_of(const Sequences<T>& in, int64_t rows) {  // floats, fo
   return (1 + 2 * rows + 2 * n) * padded(in.width) + n * padded(in.most_seen() + 1);
 }
 
-// Attention of heads that share key head g, of rows behind one sequence, from their qkv to those heads of their output;
-// buffer[scratch_of(in, rows)]. Of many heads each reads some keys while they lie in the cache.
+// Attention of heads that share key head g, for rows after one sequence, from their qkv to those heads of the output;
+// buffer[scratch_of(in, rows)]. Many heads read a few keys at a time, while these are in the cache.
 template <typename X, typename T, typename Out>
 INLINE void attended(
     const X* qkv, int64_t qkv_stride, const T* q_weight, const T* k_weight, const Sequences<T>& in, int64_t row,
@@ -594,7 +594,7 @@ INLINE void attended(
     copied(sum + i * stride, width, out + (row + i / group) * out_stride + (g * group + i % group) * width);
 }
 
-// work(row, rows, key head) of thread `me` of so many, rows together of one sequence: a share by the keys that are seen.
+// Calls work(row, rows, key head) for the share of thread `me`, divided by the keys seen; rows are of one sequence.
 template <typename T, typename Work>
 INLINE void share_heads(const Sequences<T>& in, int64_t together, int64_t me, int64_t threads, const Work& work) {
   int64_t total = 0, begun = 0;
@@ -626,8 +626,8 @@ static int branch_attention_qkv(
   return 0;
 }
 
-// A layer in one parallel region: every thread norms for itself, makes its share of each product, and waits for the
-// others where the next step takes all of it. Sums take the order that they take in the ops that it is made of.
+// A layer in one parallel region: every thread computes the norms for itself and its share of each product, and waits
+// for the others where the next step needs all of it. Sums have the same order as in the separate ops.
 template <typename T>
 static int decoder_layer(
     const T* hidden, int64_t hidden_stride, const LayerWeights<T>& w, const Sequences<T>& in, T* out, int64_t model,
@@ -777,7 +777,7 @@ INLINE void panel_rows(
   for (; row < rows; ++row) panel_products<F, ADDED, 1>(x, row, count, panel, panel_stride, out, out_stride);
 }
 
-constexpr int64_t KEYS = 256;                  // that a block of rows meets at a time
+constexpr int64_t KEYS = 256;                  // keys that a block of rows takes at a time
 constexpr int64_t KEY_STRIDE = KEYS + LANES;   // of rows of scores: not of one set of the cache
 constexpr int64_t QUERIES = 384;               // query heads of a block's rows, whose scores stay in a cache
 
@@ -956,7 +956,7 @@ INLINE void each_piece(
   }
 }
 
-// Threads that so many pieces of so much work are shared by.
+// The number of threads for so many pieces of so much work.
 INLINE int sharing(int threads, int64_t pieces, int64_t products) {
   return (int)std::max<int64_t>(1, std::min<int64_t>({threads, pieces, products / SHARE}));
 }
@@ -1141,7 +1141,7 @@ static int branch_attention_backward(
   return 0;
 }
 
-// Indices that may be among the k largest are collected until there is no more room, then all but k are dropped.
+// Collects indices that may be among the k largest until the buffer is full, then drops all but k.
 template <typename T>
 static int topk_entropy(
     const T* logits, int64_t stride, int64_t rows, int64_t width, int64_t k, float* entropy, float* values,
@@ -1161,7 +1161,7 @@ static int topk_entropy(
       least = (int32_t)(found[k - 1] >> 32);
     };
     for (; i + LANES <= width; i += LANES) {
-      Lanes v = load(x + i) + 0.0f;  // one zero
+      Lanes v = load(x + i) + 0.0f;  // makes -0.0 a 0.0
       v = v == v ? v : (Lanes{} + NAN);
       Ints bits = (Ints)v, order = bits < 0 ? bits ^ INT32_MAX : bits, above = order > least;
       int32_t any = 0;
@@ -1185,7 +1185,7 @@ static int topk_entropy(
       value[j] = load(x + index, 1)[0];
     }
     float top = value[0];
-    double total = 0, weight = 0;  // many small terms behind a large one
+    double total = 0, weight = 0;  // double: many small terms follow a large one
     for (int64_t j = 0; j < k; j += LANES) {
       int64_t n = k - j < LANES ? k - j : LANES;
       Lanes shifted = load(value + j, n) - top, e = exponential(shifted);
@@ -1251,7 +1251,7 @@ static int merge_attention_states(
   return 0;
 }
 
-// Of the rows of a group, the softmax of their scores and the place of the highest, -1 where there is none.
+// The softmax of a group's scores and the index of the highest, -1 if there is none.
 static int candidate_head(
     const float* hidden, int64_t hidden_stride, const float* norm_weight, const float* head_weight, const float* bias,
     float eps, const void* group, int wide, float* score, float* prob, int64_t* best, int64_t rows, int64_t groups,
@@ -1316,7 +1316,7 @@ struct Statistics {
   }
 };
 
-// A row's products to logits, which may lie there; behind them -inf to whole lanes.
+// A row's products to logits, in place or not; -inf after the last, up to whole lanes.
 template <typename B>
 INLINE Statistics to_logits(const float* x, const B* bias, const Change& change, int64_t count, float* logit) {
   Lanes most = Lanes{} - INFINITY;
@@ -1356,8 +1356,8 @@ INLINE bool targets_fit(const void* target, int wide, int64_t ignore_index, int6
   return true;
 }
 
-// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight x holds the products
-// already.
+// Log-prob of the target, log-sum-exp, entropy and largest log-prob of each row; without a weight, x holds the
+// products.
 static int linear_logprob(
     const float* x, int64_t x_stride, const float* weight, int64_t weight_stride, const float* bias, const void* target,
     int wide, int64_t ignore_index, Change change, float* logprob, float* lse, float* entropy, float* largest,
@@ -1388,8 +1388,8 @@ static int linear_logprob(
 constexpr int64_t CHUNK = 16 * LANES;            // logits of a row in memory, and of HELD rows
 constexpr int64_t HELD = 40 * 12;
 
-// The same of many rows over a large vocabulary, whose logits never exist as a whole. Threads take stretches of it,
-// which depend on its size alone and so do the sums.
+// The same for many rows over a large vocabulary; the logits never exist as a whole. Threads take stretches of the
+// vocabulary, which depend only on its size, and so do the sums.
 template <typename T>
 static int linear_logprob_in_panels(
     const T* x, int64_t x_stride, const T* weight, int64_t weight_stride, const T* bias, const void* target, int wide,

@@ -1,5 +1,5 @@
-// What every kernel here shares: element types, warp products, launches. Compiled by nvcc for the device, and with
-// -DFB_HOST_EMULATION by a host compiler, which runs blocks as fibers (emulation.h) and warp instructions as loops.
+// What all kernels here share: element types, warp products, launches. Compiled by nvcc for the device or, with
+// -DFB_HOST_EMULATION, for the host, where blocks run as fibers (emulation.h) and warp instructions as loops.
 #pragma once
 
 #include <cstdint>
@@ -85,7 +85,7 @@ __device__ inline uint32_t pack(float first, float second) {
 #endif
 }
 
-// 16 bytes of memory that nothing writes while the kernel runs, read once: they leave the first cache to others.
+// 16 bytes of memory that nothing writes while the kernel runs, read once: not kept in the L1 cache.
 __device__ inline uint4 load_streaming(const void* address) {
 #if defined(FB_HOST_EMULATION)
   return *static_cast<const uint4*>(address);
@@ -112,7 +112,7 @@ __device__ inline uint4 load_once(const void* address) {
 #endif
 }
 
-// What tells the second cache to part with bytes first. Made once in a kernel: where it is used, it would be each time.
+// The policy by which the L2 cache evicts these bytes first. Made once per kernel, not at every use.
 __device__ inline uint64_t evicted_first() {
   uint64_t policy = 0;
 #if !defined(FB_HOST_EMULATION)
@@ -121,7 +121,7 @@ __device__ inline uint64_t evicted_first() {
   return policy;
 }
 
-// As load_streaming, or zero without a look at the address.
+// As load_streaming, or zero, in which case the address is not read.
 __device__ inline uint4 load_streaming_if(bool inside, const void* address, [[maybe_unused]] uint64_t policy) {
 #if defined(FB_HOST_EMULATION)
   return inside ? load_streaming(address) : uint4{0, 0, 0, 0};
@@ -136,7 +136,7 @@ __device__ inline uint4 load_streaming_if(bool inside, const void* address, [[ma
 #endif
 }
 
-// What a launch's shared_bytes are, at a multiple of 16 bytes.
+// A launch's dynamic shared memory (shared_bytes), aligned to 16 bytes.
 __device__ inline void* dynamic_shared() {
 #ifdef FB_HOST_EMULATION
   return emulation::dynamic_shared();
@@ -146,8 +146,8 @@ __device__ inline void* dynamic_shared() {
 #endif
 }
 
-// 16 bytes that an earlier launch may have written go to shared memory, or zeros without a look at the address. They
-// are there for this thread after its wait_for_copies, for others after a barrier behind it.
+// Copies 16 bytes that an earlier launch may have written to shared memory, or zeros without reading the address. This
+// thread sees them after its wait_for_copies, other threads after a barrier that follows it.
 __device__ inline void copy_async_if(bool inside, uint4* to, const void* from) {
 #ifdef FB_HOST_EMULATION
   emulation::copy_later(to, inside ? from : nullptr);
@@ -174,7 +174,7 @@ union Chunk {
   T elements[kElements];
 };
 
-// Elements from `first` on, zero bits behind the row's end; `aligned` says that the row begins on 16 bytes.
+// Elements from `first` on, zero bits after the row's end; `aligned`: the row begins at a multiple of 16 bytes.
 template <typename T>
 __device__ inline Chunk<T> load_chunk(const T* row, int64_t first, int64_t width, bool aligned) {
   Chunk<T> chunk;
@@ -191,8 +191,8 @@ __device__ inline Chunk<T> load_chunk(const T* row, int64_t first, int64_t width
 
 inline bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-// The bytes of a (0 to 3) and b (4 to 7) that the digits of the selector name, lowest first. It stays where it is
-// written: moved out of a loop, it would wait for loads long before their values are needed.
+// The bytes of a (0 to 3) and b (4 to 7) that the digits of the selector name, lowest first. Volatile: the compiler
+// would move it out of a loop, where it would wait for loads long before their values are needed.
 template <uint32_t selector>
 __device__ inline uint32_t permute_bytes(uint32_t a, uint32_t b) {
   uint32_t result = 0;
@@ -242,7 +242,7 @@ __device__ inline void load_16x16(uint32_t (&a)[4], const void* row) {
 #endif
 }
 
-// 2^x to 2 ulps, and 0 where that is below the normal numbers.
+// 2^x to 2 ulps; 0 where the result is below the normal numbers.
 __device__ inline float exp2_of(float x) {
 #ifdef FB_HOST_EMULATION
   return exp2f(x);
@@ -253,8 +253,8 @@ __device__ inline float exp2_of(float x) {
 #endif
 }
 
-// Whether a thread is the last of `count` to come here. It then sees what the others, and the threads that they have
-// met at a barrier, wrote before; the counter is zero again.
+// Whether a thread is the last of `count` to arrive. It then sees what the others, and threads that met them at a
+// barrier, wrote before; the counter is zero again.
 __device__ inline bool arrives_last(unsigned* counter, unsigned count) {
 #if defined(FB_HOST_EMULATION)
   const unsigned before = *counter;
@@ -275,7 +275,7 @@ constexpr bool kClusters = false;
 constexpr bool kClusters = true;  // blocks can work in clusters
 #endif
 
-// Every thread of a cluster's blocks comes here before any goes on, and sees what the others wrote before.
+// A barrier of all threads of a cluster's blocks; each then sees what the others wrote before.
 __device__ inline void sync_cluster() {
 #if defined(FB_HOST_EMULATION)
   emulation::arrive(emulation::cluster->all);
@@ -284,8 +284,8 @@ __device__ inline void sync_cluster() {
 #endif
 }
 
-// Where what lies here in this block's dynamic shared memory lies in that of another one of its cluster. It is there
-// behind a barrier that both have met, until that block ends.
+// The address of the same place in the dynamic shared memory of another block of the cluster. It may be read after a
+// barrier that both have passed, until that block ends.
 template <typename T>
 __device__ inline const T* of_rank(const T* own, int rank) {
 #if defined(FB_HOST_EMULATION)
@@ -313,11 +313,11 @@ __device__ inline void let_next_begin() {
 #endif
 }
 
-// What launchers ask of the current device.
+// What launchers need to know of the current device.
 struct Chip {
   int multiprocessors, major;
-  int block_shared, shared, reserved_shared;  // bytes of shared memory: the most of a block; of a multiprocessor, and
-                                              // what it takes of that for a block besides
+  int block_shared, shared, reserved_shared;  // bytes of shared memory: maximum of a block; of a multiprocessor; and
+  // what the system takes of that per block
   int device;
 };
 
@@ -350,7 +350,7 @@ int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int bl
 
 using Stream = cudaStream_t;
 
-// All devices' are asked for once. 0 or an error.
+// Read once for all devices. 0 or an error.
 inline int current_chip(Chip* chip) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
@@ -381,7 +381,7 @@ inline int set_zero(void* address, int64_t bytes, Stream stream) {
   return cudaMemsetAsync(address, 0, bytes, stream);
 }
 
-// Whether what is launched becomes part of a graph. 0 or an error.
+// Whether launches on the stream are captured into a graph. 0 or an error.
 inline int is_capturing(Stream stream, bool* result) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &status);
@@ -389,8 +389,8 @@ inline int is_capturing(Stream stream, bool* result) {
   return error;
 }
 
-// Before a kernel's first launch on a device: it may have all shared memory there is, and prefers the split of the first
-// cache that all others prefer, or they may not overlap. 0 or an error.
+// Before a kernel's first launch on a device: allow it all shared memory, and prefer the same split of the L1 cache for
+// all kernels, since kernels with different splits do not overlap. 0 or an error.
 inline int prepare(const void* kernel, const Chip& chip) {
   static std::mutex mutex;
   static std::set<std::pair<const void*, int>> prepared;
@@ -407,8 +407,8 @@ inline int prepare(const void* kernel, const Chip& chip) {
   return error;
 }
 
-// Kernels are launched on one-dimensional grids, as dependent launches where the device knows these, and on such a device
-// in clusters of so many blocks. 0 or an error.
+// Launches a kernel on a one-dimensional grid; on devices that can, as a dependent launch and in clusters of so many
+// blocks. 0 or an error.
 template <typename... Parameters, typename... Arguments>
 int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int block, int shared_bytes, Stream stream,
                     Arguments... arguments) {
@@ -429,7 +429,7 @@ int launch_clusters(void (*kernel)(Parameters...), int cluster, int grid, int bl
   configuration.attrs = attributes;
   configuration.numAttrs = chip.major < 9 ? 0 : cluster > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...);
-  if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it again
+  if (error != cudaSuccess) cudaGetLastError();  // clears it, or the next launch would report it again
   return error;
 }
 

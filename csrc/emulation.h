@@ -1,5 +1,5 @@
-// Runs kernels on the host, one fiber a thread, two blocks or those of a cluster at a time, in random order: enough to find
-// wrong indexing and missing barriers, not races between running threads. Only what the kernels here use is there.
+// Runs kernels on the host: one fiber per thread, two blocks (or those of a cluster) at a time, in random order; finds
+// wrong indexing and missing barriers, not races between running threads. Has only what the kernels here use.
 #pragma once
 
 #include <link.h>
@@ -23,7 +23,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static thread_local  // of the block whose turn it is, see `enter`
+#define __shared__ static thread_local  // of the current block, see `enter`
 #define __align__(n) alignas(n)
 
 struct dim3 {
@@ -99,37 +99,37 @@ struct Thread {
   std::vector<Copy> copies;  // not yet done
   std::unique_ptr<char[]> stack;
   bool done = false;
-  const Barrier* waits = nullptr;  // until its generation is another one
+  const Barrier* waits = nullptr;  // waits until the barrier's generation changes
   int64_t generation = 0;
 };
 
 struct Warp {
   Barrier barrier;
-  uint64_t slots[kLanes][8];  // what lanes show to each other
+  uint64_t slots[kLanes][8];  // values that lanes exchange
 };
 
 struct Block {
-  std::vector<char> variables;  // in shared memory, while another block has its turn
+  std::vector<char> variables;  // its __shared__ variables while another block runs
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier all;
   int votes = 0;
   std::vector<char> shared;
   unsigned index = 0;
-  int current = 0, left = 0;  // the thread that runs, how many have not ended
+  int current = 0, left = 0;  // the running thread; threads that have not ended
 };
 
 // Blocks that run at the same time.
 struct Cluster {
   std::vector<Block> blocks;
-  char* variables = nullptr;  // in shared memory, of the block whose turn it is: all that the library has for a thread
+  char* variables = nullptr;  // __shared__ variables of the current block: all thread_local ones of the library
   size_t variables_size = 0;
   Barrier all;
   std::function<void()> body;
   ucontext_t scheduler;
 };
 
-inline Cluster* cluster = nullptr;  // that runs, and its block whose turn it is
+inline Cluster* cluster = nullptr;  // the running cluster, and its current block
 inline Block* block = nullptr;
 inline std::mt19937 order{0};
 inline int multiprocessors = 2;  // of the device
@@ -198,7 +198,7 @@ inline int run_cluster(Cluster& here) {
   }
   for (int left = count; left > 0;) {
     std::shuffle(turn.begin(), turn.end(), order);
-    // most rounds run a single warp, which so gets ahead of the others as far as barriers let it
+    // most rounds run a single warp, so that it gets as far ahead of the others as barriers allow
     const int alone = count > kLanes && order() % 8 != 0 ? turn[0] / kLanes : -1;
     std::stable_partition(turn.begin(), turn.end(), [&, first = turn[0]](int i) { return i / threads == first / threads; });
     bool moved = false;
@@ -212,11 +212,11 @@ inline int run_cluster(Cluster& here) {
       swapcontext(&here.scheduler, &thread.context);
       left -= thread.done;
       block->left -= thread.done;
-      if (block->left == 0) poison(block->shared);  // it ends with its block
+      if (block->left == 0) poison(block->shared);  // shared memory ends with its block
     }
     if (!moved && alone < 0) {
       std::fprintf(stderr, "emulation: %d of %d threads wait at a barrier that the others do not reach\n", left, count);
-      return 719;  // what a device calls a launch failure
+      return 719;  // CUDA's code of a launch failure
     }
   }
   return 0;
@@ -226,7 +226,7 @@ inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std:
   if (threads < 1 || threads > 1024 || threads % kLanes != 0 || grid < 0 || grid % cluster_blocks != 0) return 1;
   Cluster here;
   here.body = std::move(body);
-  anchor = 1;  // or a thread may have no variables yet
+  anchor = 1;  // makes sure that the thread has its variables
   if (!dl_iterate_phdr(find_variables, &here)) return 1;
   std::vector<int> turn(grid / cluster_blocks);
   for (size_t i = 0; i < turn.size(); ++i) turn[i] = static_cast<int>(i);
@@ -251,7 +251,7 @@ inline int run(int grid, int cluster_blocks, int threads, int shared_bytes, std:
       one.all = {threads};
       for (Warp& warp : one.warps) warp.barrier = {kLanes};
       poison(one.shared);  // NaN in every float type
-      if (order() % 2 != 0) poison(one.variables);  // else there is what another block left
+      if (order() % 2 != 0) poison(one.variables);  // else they keep what another block left
     }
     if (const int error = run_cluster(here)) return error;
   }
@@ -263,7 +263,7 @@ inline void* dynamic_shared() {
   return reinterpret_cast<void*>((address + 15) / 16 * 16);
 }
 
-// What an address in the dynamic memory of this block is in that of another one of the cluster.
+// The address in another block of the cluster that corresponds to one in this block's dynamic memory.
 inline char* of_rank(const void* own, int rank) {
   Block* const self = block;
   const auto offset = static_cast<const char*>(own) - static_cast<const char*>(dynamic_shared());

@@ -1,4 +1,4 @@
-// What the loader asks before it uses the library.
+// What the loader reads before it uses the library.
 #include "device.cuh"
 
 extern "C" int fb_abi_version() { return 5; }
@@ -20,11 +20,11 @@ extern "C" const char* fb_error_string(int code) {
 }
 
 #ifdef FB_HOST_EMULATION
-// How many there were.
+// Returns how many there were.
 extern "C" int fb_emulate_multiprocessors(int count) { return std::exchange(emulation::multiprocessors, count); }
 #endif
 
-// In CUDA's own numbers, 12040 for 12.4; a driver that is not there is 0.
+// As CUDA numbers versions: 12040 is 12.4; 0 without a driver.
 extern "C" int fb_driver_version() {
   int version = 0;
 #ifndef FB_HOST_EMULATION

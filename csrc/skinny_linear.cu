@@ -1,7 +1,7 @@
-// skinny_linear: up to 32 rows through a linear layer at the speed of its weight, which is read once. Weight rows are
-// the long side of each product and go from global memory to registers; rows of x are the short one and lie, normed, in
-// shared memory. Where outputs are too few for all multiprocessors, two blocks of a cluster halve the columns. The order
-// of additions to an output depends on columns, outputs and device alone.
+// skinny_linear: up to 32 rows through a linear layer, as fast as its weight can be read once. Weight rows are the long
+// side of each product and go from global memory to registers; rows of x are the short side and are kept, normed, in
+// shared memory. If there are too few outputs for all multiprocessors, the two blocks of a cluster share the columns.
+// The order of additions to an output depends only on columns, outputs and device.
 #include "device.cuh"
 
 namespace fb::skinny {
@@ -12,12 +12,12 @@ constexpr int kThreads = kSlices * kWarp;
 constexpr int kResident = 2;      // blocks of a multiprocessor
 constexpr int kTileRows = 16;     // weight rows that a block holds at a time
 constexpr int kStep = 32;         // columns that a warp takes at a time, of each row 16 bytes to a thread
-constexpr int kPair = 2 * kStep;  // a warp takes two steps beside each other: whole lines of 128 bytes
-constexpr int kPiece = kSlices * kPair;  // columns that all warps take so
+constexpr int kPair = 2 * kStep;  // a warp takes two adjacent steps: whole lines of 128 bytes
+constexpr int kPiece = kSlices * kPair;  // columns that all warps take at a time
 constexpr int kSweep = kWarp * 8 * kSlices;  // columns that all threads hold 8 of: a whole number of batches
-constexpr int kPad = 4;                      // of a row in shared memory, in 16 bytes: two of them fill all banks
+constexpr int kPad = 4;                      // padding of a row in shared memory, in 16 bytes: two rows fill all banks
 constexpr int kMostStaged = 64 * 1024;       // bytes of up to 16 rows in shared memory, so that two blocks fit
-constexpr int kMostWhole = 128 * 1024;       // of more rows: read again for each tile, x would outweigh the weight
+constexpr int kMostWhole = 128 * 1024;       // of more rows: reading x for each tile would outweigh the weight
 constexpr int kMostColumns = 1 << 29;        // and outputs
 
 template <typename T>
@@ -34,12 +34,12 @@ struct SkinnyLinear {
   int64_t out_stride;
   float eps;
   int rows, in_features, out_features, tiles, tile_outputs;
-  int share;            // columns of a block: all, or the first one's of the cluster, whole pieces
-  int window;           // of them of x in shared memory at a time: all, or whole sweeps
-  bool swiglu, frozen;  // frozen: what the kernel before may still write is neither of the weights
+  int share;            // columns of a block: all, or those of a cluster's first block, in whole pieces
+  int window;           // columns of x in shared memory at a time: all, or whole sweeps
+  bool swiglu, frozen;  // frozen: the previous kernel writes neither of the weights
 };
 
-// Where step u of what a thread holds begins, behind the thread's first column.
+// Offset of step u of what a thread holds from the thread's first column.
 __device__ constexpr int step_begin(int u) { return u / 2 * kPiece + u % 2 * kStep; }
 
 template <int kEights>
@@ -49,7 +49,7 @@ struct Shared {
   float inverse[kSlices][kWarp];  // of each row, for each warp
 };
 
-// 8 elements at any address, of which `left` lie inside the row, zero behind it.
+// 8 elements at any address, of which `left` are inside the row; zero after its end.
 template <typename T>
 __device__ inline uint4 load_eight(const T* from, int left) {
   const auto* bits = reinterpret_cast<const uint16_t*>(from);
@@ -60,8 +60,8 @@ __device__ inline uint4 load_eight(const T* from, int left) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// What a thread loads next of a tile: two weight rows, of gate and up the same one, else one and the eighth behind.
-// Rows beyond the last are the last again, for outputs that are not written.
+// What a thread loads next of a tile: two weight rows, either the same row of gate and up, or a row and the eighth
+// after it. Past the end the last row is repeated, for outputs that are not written.
 template <typename T>
 struct Cursor {
   const T *low, *high;
@@ -87,13 +87,13 @@ __device__ inline uint32_t scaled(uint32_t x, float inverse, uint32_t weight) {
   return pack<T>(value.x * inverse * by.x, value.y * inverse * by.y);
 }
 
-// The first column of each sweep that a lane brings to shared memory. A warp's lanes bring what the warp multiplies.
+// The first column of each sweep that a lane copies to shared memory. A warp's lanes copy what the warp multiplies.
 __device__ inline int own_column() {
   const int lane = threadIdx.x % kWarp, slice = threadIdx.x / kWarp;
   return lane / 8 * kPiece + slice * kPair + lane % 8 * 8;
 }
 
-// A warp's part of so many columns of a row, zero behind its end; there after wait_for_copies.
+// Copies a warp's part of so many columns of a row, zero after its end; it has arrived after wait_for_copies.
 template <bool kWide, typename T>
 __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
 #pragma unroll 1
@@ -103,7 +103,7 @@ __device__ inline void stage(uint4* to, const T* from, int columns, int left) {
   }
 }
 
-// kEights times 8 rows of x; a thread holds kDepth steps, so 2 kDepth loads of 16 bytes are under way for it. kBlocks of a
+// kEights times 8 rows of x; a thread holds kDepth steps, so it has 2 kDepth loads of 16 bytes in flight. kBlocks of a
 // cluster share the columns.
 template <typename T, int kEights, int kDepth, bool kNorm, bool kWide, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(SkinnyLinear<T> of) {
@@ -126,13 +126,13 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
   uint4 low[kDepth] = {}, high[kDepth] = {};
   Cursor<T> weight;
   weight.begin(of, place, g, from + first, end);
-  const uint64_t policy = evicted_first();  // weights leave the cache to what the next step reads again
+  const uint64_t policy = evicted_first();  // weights leave the cache to data that the next step reads again
   const auto load = [&](const T* row, int u) {
     if constexpr (kWide) return load_streaming_if(weight.left > step_begin(u), row + step_begin(u), policy);
     else return load_eight(row + step_begin(u), weight.left - step_begin(u));
   };
   if (!of.frozen) wait_for_previous();
-  if (of.in_features > 0) {  // a branch, across which the compiler does not move the wait ahead of the loads
+  if (of.in_features > 0) {  // a branch keeps the compiler from moving the wait before the loads
 #pragma unroll
     for (int u = 0; u < kDepth; ++u) {
       low[u] = load(weight.low, u);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       stage<kWide>(staged + row * stride, of.x + row * of.x_stride + from + begin, of.window, end - from - begin);
     wait_for_copies();
   };
-  constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows, beyond the last the last again
+  constexpr int kTogether = kEights == 1 ? 1 : 2;  // rows; past the end, the last one again
   const auto each = [&](int i) { return min(i, of.rows - 1); };
   const auto scale = [&](int begin) {
     for (int column = own_column(); column < min(of.window, whole - begin); column += kSweep) {
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     }
   };
 
-  int held = -1;  // where the columns in shared memory begin
+  int held = -1;  // first column that is in shared memory
   if constexpr (kNorm) {
     float total = 0.0f;
 #pragma unroll 1
@@ -215,12 +215,12 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
     }
   }
 
-  // This thread finishes one row's output of each half of a tile, of a cluster that of the first block.
+  // This thread finishes one row's output of each half of a tile (in a cluster, only in the first block).
   const int eight = slice / 2, odd = slice % 2, row = eight * 8 + 2 * t + odd;
   const bool finishes = row < of.rows && rank == 0;
   for (int tile = place; tile < of.tiles; tile += places) {
     const int output = tile * of.tile_outputs + g;
-    uint16_t residual[2] = {};  // under way while the sums are formed
+    uint16_t residual[2] = {};  // loaded while the sums are formed
     if (finishes && of.residual) {
       const auto* from = reinterpret_cast<const uint16_t*>(of.residual) + row * of.residual_stride;
       if (output < of.out_features) residual[0] = from[output];
@@ -235,11 +235,11 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
         __syncwarp();
         held = begin;
       }
-      const uint4* x[kEights];  // rows beyond the last are the last again
+      const uint4* x[kEights];  // past the end, the last row again
 #pragma unroll
       for (int j = 0; j < kEights; ++j) x[j] = staged + min(j * 8 + g, of.rows - 1) * stride + first / 8;
       for (int done = begin; done < min(begin + of.window, share); done += kBatch) {
-        // What is used makes room for the next columns, or for the next tile's first.
+        // Registers that were used take the next columns, or the first of the next tile.
         if (done + kBatch < share) {
           weight.low += kBatch;
           weight.high += kBatch;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
 #pragma unroll
       for (int i = 0; i < 4; ++i) slices[slice][j][i][lane] = sum[j][0][i] + sum[j][1][i];
     }
-    sync();  // the next tile's keeps its writers off what is read here
+    sync();  // the next tile's barrier keeps its writers off what is read here
     if (!finishes) continue;
     float y[2] = {};
 #pragma unroll
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kResident) skinny_linear_kernel(Skin
       to[8 * i] = from_float<T>(y[i] + unpack<T>(residual[i]).x);
     }
   }
-  if constexpr (kSplit) sync_cluster();  // a block's memory is there until the other one has read it
+  if constexpr (kSplit) sync_cluster();  // a block's memory must last until the other block has read it
 }
 
 // Whether every row of 2-byte elements begins at a multiple of 16 bytes.
@@ -334,13 +334,13 @@ int launch_kernel(const SkinnyLinear<T>& of, const Chip& chip, Stream stream) {
   return launch(kernel, min(of.tiles, chip.multiprocessors * resident), kThreads, bytes, stream, of);
 }
 
-// Whether two blocks share the columns: where each still has a multiprocessor to itself, since the second place there is
-// the next launch's, whose weights travel while this one ends; and where a block could not ask for whole rows at once.
+// Whether two blocks share the columns: if each still has a multiprocessor to itself, since its second place is for the
+// next launch, whose weights are loaded while this one ends; or if a block could not hold whole rows at once.
 inline bool splits(const Chip& chip, int tiles, int in_features) {
   return chip.major >= 9 && 2 * tiles <= chip.multiprocessors && in_features > kSweep;
 }
 
-// How many of a block's columns of x lie in shared memory at a time, or kNotTaken.
+// How many of a block's columns of x are in shared memory at a time, or kNotTaken.
 inline int window_of(int rows, int in_features, int share) {
   const int whole = divide_up(share, kPiece) * kPiece;
   if (rows > 16) return int64_t{rows} * in_features * 2 <= kMostWhole ? whole : kNotTaken;

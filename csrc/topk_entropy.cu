@@ -1,17 +1,17 @@
-// topk_entropy: the k largest of a row in order and the entropy of their softmax, for few rows of a vocabulary.
+// topk_entropy: the k largest elements of a row in order, and the entropy of their softmax, for a few rows.
 //
-// Keys are unique: (order of the value, ~column). Blocks write the largest key of each group of columns; the last to
-// arrive takes as its bound the k-th largest among pairs of groups, and the row's k-th largest is no less than that.
-// What reaches the bound lies in few groups, which it reads again and ranks. Where too much reaches it, the bound rises
-// until what is left fits, by counting: slower, as exact.
+// Keys are unique: (order of the value, ~column). Blocks write the largest key of each group of columns. The last block
+// takes the k-th largest among pairs of groups as a bound, which the row's k-th largest key reaches. Keys at or above
+// it are in few groups, which the block reads again and ranks. If too many keys reach the bound, it is raised by
+// counting until the rest fits: slower, but as exact.
 #include "counters.cuh"
 
 namespace fb {
 
 constexpr int kTopkThreads = 1024;
-constexpr int kSpan = 128;                     // columns of a group, fewer in short rows, more in very long ones
-constexpr int kFewestGroups = 512;             // where there are as many chunks
-constexpr int kMostGroups = 2 * kTopkThreads;  // as the launcher in Python knows
+constexpr int kSpan = 128;                     // columns of a group; fewer in short rows, more in very long ones
+constexpr int kFewestGroups = 512;             // if there are as many chunks
+constexpr int kMostGroups = 2 * kTopkThreads;  // also GROUPS of fb_kernels/topk_entropy/cuda.py
 constexpr int kMostK = 64;
 constexpr int kMostTopkRows = 32;
 constexpr int kSurvivors = 512;
@@ -22,7 +22,7 @@ struct Groups {
 };
 
 template <typename T>
-constexpr int kZeroBits = __is_same(T, float) ? 0 : __is_same(T, half) ? 13 : 16;  // of an order, which no T sets
+constexpr int kZeroBits = __is_same(T, float) ? 0 : __is_same(T, half) ? 13 : 16;  // low bits of an order, 0 in T
 
 // Rises with x, never 0: one zero, one NaN above +inf.
 template <typename T>
@@ -39,7 +39,7 @@ __device__ inline uint64_t key_of(uint32_t order, uint32_t column) {
 
 __device__ inline uint32_t column_of(uint64_t key) { return ~static_cast<uint32_t>(key); }
 
-// Calls see(order, column) for every column of a chunk, with order 0 behind the row's end.
+// Calls see(order, column) for every column of a chunk, with order 0 after the row's end.
 template <typename T, typename See>
 __device__ inline void visit(const Chunk<T>& chunk, uint32_t first, uint32_t width, See see) {
   const int real = first < width ? min(width - first, 16u) : 0;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     uint32_t first = first_of(thread);
     Chunk<T> chunk = load_chunk(logits, first, width, aligned);
 #pragma unroll 1
-    for (int i = thread; i < count; i += kTopkThreads) {  // with the next chunk on its way
+    for (int i = thread; i < count; i += kTopkThreads) {  // while the next chunk is being loaded
       const uint32_t next_first = first_of(i + kTopkThreads);
       const Chunk<T> next = load_chunk(logits, next_first, width, aligned);
       visit<T>(chunk, first, width, see);
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     });
   }
 
-  // A key's rank is the number of larger ones; several threads count for a key.
+  // A key's rank is the number of larger keys; several threads count for one key.
   const int count = found;
   int each = kWarp;
   while (each * count > kTopkThreads) each /= 2;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kTopkThreads)
     const float shifted = top[i] - top[0];
     const float exponential = expf(shifted);
     sum += exponential;
-    if (top[i] != -INFINITY) weighted += exponential * shifted;  // 0 * -inf is no term
+    if (top[i] != -INFINITY) weighted += exponential * shifted;  // 0 * -inf counts as 0
   }
   for (int mask = kWarp / 2; mask > 0; mask /= 2) {
     sum += __shfl_xor_sync(0xffffffffu, sum, mask);

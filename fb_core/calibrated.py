@@ -100,7 +100,7 @@ def calibrate(
     if len(terms) != len(outcomes):
         raise ValueError(
             f"calibrate: expected terms and outcomes of the same states, got {len(terms)} and {len(outcomes)}; pass "
-            "one of each a state"
+            "one of each per state"
         )
     for state, (rows, outcome) in enumerate(zip(terms, outcomes, strict=True)):
         _check_terms(f"calibrate: state {state}", rows)
@@ -110,7 +110,7 @@ def calibrate(
             )
         if outcome.shape != rows.shape[:1]:
             raise ValueError(
-                f"calibrate: expected one outcome a candidate, [{len(rows)}], got {list(outcome.shape)} in state "
+                f"calibrate: expected one outcome per candidate, [{len(rows)}], got {list(outcome.shape)} in state "
                 f"{state}; roll every candidate out"
             )
     mixed = [state for state, outcome in enumerate(outcomes) if bool(outcome.any()) and not bool(outcome.all())]

@@ -148,7 +148,7 @@ def evaluate(
 def _run_command(
     command: Command, config: str, changes: list[str] | None, run: Path | None, engine: str, dry_run: bool
 ) -> tuple[RunSettings, Path]:
-    """Do a command's stages; the settings and the folder of the run."""
+    """Run the stages of a command; returns the settings and the folder of the run."""
     from fb_core.config import RunSettings
 
     if engine not in ("local", "ray"):
@@ -169,7 +169,7 @@ def _folder(config: str, run: Path | None) -> Path:
 
 
 def _show(text: str) -> None:
-    """Markdown, set on a terminal, as it is elsewhere: there nothing is cut or coloured."""
+    """Print Markdown: rendered on a terminal; elsewhere as it is, neither cut nor coloured."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -339,7 +339,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _show_bench(found: Found) -> None:
-    """A table of what was found of an op, the device and versions above it."""
+    """Print the results of an op as a table, with the device and versions above it."""
     import torch
     from rich import box
     from rich.console import Console
@@ -372,7 +372,7 @@ def _show_bench(found: Found) -> None:
 
 
 def _pair_settings(given: dict[str, Any]) -> PairSettings:
-    """The options of a pair among a command's arguments, checked."""
+    """The checked settings of a pair, from a command's arguments."""
     from fb_core.config import PairSettings, checked
 
     return checked(PairSettings, {name: given[name] for name in PairSettings.model_fields}, "")
@@ -542,7 +542,7 @@ def serve(
     if engine not in ("local", "ray"):
         raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
     if replicas is not None and engine == "local":
-        raise ValueError("replicas: expected --engine ray beside it, got none; this process serves one")
+        raise ValueError("replicas: expected --engine ray with it, got none; without Ray one process serves")
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.server import key_in
 
@@ -570,7 +570,7 @@ def serve(
 
 
 def _complain(problem: Exception) -> None:
-    """An error that a user can mend, line by line; it may repeat what a model, a server or a file says."""
+    """Print an error that a user can mend, line by line, escaped: it may quote a model, a server or a file."""
     from fb_core.terminal import escaped
 
     for line in str(problem).splitlines():
@@ -578,7 +578,7 @@ def _complain(problem: Exception) -> None:
 
 
 def main() -> None:
-    """Run a command: errors that a user can mend come as a line, wrong settings as a line each."""
+    """Run a command; an error that a user can mend is printed as one line, wrong settings as one line each."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError) as problem:

@@ -29,9 +29,9 @@ def _server_url(url: str) -> str:
 
 ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
-AVERAGE = "average"  # in the place of a benchmark's name: all of a run's, each counting alike
-SETTINGS = "settings.json"  # of a run's last finished command, in its folder
-FREE = "changes no result"  # marks a setting that no stage's identity holds
+AVERAGE = "average"  # in place of a benchmark's name: the average of a run's benchmarks, equally weighted
+SETTINGS = "settings.json"  # file in a run's folder: the settings of its last finished command
+FREE = "changes no result"  # marks a setting that is not part of a stage's identity
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -78,9 +78,9 @@ class PairSettings(BaseModel):
         if self.llm is None and self.server is None:
             raise ValueError("llm: expected --llm or --server, got neither; say where candidates come from")
         if self.certainty is not None and self.adapter is None:
-            raise ValueError("certainty: expected --adapter beside it, got none; without one the LLM always decides")
+            raise ValueError("certainty: expected --adapter with it, got none; without one the LLM always decides")
         if self.api_key_variable is not None and self.server is None:
-            raise ValueError("api_key_variable: expected --server beside it, got none; nothing else wants a key")
+            raise ValueError("api_key_variable: expected --server with it, got none; nothing else needs a key")
         return self
 
 
@@ -187,7 +187,7 @@ class CollectSettings(BaseModel):
     quantile: float = Field(default=0.99, ge=0, le=1)
     max_states: int = Field(default=8, ge=1)
     slm_k: int = Field(default=8, ge=1)
-    deployed: Annotated[str | None, FREE] = None  # what that run is counts, by its digest
+    deployed: Annotated[str | None, FREE] = None  # the identity has that run's digest instead
     tested: Annotated[str | None, FREE] = None  # likewise
 
 
@@ -531,7 +531,7 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    models: Annotated[ModelSettings, FREE]  # stages identify them by hashes
+    models: Annotated[ModelSettings, FREE]  # stages identify models by their hashes
     problems: ProblemSettings = ProblemSettings()
     collect: CollectSettings = CollectSettings()
     futures: FutureSettings = FutureSettings()
@@ -563,8 +563,8 @@ class RunSettings(BaseModel):
         ):
             if self.futures.span.tokens != 1 and value != plain:
                 raise ValueError(
-                    f"{name}: expected {plain!r} beside futures.span, got {value!r}; what a span is followed by is the "
-                    "rest of the LLM's own future"
+                    f"{name}: expected {plain!r} with futures.span, got {value!r}; a span is followed by the rest of "
+                    "the LLM's own future"
                 )
         return self
 
@@ -611,7 +611,7 @@ class Slice:
         vars(self)["_kind"] = type(settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"settings: expected to be read alone, got a new {name}")
+        raise AttributeError(f"settings: expected to be only read, got a new {name}")
 
 
 def counted(part: BaseModel | Slice) -> dict[str, Any]:
@@ -651,7 +651,7 @@ def _read_yaml(source: str) -> Any:
 
 
 def _change(change: str) -> Any:
-    """The content of a file with "key=value" alone."""
+    """The content of a YAML file that would only set this "key=value"."""
     key, equals, text = change.partition("=")
     if not equals or not all(parts := key.strip().split(".")):
         raise ValueError(f"--set: expected KEY=VALUE such as train.rank=32, got {_shown(change)}; name key and value")
@@ -710,7 +710,7 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
 
 def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list[str]:
     """A line for each key that does not fit."""
-    said: dict[str, list[str]] = {}  # by key: a union has an error for each of its kinds
+    said: dict[str, list[str]] = {}  # by key: a union has an error for each of its members
     got: dict[str, str] = {}
     for error in problem.errors():
         place = _place(error["loc"], values)
@@ -725,8 +725,8 @@ def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list
         elif error["type"] == "tuple_type":
             text = "expected a list such as [1, 2]"
         elif error["type"].endswith(("_parsing", "_from_float")):
-            text = text.partition(", ")[0]  # why it is none, which its value shows
-        elif error["type"] == "value_error":  # names the key itself, and what it got
+            text = text.partition(", ")[0]  # drops the reason, which the shown value makes clear
+        elif error["type"] == "value_error":  # this text has its own key and "got"
             inner, _, text = text.partition(": ")
             key = key if key.split(".")[-1] == inner else ".".join(filter(None, (key, inner)))
         if error["type"] != "value_error":

@@ -41,7 +41,7 @@ class Usage(NamedTuple):
         """From the events of a generation of `new_tokens` tokens."""
         sizes = [len(event.pool) for event in events]
         calls = sum(event.asked for event in events)
-        chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # not the SLM's token alone
+        chosen = sum(len(event.pool) > 1 or event.asked for event in events)  # the others hold the SLM's token alone
         tails = sum(min(len(event.tokens), new_tokens - event.step) - 1 for event in events)
         return cls(calls, sum(sizes) / len(sizes) if sizes else None, chosen, tails)
 
@@ -374,7 +374,7 @@ class CollaborativeDecoder:
         return Generation(new, row.events, self.pair.text(new))
 
     def _choose(self, stop: hf.Stop, step: hf.Step) -> list[int]:
-        """One token per row: a span's next one, or greedy, or the selector's where the policy asks (event kept)."""
+        """One token per row: the next of a span, the selector's where the policy asks (kept as an event), or greedy."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
         asking = [place for place in asking if not step.rows[place].ahead]
@@ -397,7 +397,7 @@ class CollaborativeDecoder:
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:
-        """Continue prompts in the fast loop, as many at once as it has rows."""
+        """Decode prompts in the fast loop, as many at once as it has rows."""
         loop = self.loop
         assert loop is not None
         check_own(self.policy)
@@ -434,7 +434,7 @@ class CollaborativeDecoder:
         me = threading.get_ident()
         if self._at_work == me:  # it would wait for itself
             raise ValueError(
-                "generate: expected a decoder at rest, got a call from inside its own generation (on_token, streamer, "
+                "generate: expected an idle decoder, got a call from inside its own generation (on_token, streamer, "
                 "selector or LLM); make a second decoder for that"
             )
         with self._turn:

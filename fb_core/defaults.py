@@ -1,5 +1,5 @@
-"""What code and settings begin with alike; here, where neither torch nor pydantic is needed."""
+"""Defaults that code and settings share, in a module that needs neither torch nor pydantic."""
 
-# Of the override: best of 0.6, 0.75 and 0.9 on validation problems of the demo's worlds, after test results at 0.9 had
-# been seen.
+# The override's certainty: the best of 0.6, 0.75 and 0.9 on validation problems of the demo's worlds. Test results at
+# 0.9 had been seen before.
 CERTAINTY = 0.6

@@ -13,12 +13,12 @@ TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 
 
 class Dialect(ABC):
-    """What is posted to one kind of server, and how its answers are read; what does not fit raises as it comes.
+    """The requests to one kind of server, and how its answers are read; a malformed answer raises whatever it causes.
 
     Args:
         post: (path, fields) -> the answer.
-        vocabulary: ids from here on do not fit.
-        ends: ids to end a continuation at.
+        vocabulary: ids from this one on are refused.
+        ends: ids that end a continuation.
     """
 
     def __init__(self, post: Callable[[str, dict[str, Any]], Any], vocabulary: int, ends: list[int]) -> None:
@@ -28,7 +28,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
-        """Log-probabilities by id: of the k most likely tokens, and of `wanted`; others may be among them."""
+        """Log-probabilities by id: of the k most likely tokens, and of `wanted`; each may contain others."""
 
     @abstractmethod
     def complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> list[int]:
@@ -39,7 +39,7 @@ class Dialect(ABC):
         return {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around."""
+        """The ids of a text, without surrounding special tokens."""
         return self.tokens(self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"])
 
     def token(self, value: Any) -> int:
@@ -80,7 +80,7 @@ _PLAIN = {
 class VLLM(Dialect):
     """vLLM's `/v1/completions`."""
 
-    takes_ids = True  # until the server has ignored logprob_token_ids
+    takes_ids = True  # False once the server has ignored logprob_token_ids
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         top = self._next(ids, logprobs=k)
@@ -152,7 +152,7 @@ class LlamaCpp(Dialect):
         return self.tokens(self._completion(ids, n, return_tokens=True, **sampled)["tokens"])
 
     def sampled(self, temperature: float, top_p: float, top_k: int, seed: int) -> dict[str, Any]:
-        order = {"samplers": ["top_k", "temperature", "top_p"]}  # the server's own would take top_p before temperature
+        order = {"samplers": ["top_k", "temperature", "top_p"]}  # the default has top_p before temperature
         return super().sampled(temperature, top_p, top_k, seed) | order
 
     def tokenize(self, text: str) -> list[int]:
@@ -160,7 +160,7 @@ class LlamaCpp(Dialect):
         return self.tokens(self.post("/tokenize", fields)["tokens"])
 
     def _next(self, ids: list[int], n: int) -> dict[int, float]:
-        whole = {"logit_bias": [["0", 1e9]]}  # what is sampled: behind half a character no probabilities come
+        whole = {"logit_bias": [["0", 1e9]]}  # samples id 0: half a character would have no probabilities
         found = self._completion(ids, 1, n_probs=n, post_sampling_probs=False, **whole)["completion_probabilities"][0]
         return self.logprobs((one["id"], one["logprob"]) for one in found["top_logprobs"])
 

@@ -1,4 +1,4 @@
-"""What extras bring, and the sentence that says that one is missing."""
+"""Checks that the packages of an extra are installed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ RUN = ("accelerate", "jinja2", "math_verify", "matplotlib", "pyarrow", "rich", "
 
 
 def require(what: str, *packages: str, extra: str = "run") -> None:
-    """Refuse what needs packages that are not installed; nothing is imported.
+    """Raise if packages are not installed; nothing is imported.
 
     Args:
-        what: the name of what needs them.
-        packages: some that the extra brings.
-        extra: its name.
+        what: what needs the packages, named in the error.
+        packages: packages of the extra.
+        extra: the extra's name.
 
     Raises:
         ImportError: some are not installed.

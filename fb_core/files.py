@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PART = ".part"  # ends the name of a file that is being written
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, and stays after a power cut.
+    """Write a file atomically: it is there whole or not at all, also after a power cut.
 
     Raises:
-        OSError: it cannot be written, such as for want of space; what was there before is untouched.
+        OSError: it cannot be written, for example because the disk is full; what was there before is untouched.
     """
     temporary = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}{PART}")
     try:
@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes) -> None:
             f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
             "again, finished shards are kept",
         ) from problem
-    with suppress(OSError):  # not every file system can
+    with suppress(OSError):  # not every file system can sync a folder sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,4 +1,4 @@
-"""HTTP to one server: requests from many threads, each of which ends in its time."""
+"""HTTP to one server: requests from many threads, each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BODY = 64 << 20  # bytes of one answer
 
 
 class ServerError(OSError):
-    """A server that did not answer, or not with what was asked for."""
+    """The server did not answer, or its answer lacks what was asked for."""
 
 
 class Address(NamedTuple):
@@ -24,7 +24,7 @@ class Address(NamedTuple):
     secure: bool
     host: str
     port: int
-    path: str  # put before the server's own ones
+    path: str  # put before the server's own paths
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -32,13 +32,13 @@ class Address(NamedTuple):
 
 
 class Connections:
-    """Connections to one server, on a loop of their own; neither proxies nor redirects are followed.
+    """Connections to one server, on their own event loop; proxies are not used, redirects are not followed.
 
     Args:
         address: of the server.
         headers: of every request.
-        timeout: seconds of one request, from connecting to the whole of its answer.
-        kept: the most connections that wait for another request.
+        timeout: seconds for one request, from connecting to the complete answer.
+        kept: maximum number of idle connections that are kept open.
     """
 
     def __init__(self, address: Address, headers: dict[str, str], timeout: float, kept: int) -> None:
@@ -46,12 +46,12 @@ class Connections:
         self._timeout = timeout
         self._client = httpx.AsyncClient(
             headers=headers | {"Accept-Encoding": "identity"} | ({} if kept else {"Connection": "close"}),
-            timeout=None,  # one for the whole request, below
+            timeout=None,  # `post` has one for the whole request
             limits=httpx.Limits(max_keepalive_connections=kept, keepalive_expiry=None),
             verify=ssl.create_default_context(),
             trust_env=False,
         )
-        self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # none is kept
+        self._client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # no cookie is kept
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
 
@@ -60,7 +60,7 @@ class Connections:
 
         Raises:
             ServerError: an answer above `MAX_BODY`.
-            TimeoutError: no whole answer in time.
+            TimeoutError: no complete answer in time.
             OSError: no connection, or a broken one.
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, body), self._loop).result()
@@ -84,8 +84,8 @@ class Connections:
             raise TimeoutError("timed out") from None
         except (httpx.HTTPError, httpx.InvalidURL) as problem:
             cause: BaseException = problem
-            while behind := cause.__cause__ or cause.__context__:
-                cause = behind
+            while inner := cause.__cause__ or cause.__context__:
+                cause = inner
             raise cause if isinstance(cause, OSError) else ConnectionError(str(problem)) from None
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def url_parts(url: str) -> Address:
-    """Where the server of a URL is.
+    """The parts of a server's URL.
 
     Raises:
         TypeError: not a str.

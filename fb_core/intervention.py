@@ -35,13 +35,13 @@ class Intervention:
         return self.events(states, logits, self.pools(states, logits))
 
     def pools(self, states: Sequence[State], logits: Tensor) -> list[Pool] | OSError:
-        """The candidates of every state, with what the LLM writes after its own; one call of the LLM for all states.
+        """The candidates of every state, with the tails that the LLM writes; one call of the LLM for all states.
 
         Returns:
             one pool per state, or the error if the LLM did not answer.
 
         Raises:
-            OSError: it did not answer, where that ends a generation.
+            OSError: it did not answer, and that is to end the generation.
         """
         try:
             prompts = [state.tokens for state in states]
@@ -53,10 +53,10 @@ class Intervention:
             return problem
 
     def events(self, states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError) -> list[Event]:
-        """What the selector makes of `pools`; without an answer the SLM's own token.
+        """The events that the selector makes of `pools`; without an answer, the SLM's own token.
 
         Raises:
-            ValueError: a choice that is no place in the pool.
+            ValueError: a choice that is not an index into the pool.
         """
         if isinstance(pools, OSError):
             error = f"{type(pools).__name__}: {pools}"
@@ -71,7 +71,7 @@ class Intervention:
             if not hasattr(choice, "__index__") or not 0 <= int(choice) < len(pool):
                 raise ValueError(
                     f"{type(self.selector).__name__}: expected an index from 0 below {len(pool)}, got {choice}; "
-                    "return a place in the pool"
+                    "return an index into the pool"
                 )
             events.append(Event.of(state.step, state.entropy, pool, int(choice), scores))
         return events

@@ -230,7 +230,7 @@ class LocalLLM(LLM):
         self.batch_tokens = batch_tokens
         self._valid = hf.valid_ids(valid_vocab, model)
         self._seen: _Seen | None = None
-        self._turn = threading.Lock()  # of what is kept of a query
+        self._turn = threading.Lock()  # guards what is kept of the last query
 
     @property
     def vocabulary(self) -> int:

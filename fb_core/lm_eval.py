@@ -87,7 +87,7 @@ class FutureBridgeLM(HFLM):
         **options: Any,
     ) -> None:
         if llm is None and adapter is not None:
-            raise ValueError("adapter: expected an llm beside it, got none; it chooses among the large model's tokens")
+            raise ValueError("adapter: expected an llm with it, got none; it chooses among the large model's tokens")
         for name in UNSUPPORTED:
             if options.get(name):
                 raise ValueError(f"{name}: expected none for futurebridge, got {options[name]}; use --model hf")
@@ -126,7 +126,9 @@ class FutureBridgeLM(HFLM):
             for context, asked in (request.args for request in requests):
                 wanted = normalize_gen_kwargs(asked, self.max_gen_toks)
                 if wanted["do_sample"]:
-                    raise ValueError("do_sample: expected false, as a pair decodes, got true; use --model hf")
+                    raise ValueError(
+                        "do_sample: expected false, since a pair decodes greedily, got true; use --model hf"
+                    )
                 if wanted["max_gen_toks"] >= self.max_length:
                     raise ValueError(
                         f"max_gen_toks: expected less than max_length, {self.max_length}, got more; "
@@ -172,23 +174,23 @@ class FutureBridgeLM(HFLM):
         for index, (_, context, continuation) in enumerate(requests):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
-                    f"requests: expected a context and 1 to {self.max_length} tokens to be scored behind it, got "
+                    f"requests: expected a context and 1 to {self.max_length} tokens to be scored after it, got "
                     f"{len(context)} and {len(continuation)}; shorten the text or raise max_length"
                 )
             seen = context[-(self.max_length + 1 - len(continuation)) :]
             shared.setdefault(tuple(seen), {}).setdefault(tuple(continuation), []).append(index)
         work = sorted(shared.items(), key=lambda item: len(item[0]), reverse=True)
-        rows = [len(context) + sum(len(each) - 1 for each in behind) for context, behind in work]
+        rows = [len(context) + sum(len(each) - 1 for each in following) for context, following in work]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
             for start, stop in hf.packs(rows, self.token_budget):
                 part = work[start:stop]
-                pairs = [(context, list(behind)) for context, behind in part]
+                pairs = [(context, list(following)) for context, following in part]
                 found = self.scorer.logprobs_many(pairs, self.token_budget, return_greedy=True)
                 flat = [outputs for group in found for outputs in group]
                 sums = torch.stack([logprob.sum() for logprob, _ in flat]).tolist()
                 greedy = torch.stack([chosen.all() for _, chosen in flat]).tolist()
-                places = [places for _, behind in part for places in behind.values()]
+                places = [places for _, following in part for places in following.values()]
                 for answer, indices in zip(zip(sums, greedy, strict=True), places, strict=True):
                     for index in indices:
                         answers[index] = answer
@@ -199,7 +201,7 @@ class FutureBridgeLM(HFLM):
 
 
 class _Written:
-    """Hears a sequence's tokens and ends it at a stop string."""
+    """Collects the text of a sequence, and cancels the sequence at a stop string."""
 
     handle: Handle
 
@@ -213,11 +215,11 @@ class _Written:
             self._ended.set()
             return
         self._pieces.append(self._text.add(token.id))
-        if self._text.stopped and hasattr(self, "handle"):  # which comes soon, and then with the next token
+        if self._text.stopped and hasattr(self, "handle"):  # if it is not set yet, the next token cancels
             self.handle.cancel()
 
     def whole(self) -> str:
-        """The text, once the sequence has ended; raises what ended it, if that was an error."""
+        """Wait for the sequence to end and return its text; raises its error, if there was one."""
         self._ended.wait()
         if not self._text.stopped:
             self.handle.result()

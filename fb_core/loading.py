@@ -16,7 +16,7 @@ from fb_core.stages.inputs import load_model
 
 
 class Loaded(NamedTuple):
-    """What decodes, ready to be given to a decoder or an engine."""
+    """All that a decoder or an engine is made from."""
 
     pair: Pair
     tokenizer: hf.Tokenizer
@@ -29,7 +29,7 @@ def load(settings: PairSettings) -> Loaded:
     """Read models, tokenizers and adapter.
 
     Raises:
-        ValueError: models that do not belong together, or settings that no models fit.
+        ValueError: models that do not belong together, or settings that do not fit them.
         OSError: a model, adapter or server that is not there.
     """
     slm, tokenizer = load_model(settings.slm, "slm", settings.device, settings.dtype)
@@ -42,7 +42,7 @@ def load(settings: PairSettings) -> Loaded:
         max_events=settings.max_events,
         span=settings.span,
     )
-    if deployment.selector is None:  # the recipe asks nobody
+    if deployment.selector is None:  # the recipe never asks the LLM
         return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment)
     llm, other = _llm(settings, tokenizer)
     return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swiglu
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and how their classes begin
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and their classes' prefix
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-CPU_ROWS = 512  # of a block, for each thread: a megabyte at hidden 512
-INERT_HOOKS = "transformers.utils.output_capturing"  # stay in a model that was once asked for its hidden states
+CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
+INERT_HOOKS = "transformers.utils.output_capturing"  # hooks that stay once a model returned hidden states
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None, float], tuple[Tensor, Tensor]]
 """(layer, q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], window, scale) -> (out[T, Hq, E], lse[Hq, T])."""
@@ -140,7 +140,7 @@ class NativeDecoder:
             decoder = reader.decoder()
             if not reader.apart:
                 return decoder
-            for parts in reader.apart:  # only now that all is known to be familiar
+            for parts in reader.apart:  # only now that every module has been checked
                 _pack(parts)
             return _Reader(model.base_model).decoder()
         except _UnfamiliarError:
@@ -169,7 +169,7 @@ class NativeDecoder:
             [T, D], or [N, D] with rows.
         """
         table = self.rope(positions)
-        place = torch.arange(len(ids), device=ids.device)  # a row's own row of the table
+        place = torch.arange(len(ids), device=ids.device)  # row i of the table is that of packed row i
         q, k, v, residual = _by_rows(self.layers[0].before_attention, self.embedding(ids), None, place, constants=table)
         attended = self._attended(attend, 0, q, k, v)
         for index in range(1, len(self.layers)):
@@ -187,7 +187,7 @@ class NativeDecoder:
     def _between_attentions(
         self, index: int, attended: Tensor, residual: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From what attention gives in layer index - 1 to what it takes in layer index."""
+        """From the attention output of layer index - 1 to (q, k, v, residual) of layer index."""
         hidden, residual = self.layers[index - 1].after_attention(attended, residual)
         return self.layers[index].before_attention(hidden, residual, positions, cos, sin)
 
@@ -195,7 +195,7 @@ class NativeDecoder:
 def _by_rows(
     step: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None, constants: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """step(first, *others, *constants), on a CPU for blocks of rows: what lies between products stays in its cache."""
+    """step(first, *others, *constants); on a CPU in blocks of rows, so that intermediate results stay in its cache."""
     size = CPU_ROWS * torch.get_num_threads()
     if not first.is_cpu or len(first) <= size:
         return step(first, *others, *constants)
@@ -207,7 +207,7 @@ def _by_rows(
 
 
 class _UnfamiliarError(Exception):
-    """Something in the model is not as the family's own modules have it."""
+    """Something in the model differs from the family's own modules."""
 
 
 def _expect(familiar: bool) -> None:
@@ -216,7 +216,7 @@ def _expect(familiar: bool) -> None:
 
 
 class _Reader:
-    """Reads a family's modules, and stops at what is unfamiliar."""
+    """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
     def __init__(self, base: Any) -> None:
         self.family = str(base.config.model_type)
@@ -224,8 +224,8 @@ class _Reader:
         self.base = self._own(base, "Model")
         weight = _plain(base.embed_tokens, nn.Embedding).weight
         self.kind = (weight.dtype, weight.device)
-        self.rows: set[int] = set()  # ids of the parameters that lie, or are to lie, in a row
-        self.apart: list[Sequence[nn.Parameter]] = []  # rows that are still to be packed
+        self.rows: set[int] = set()  # id() of the parameters that are packed, or are to be
+        self.apart: list[Sequence[nn.Parameter]] = []  # parameters that are still to be packed together
 
     def decoder(self) -> NativeDecoder:
         base = self.base
@@ -263,7 +263,7 @@ class _Reader:
         )
 
     def _own(self, module: Any, kind: str) -> Any:
-        """A module of the family's own class."""
+        """The module, if it is of the family's own class."""
         name = f"transformers.models.{self.family}.modeling_{self.family}.{FAMILIES[self.family]}{kind}"
         _expect(f"{type(module).__module__}.{type(module).__qualname__}" == name and not _hooked(module))
         return module
@@ -274,7 +274,7 @@ class _Reader:
         return Norm(weight.detach(), module.variance_epsilon)
 
     def _linear(self, *modules: Any) -> Linear:
-        """Projections of one input as one."""
+        """Several projections of one input as a single one."""
         for module in modules:
             _plain(module, nn.Linear)
         weight = self._rows([module.weight for module in modules])
@@ -289,16 +289,16 @@ class _Reader:
         if len(parts) == 1:
             return parts[0].detach()
         names = set(map(id, parts))
-        _expect(len(names) == len(parts) and self.rows.isdisjoint(names))  # a common part cannot lie in two places
+        _expect(len(names) == len(parts) and self.rows.isdisjoint(names))  # a shared parameter cannot be in two places
         self.rows |= names
         if not _adjacent(parts):
-            _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes look at it
+            _expect(not any(part.is_cpu and part.is_shared() for part in parts))  # other processes use that memory
             self.apart.append(parts)
         first = parts[0].detach()
         return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride()) if not self.apart else first
 
     def _check(self, parameter: Any) -> None:
-        """A plain parameter, of one dtype and on one device with all others."""
+        """Refuse what is not a plain parameter of the same dtype and device as all others."""
         _expect(type(parameter) is nn.Parameter and type(parameter.data) is Tensor)
         _expect((parameter.dtype, parameter.device) == self.kind and not parameter.is_inference())
 
@@ -321,7 +321,7 @@ _PACKING = threading.Lock()
 def _pack(parts: Sequence[nn.Parameter]) -> None:
     """Move the parts [n_i, ...] into one storage [sum n_i, ...]."""
     with _PACKING, torch.inference_mode(False), torch.no_grad():
-        if _adjacent(parts):  # another thread has been here
+        if _adjacent(parts):  # another thread has packed them
             return
         whole = torch.cat([part.detach() for part in parts])
         if whole.is_cuda:

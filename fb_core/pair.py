@@ -49,7 +49,7 @@ class Pair:
         if known is None and others is not None and size != others:
             raise ValueError(
                 f"llm: expected the SLM's vocabulary of {size} ids, got {others}; use two models of one family, or "
-                "pass their tokenizer where only the padding of the embeddings differs"
+                "pass their tokenizer if only the padding of the embeddings differs"
             )
         for name, taken in (("slm", size), ("llm", others)):
             if known is not None and taken is not None and taken < known:

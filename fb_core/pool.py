@@ -26,7 +26,7 @@ class Pool:
     sources: Tensor  # [K] int32 bits, 1 = SLM, 2 = LLM
     slm_logprob: Tensor  # [K] float32, nats
     llm_logprob: Tensor  # [K] float32
-    tails: tuple[tuple[int, ...], ...] = ()  # of K candidates, ids that are appended with each; () for none of any
+    tails: tuple[tuple[int, ...], ...] = ()  # of K candidates, ids appended after each; () if none has any
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -58,8 +58,8 @@ class Event:
     llm_logprob: list[float]  # NaN where the LLM was not asked
     scores: list[float] | None  # the selector's, None where it has none
     choice: int  # index into the pool
-    error: str | None = None  # of the LLM: then the pool is the SLM's token alone
-    tails: list[list[int]] | None = None  # ids that are appended with each candidate, None where each is one token
+    error: str | None = None  # why the LLM did not answer; the pool is then the SLM's token alone
+    tails: list[list[int]] | None = None  # ids that are appended after each candidate, None where each is one token
 
     @property
     def token(self) -> int:
@@ -171,7 +171,7 @@ def merge_candidates(
     for row, (answer, count) in enumerate(zip(answers, counts.tolist(), strict=True)):
         if not count:
             raise ValueError(
-                f"llm: expected a candidate among the {vocabulary} common ids, got none; tell the LLM how many ids are "
+                f"llm: expected a candidate among the {vocabulary} shared ids, got none; tell the LLM how many ids are "
                 "valid"
             )
         ids = pool_ids[row, :count]
@@ -181,10 +181,10 @@ def merge_candidates(
             if answer.score_logprob is None:
                 raise ValueError(
                     f"llm: expected log-probabilities of the {slm_ids.shape[1]} score_ids, got None; return them "
-                    "beside the candidates"
+                    "along with the candidates"
                 )
             known = torch.cat([answer.score_logprob.to(device), known])
-        place = (ids[:, None] == asked).int().argmax(1)  # [K] where each candidate was asked about
+        place = (ids[:, None] == asked).int().argmax(1)  # [K] index of each candidate among the ids asked about
         merged.append((ids, sources[row, :count], known[place]))
     return merged
 

@@ -9,11 +9,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 
 
 class Board:
-    """A bar for every name.
+    """Progress bars, one per name.
 
     Args:
-        columns: what follows each bar and its words.
-        transient: whether the bars go away at the end.
+        columns: shown after each bar and its words.
+        transient: whether the bars disappear at the end.
     """
 
     def __init__(self, *columns: ProgressColumn, transient: bool = False) -> None:
@@ -24,7 +24,7 @@ class Board:
             MofNCompleteColumn(),
             *columns,
             TextColumn("{task.fields[words]}"),
-            console=Console(file=sys.stdout),  # this one, whatever it is redirected to later
+            console=Console(file=sys.stdout),  # stdout as it is now, even if it is redirected later
             transient=transient,
             speed_estimate_period=1e9,  # steps may take hours
         )
@@ -40,7 +40,7 @@ class Board:
         self._bars.stop()
 
     def show(self, name: str, done: int, of: int, words: str | None = None) -> None:
-        """Move a name's bar; the words after it stay until there are others."""
+        """Move the bar of a name; the words after it stay until others are given."""
         if self._terminal:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=of, completed=done, words="")
@@ -49,7 +49,7 @@ class Board:
                 self._bars.update(self._tasks[name], words=words)
 
     def say(self, name: str, text: str, *, always: bool = False) -> None:
-        """Print a line, but not again while a name's text stays the same; on a terminal only with `always`."""
+        """Print a line, but not if the name's last text was the same; on a terminal only with `always`."""
         if self._terminal and always:
             self._bars.console.print(f"{name}: {text}", markup=False)
         elif not self._terminal and self._said.get(name) != text:

@@ -33,7 +33,7 @@ from fb_core.value import Form, ValueHead
 
 Trained = Literal["features", "calibrated", "calibrated-features"]
 Wanted = Literal["chosen", "published"]
-THRESHOLD = 1.0  # nats, where nobody says another
+THRESHOLD = 1.0  # nats, if no other is given
 PUBLISHED = "published"  # folder of the published recipe's adapter, inside that of another one
 ASK, WEIGHT = "ask.safetensors", "weight"
 LARGEST = (1 << 31) - 1
@@ -287,7 +287,7 @@ class Deployment(NamedTuple):
 
     selector: Selector | None
     policy: RequestPolicy
-    options: dict[str, Any]  # `max_events` and `span`, and where the recipe says so pool, slm_k and llm_k
+    options: dict[str, Any]  # `max_events` and `span`; pool, slm_k and llm_k too if the recipe has them
 
 
 def deployment_of(
@@ -339,7 +339,7 @@ def deployment_of(
     else:
         if certainty is not None:
             raise ValueError(
-                f"certainty: expected none beside the recipe in {folder} ({deployed.recipe.label}), got {certainty}; "
+                f"certainty: expected none with the recipe in {folder} ({deployed.recipe.label}), got {certainty}; "
                 "leave it out, or ask for --recipe published"
             )
         reranker = _reranker(folder, slm) if deployed.recipe.trained else None

@@ -206,7 +206,7 @@ class TokenReranker(nn.Module):
         """[K, D] through ordinary attention, adapters on prefix, candidate and tail."""
         branches = CandidateBranches.of([0], [pool], [tails])
         (lengths,) = branches.lengths
-        ids = pad_sequence(list(branches.ids.split(lengths)), batch_first=True)  # what stands behind the last is unseen
+        ids = pad_sequence(list(branches.ids.split(lengths)), batch_first=True)  # causal: padding is never seen
         rows = torch.cat([tokens.expand(len(pool), -1), ids], 1)
         hidden = hf.causal_lm(self.adapted).base_model(input_ids=rows, use_cache=False).last_hidden_state
         last = torch.tensor(lengths, device=pool.device) + len(tokens) - 1
@@ -226,7 +226,7 @@ class TokenReranker(nn.Module):
             ValueError: features missing or of another shape.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scores = (hidden.to(wide) * self.head).sum(-1)  # not a product of matrices, which autocast would lower
+        scores = (hidden.to(wide) * self.head).sum(-1)  # no matrix product: autocast would lower its precision
         return scores.float() + self._feature_scores(len(hidden), features)
 
     def _feature_scores(self, count: int, features: Sequence[Tensor] | None) -> Tensor:
@@ -328,7 +328,7 @@ class TokenReranker(nn.Module):
         except (OSError, SafetensorError) as problem:
             raise ValueError(f"{file}: expected a safetensors file, got {problem}; save the adapter again") from problem
         ranks = {name: have for name, have in tensors.items() if ".lora_A." in name}
-        for name, have in ranks.items() or [("any lora_A", None)]:  # before a stated rank costs memory
+        for name, have in ranks.items() or [("any lora_A", None)]:  # before the stated rank is allocated
             if have is None or have.shape[:1] != (config.r,):
                 raise ValueError(
                     f"{file}: expected rank {config.r} by the config, got {_shape(have)} in {name}; {APART}"

@@ -1,4 +1,4 @@
-"""A large model behind an HTTP server (vLLM, SGLang, llama.cpp), asked by token id, never by text."""
+"""A large model on an HTTP server (vLLM, SGLang, llama.cpp), asked by token id, never by text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fb_core.pair import known_ids
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
-PART = 8  # characters of a key that tell something of it
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what reading another answer raises
+PART = 8  # so many characters of a key are too many to show
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # from reading a malformed answer
 TEXTS = (
     "The answer is \\boxed{42}.\n\nSo 3.14159 * 2 = 6.28318, and 1000000 > 999999!",
     "def f(x):\n\treturn [x ** 2 for _ in range(10)]  # tabs,   spaces\r\n",
@@ -217,7 +217,7 @@ class ServerLLM(LLM):
         check_max_new_tokens(max_new_tokens)
 
         def draw(ids: list[int], sample: int) -> Tensor:
-            own = seeded(seed, ids, sample).getrandbits(31)  # what every flavour takes
+            own = seeded(seed, ids, sample).getrandbits(31)  # every flavour takes 31 bits
             return self._complete(ids, max_new_tokens, self._dialect.sampled(temperature, top_p, top_k, own))
 
         checked = self._prompts(prompts)
@@ -282,7 +282,7 @@ class ServerLLM(LLM):
         return checked
 
     def _candidates(self, ids: list[int], k: int, wanted: list[int] | None) -> Candidates:
-        asked = f"{k} candidates and {len(wanted or ())} scores behind {len(ids)} tokens"
+        asked = f"{k} candidates and {len(wanted or ())} scores after {len(ids)} tokens"
         top, known = self._read(asked, self._dialect.candidates, ids, k, sorted(set(wanted or ())))
         missing = [token for token in wanted or () if token not in known]
         if len(top) < k or missing:
@@ -291,7 +291,7 @@ class ServerLLM(LLM):
                 f"is a {self.flavour} server and does not limit its log-probabilities"
             )
         ranked = sorted(top, key=lambda token: (-top[token], token))[:k]
-        least = -math.log(2 * self._vocabulary)  # one of so many ids has twice that, or rows of padding take a share
+        least = -math.log(2 * self._vocabulary)  # half of 1 / ids: padding rows may take a share
         if not top[ranked[0]] > least:
             raise ServerError(
                 f"{self.url}: expected {asked}, the most likely of {self._vocabulary} ids above {least:.1f} nats, got "
@@ -304,7 +304,7 @@ class ServerLLM(LLM):
         )
 
     def _complete(self, ids: list[int], n: int, sampled: dict[str, Any]) -> Tensor:
-        asked = f"1 to {n} tokens behind {len(ids)}"
+        asked = f"1 to {n} tokens after {len(ids)}"
         new = self._read(asked, self._dialect.complete, ids, n, sampled)[:n]
         if not new:
             raise ServerError(

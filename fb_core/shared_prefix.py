@@ -101,7 +101,7 @@ def forward(
         softcap=head.softcap,
         temperature=temperature,
         valid_vocab=valid_vocab,
-        return_lse=True,  # a tuple, whatever is asked
+        return_lse=True,  # so that the result is always a tuple
         return_entropy=return_entropy,
         return_max=return_greedy,
     )
@@ -117,7 +117,7 @@ class _WithoutGradient(torch.autograd.Function):
     """An entropy that refuses a backward pass: it has no gradient, and a loss must not miss that silently."""
 
     @staticmethod
-    def forward(ctx: Any, entropy: Tensor, logprob: Tensor) -> Tensor:  # depends on what leads to the parameters
+    def forward(ctx: Any, entropy: Tensor, logprob: Tensor) -> Tensor:  # logprob ties the result to the parameters
         return entropy.view_as(entropy)
 
     @staticmethod
@@ -144,9 +144,9 @@ def checked(model: hf.CausalLM, requests: Requests, valid_vocab: int) -> list[tu
     pairs = []
     for prefix, continuations in requests:
         tokens = hf.token_ids("prefix", prefix, model)
-        behind = hf.many_token_ids("continuations", continuations, model, valid_vocab)
-        hf.check_positions(model, len(tokens), max((len(each) - 1 for each in behind), default=0))
-        pairs.append((tokens, Branches(len(tokens), behind)))
+        following = hf.many_token_ids("continuations", continuations, model, valid_vocab)
+        hf.check_positions(model, len(tokens), max((len(each) - 1 for each in following), default=0))
+        pairs.append((tokens, Branches(len(tokens), following)))
     return pairs
 
 

@@ -105,7 +105,7 @@ def average_interval(
     if not len(a) or (b is not None and len(a) != len(b)):
         expected = "one benchmark or more" if b is None else "as many benchmarks in a as in b, one or more"
         counts = len(a) if b is None else f"{len(a)} and {len(b)}"
-        raise ValueError(f"average_interval: expected {expected}, got {counts}; pass a vector a benchmark.")
+        raise ValueError(f"average_interval: expected {expected}, got {counts}; pass one vector per benchmark.")
     values = [_vector("average_interval", f"a[{place}]", one) for place, one in enumerate(a)]
     for place, other in enumerate(b or ()):
         second = _vector("average_interval", f"b[{place}]", other)
@@ -301,7 +301,7 @@ def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> In
     first, second = _vector("paired_lower_bound", "a", a), _vector("paired_lower_bound", "b", b)
     _same_length("paired_lower_bound", "a", first, "b", second)
     if wrong := [float(value) for value in np.unique([first, second]) if value not in (0.0, 1.0)]:
-        raise ValueError(f"paired_lower_bound: outcomes must be 0 or 1, got {wrong[0]}; pass one run a problem.")
+        raise ValueError(f"paired_lower_bound: outcomes must be 0 or 1, got {wrong[0]}; pass one run per problem.")
     _check_level("paired_lower_bound", level)
     n, won, lost = len(first), float((first > second).sum()), float((first < second).sum())
     mean, z = (won - lost) / n, NormalDist().inv_cdf(level)

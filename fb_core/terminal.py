@@ -9,7 +9,7 @@ IN_TEXT = {"\n": "\n", "\t": "\t"}
 
 
 def escaped(text: str, shown: Mapping[str, str] = {}) -> str:
-    """Text that can neither steer a terminal nor hide: `shown` for a character, an escape for an unprintable one."""
+    """Text without terminal control: characters in `shown` are replaced by it, other unprintable ones escaped."""
     return "".join(
         shown.get(char) or (char if char.isprintable() else char.encode("unicode_escape").decode()) for char in text
     )

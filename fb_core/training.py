@@ -22,7 +22,7 @@ from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
 
 VALIDATED_AT_ONCE = 32  # groups in a forward of `validate`
-ABOUT = "about"  # entry of a state: what it belongs to, JSON as bytes
+ABOUT = "about"  # entry of a state that describes its sweep: JSON as bytes
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Sweep:
         self._dropouts = [layer for run in self.runs for layer in hf.adapter_dropouts(run.reranker.adapted)]
         self._parameters = [_trained(run.reranker) for run in self.runs]
         self._tensors: dict[str, Tensor] = {}  # all that a step changes, flat
-        self._weights: list[tuple[Tensor, ...]] = []  # of each run: adapter and head, feature weights
+        self._weights: list[tuple[Tensor, ...]] = []  # for each run: adapter and head, then feature weights
         moments = []
         for index, parameters in enumerate(self._parameters):
             flat = self._gather(torch.cat([parameter.detach().flatten() for parameter in parameters]))[0].clone()
@@ -281,7 +281,7 @@ class Sweep:
         steps = self._gather(torch.tensor([self.step], device=self._device)).flatten().tolist()
         if len(set(steps)) > 1:
             raise ValueError(
-                f"processes: expected all at one step, got {steps}; let them read the same checkpoint, then start again"
+                f"processes: expected all at one step, got {steps}; let them load the same checkpoint, then start again"
             )
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class Sweep:
         count = 1 if self._processes is None else self._processes.num_processes
         if count > self.recipe.microbatches:
             raise ValueError(
-                f"processes: expected at most one a microbatch, {self.recipe.microbatches}, got {count}; "
+                f"processes: expected at most one per microbatch, {self.recipe.microbatches}, got {count}; "
                 f"give the recipe microbatches={count} or start fewer"
             )
         digest = hashlib.sha256(json.dumps(self._about).encode()).digest()
@@ -317,7 +317,7 @@ class Sweep:
         with _training(self._dropouts, self._device):
             for first in range(0, len(pieces), stride):
                 mine = first + place
-                batch = None  # its prefixes first
+                batch = None  # frees its prefixes before the next ones are computed
                 batch = _Batch.build(self.runs, pieces[mine]) if mine < len(pieces) else None
                 for run, total in enumerate(sums):
                     share = self._share(run, batch, mine, groups)
@@ -393,7 +393,7 @@ def validate(
     sums = [[0.0, 0.0, 0.0] for _ in runs]  # loss, agreeing pairs, comparable pairs
     batch = None
     for first, last in hf.packs(counts, groups_at_once):
-        del batch  # its prefixes first
+        del batch  # frees its prefixes before the next ones are computed
         batch = _Batch.build(runs, checked[first:last])
         for index, run in enumerate(runs):
             scores = batch.scores(run.reranker)
@@ -625,7 +625,7 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
     named = {run.reranker.feature_names for run in runs} - {()}
     if len(named) > 1:
         raise ValueError(
-            f"feature_names: expected the same in all runs that have any, got {sorted(named)}; train them apart"
+            f"feature_names: expected the same in all runs that have any, got {sorted(named)}; train them separately"
         )
     groups = []
     for group in trajectory.groups:
@@ -637,7 +637,7 @@ def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> 
         )
         if not fits or not bool(target.isfinite().all()):
             raise ValueError(
-                f"target: expected one finite number a candidate, [{len(candidates)}] or [{len(candidates)}, h] with "
+                f"target: expected one finite number per candidate, [{len(candidates)}] or [{len(candidates)}, h] with "
                 f"columns {sorted(set(columns))}, got {list(group.target.shape)} {group.target.tolist()}; "
                 "build targets with group_targets"
             )

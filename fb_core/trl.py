@@ -62,7 +62,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         ):
             if found:
                 raise ValueError(
-                    f"SharedPrefixGRPOTrainer: {name}: expected a setting without it, got it in use; {remedy}, or use "
+                    f"SharedPrefixGRPOTrainer: {name}: expected it to be off, got it in use; {remedy}, or use "
                     "trl.GRPOTrainer"
                 )
         for model in filter(None, (self.model, self.ref_model)):
@@ -124,7 +124,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         if inner is model:
             return asked()
         before = vars(inner).get("forward")
-        inner.forward = asked  # gradients of several processes meet in what the wrapper does around a forward
+        inner.forward = asked  # the wrapper's own forward sets up the exchange of gradients between processes
         try:
             return model()
         finally:
@@ -138,7 +138,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is before:
             return inputs
         steps = self.args.steps_per_generation
-        together = math.gcd(steps, self.args.gradient_accumulation_steps)  # so many never cross an optimiser step
+        together = math.gcd(steps, self.args.gradient_accumulation_steps)  # so many stay within an optimiser step
         batches = self._buffered_inputs
         self._buffered_inputs = [
             batch for start in range(0, steps, together) for batch in _by_prompt(batches[start : start + together])
@@ -147,7 +147,7 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
 
 def _groups(prompts: Sequence[Tensor]) -> list[list[int]]:
-    """Rows of equal prompts, in the order in which these first come."""
+    """The rows of each distinct prompt, by first occurrence."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt.tolist()), []).append(row)
@@ -178,7 +178,7 @@ def _packs(
 
 
 def _by_prompt(batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of micro-batches, dealt out anew prompt by prompt; batches with images stay as they are."""
+    """The rows of micro-batches, regrouped by prompt; batches with images stay as they are."""
     if any(isinstance(value, list) for value in batches[0].values()):
         return list(batches)
     sizes = [len(batch["prompt_ids"]) for batch in batches]

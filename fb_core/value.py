@@ -43,9 +43,9 @@ LISTWISE = (
     "slm_entropy",
 )
 TERMS: dict[Form, tuple[str, ...]] = {"gate": GATE, "listwise": LISTWISE}
-LOWEST = -12.0  # nats: below it one candidate is as good as none
-GATE_PENALTY = 5.0  # of the squared weights of standardised terms, beside the sum over states; never tuned
-LISTWISE_PENALTY = 0.01  # likewise, beside the mean; never tuned
+LOWEST = -12.0  # nats: lower log-probs and scores of -inf are clamped to this
+GATE_PENALTY = 5.0  # factor of the squared weights of standardised terms, added to the sum over states; never tuned
+LISTWISE_PENALTY = 0.01  # likewise, added to the mean; never tuned
 ASK_PENALTIES = tuple(10.0**power for power in range(7))  # tried, by the error on states left out
 
 
@@ -87,7 +87,7 @@ class ValueHead:
         if self.form == "gate":
             terms = gate_terms(pool, scores, entropy)
             gain = terms @ _on(terms.device, self.weights)
-            acts = (gain > 0) | scores.isnan().any()  # a broken scorer is not to be hidden
+            acts = (gain > 0) | scores.isnan().any()  # NaN scores are passed on, so that they are noticed
             return torch.where(acts, scores.float(), pool.slm_logprob.float())
         terms = listwise_terms(pool, scores, entropy)
         return (terms @ _on(terms.device, self.weights)).float()
@@ -127,9 +127,9 @@ def listwise_terms(pool: Pool, scores: Tensor, entropy: float) -> Tensor:
     places = torch.arange(len(slm), device=slm.device)
     own, large = ((places == values.argmax()).double() for values in (slm, llm))
     sure, llm_sure = slm.max().exp(), llm.max().exp()
-    behind = slm - slm.max()
-    columns = [z, centred, behind, llm - llm.max(), own, large, own * sure, large * llm_sure, z * sure, z * llm_sure]
-    return torch.stack([*columns, own * entropy, large * entropy, z * entropy, behind * entropy], 1)
+    below = slm - slm.max()
+    columns = [z, centred, below, llm - llm.max(), own, large, own * sure, large * llm_sure, z * sure, z * llm_sure]
+    return torch.stack([*columns, own * entropy, large * entropy, z * entropy, below * entropy], 1)
 
 
 def fit_gate(terms: Tensor, gain: Tensor) -> ValueHead:

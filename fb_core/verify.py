@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 LONGEST_CONTENT = 10_000  # characters in a box or a gold answer; longer is no final answer
 REMEMBERED = 1 << 16  # judged pairs kept
-SHAPES, LONGEST_SHAPE = 4_096, 100  # how many shapes of answers a worker keeps, and their tokens
+SHAPES, LONGEST_SHAPE = 4_096, 100  # shapes of answers that a worker caches, and the most tokens of one
 BATCH = 32  # pairs sent to a worker at once
 SMALLEST_MEMORY = 256 << 20  # math-verify with sympy takes some 60 MiB
 LONGEST_TIMEOUT = 86_400.0  # seconds
 START_LIMIT = 600.0  # seconds for a worker to import math-verify
-PATIENCE, SHORTEST_WAIT = 20.0, 60.0  # times the timeout, and seconds, that an answer may take on a busy machine
+PATIENCE, SHORTEST_WAIT = 20.0, 60.0  # wall-clock limit of an answer: so many timeouts, but at least so many seconds
 BAD_GOLD = "bad gold"
 Pair = tuple[str, str]  # what math-verify is to read, and the gold answer
 BARE_WORD = re.compile(r"[A-Za-z]{3,}")
@@ -333,17 +333,17 @@ class _Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def ask(self, pairs: list[Pair]) -> list[str]:
-        """The outcomes of the pairs up to the first at which the process ended, one at least."""
+        """The outcomes of the first pairs, at least one: up to the pair at which the process ended, or all."""
         request = json.dumps(pairs).encode() + b"\n"  # ASCII, whatever the texts hold
         try:
-            for _ in range(2):  # a second time where the process had died between two requests
+            for _ in range(2):  # again, if the process had died between two requests
                 process = self._alive()
                 replies = self._exchange(process, request, _longest_wait(self._timeout), lines=2 * len(pairs))
                 outcomes = replies[1::2]
                 if len(outcomes) == len(pairs):
                     return outcomes
                 self.stop()
-                if len(replies) % 2:  # started and not finished
+                if len(replies) % 2:  # a pair was started and not finished
                     return [*outcomes, "timeout"]
                 if outcomes:
                     return outcomes
@@ -353,13 +353,13 @@ class _Worker:
         return ["timeout"]
 
     def stop(self) -> None:
-        """Kills the process, if there is one, and waits for its end."""
+        """Kill the process, if there is one, and wait for its end."""
         if self.process is None:
             return
         self.process.kill()
         self.process.wait()
         for pipe in filter(None, (self.process.stdin, self.process.stdout)):
-            with contextlib.suppress(OSError):  # what was not sent to a dead process
+            with contextlib.suppress(OSError):  # closing fails if a dead process left something unsent
                 pipe.close()
         self.process = None
 
@@ -373,7 +373,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's orderings, and so verdicts, repeat
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's orderings, and so the verdicts, are reproducible
         )
         if self._exchange(self.process, b"", START_LIMIT, lines=1) != ["ready"]:
             self.stop()
@@ -385,7 +385,7 @@ class _Worker:
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, limit: float, *, lines: int) -> list[str]:
-        """Sends a request and reads so many lines, each within the limit; fewer where the process ends or is killed."""
+        """Send a request and read `lines` lines, each within the limit; fewer if the process ends or is killed."""
         assert process.stdin is not None
         assert process.stdout is not None
         replies: list[str] = []
@@ -400,7 +400,7 @@ class _Worker:
 
         threading.Thread(target=watch, daemon=True).start()
         try:
-            with contextlib.suppress(OSError):  # dead already, as reading will show
+            with contextlib.suppress(OSError):  # the process is dead, as reading will show
                 process.stdin.write(request)
                 process.stdin.flush()
             for line in islice(process.stdout, lines):
@@ -412,9 +412,9 @@ class _Worker:
 
 
 def _serve() -> None:
-    """A worker's life: reads lists of pairs from stdin until it closes; answers "started", then the outcome."""
+    """A worker's main loop: reads lists of pairs from stdin; for each pair prints "started", then the outcome."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what libraries print stays out of the replies
+    os.dup2(2, 1)  # what libraries print does not mix with the replies
     timeout, memory_bytes = float(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _limit_memory(memory_bytes)
@@ -433,7 +433,7 @@ def _serve() -> None:
                 return
             _end_after(0, 0)
             replies.write(outcome.encode() + b"\n")
-            if _resident_bytes() > memory_bytes // 2:  # caches that hold a monster would spoil the next answer
+            if _resident_bytes() > memory_bytes // 2:  # what it cached would spoil the next answer
                 return
 
 
@@ -457,14 +457,14 @@ def _judge(question: str, gold: str) -> str:
 
 
 def _quicken() -> None:
-    """Makes latex2sympy about ten times as fast in this process, with the same results."""
+    """Make latex2sympy about ten times as fast in this process, with the same results."""
     from antlr4 import PredictionMode  # type: ignore[import-untyped]
     from antlr4.error.ErrorStrategy import BailErrorStrategy  # type: ignore[import-untyped]
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # type: ignore[import-untyped]
     from sympy import Integer  # type: ignore[import-untyped]
 
     plain_parser, any_number = _Latex2Sympy.create_parser, _Latex2Sympy.parse_number
-    known: dict[tuple[int, ...], list[int]] = {}  # by the types of the tokens, on which alone the choices depend
+    known: dict[tuple[int, ...], list[int]] = {}  # by the types of the tokens; the choices depend on nothing else
 
     def create_parser(self: Any, latex: str) -> Any:
         try:
@@ -504,7 +504,7 @@ def _limit_memory(memory_bytes: int) -> None:
     except ImportError:  # not on Windows
         return
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is already set, or the system has none
             resource.setrlimit(kind, (limit, limit))
 
 

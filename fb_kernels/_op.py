@@ -1,11 +1,11 @@
-"""How an op is attached to torch.library, and how a call of it gets past the dispatcher.
+"""How an op is registered with torch.library, and how a call of it bypasses the dispatcher.
 
-A call that wants nothing but the result, on plain tensors in eager mode, goes straight to the implementation: then the
-public function's checks are one boolean. All else (gradients, compilation, modes, subclasses, autocast, transforms,
-profiling) goes through the checks in words and through torch's dispatcher, and gives the same result.
+A call that needs only the result, on plain tensors in eager mode, goes straight to the implementation, after one
+boolean check. All other calls (gradients, compilation, modes, subclasses, autocast, transforms, profiling) go through
+the checks with messages and torch's dispatcher, and give the same result.
 
-Under the transforms of torch.func the operators go by way of a `torch.autograd.Function`: grad, vjp, jacrev and vmap
-work (vmap as a loop); forward mode and ops that write to an argument are refused.
+Under the transforms of torch.func the operators run inside a `torch.autograd.Function`: grad, vjp, jacrev and vmap work
+(vmap as a loop); forward mode and ops that write to an argument are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _profiling = torch._C._autograd._profiler_enabled
 
 
 def eager(needed: tuple[object, ...], optional: tuple[object, ...] = ()) -> bool:
-    """Whether these are plain tensors (or, the optional ones, None) and a call asks for its result alone."""
+    """Whether all are plain tensors (optional ones may be None) and the call needs only its result."""
     if (
         torch.compiler.is_compiling()
         or _modes()
@@ -45,14 +45,14 @@ def eager(needed: tuple[object, ...], optional: tuple[object, ...] = ()) -> bool
     for x in needed:
         if not _is_plain(x, graph):
             return False
-    for x in optional:  # noqa: SIM110  (a loop, for it is on the way of every call)
+    for x in optional:  # noqa: SIM110  (a loop is faster, and every call comes here)
         if x is not None and not _is_plain(x, graph):
             return False
     return True
 
 
 def _is_plain(x: Any, graph: bool) -> bool:
-    """Whether it is a dense tensor of no subclass that needs no gradient."""
+    """Whether it is a dense Tensor or Parameter, no subclass, that needs no gradient."""
     kind = type(x)
     if (kind is not Tensor and kind is not Parameter) or (graph and x.requires_grad):
         return False
@@ -60,7 +60,7 @@ def _is_plain(x: Any, graph: bool) -> bool:
 
 
 class Op:
-    """`fb::<name>`, called through torch's dispatcher; `direct` goes past it."""
+    """`fb::<name>`, called through torch's dispatcher; `direct` bypasses it."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class Op:
         compiled: bool = False,
         cpu: bool = False,
     ) -> None:
-        """Define the operator and attach its implementations and its fake.
+        """Define the operator and register its implementations and its fake.
 
         Args:
             name: the operator's name.
             signature: its arguments and results in the schema language.
-            reference: in plain PyTorch, in the op's folder.
-            fake: shapes and dtypes of the results.
+            reference: the plain PyTorch implementation, from the op's folder.
+            fake: gives the shapes and dtypes of the results.
             triton: whether the folder's `triton.py` has a function `name`.
             compiled: whether its `cuda.py` has one.
             cpu: whether its `cpu.py` has one.
@@ -96,7 +96,7 @@ class Op:
         self._function: type[torch.autograd.Function] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """Through the dispatcher."""
+        """Call through the dispatcher."""
         if torch.compiler.is_compiling() or not _transformed():
             return self._op(*arguments)
         if self._op._schema.is_mutable:
@@ -107,7 +107,7 @@ class Op:
         return self._function.apply(*arguments) if self._function else self._op(*arguments)
 
     def direct(self, first: Tensor, *rest: Any) -> Any:
-        """Past the dispatcher, where `eager` said that it may."""
+        """Call without the dispatcher; only if `eager` was true."""
         if first.is_cpu:
             return self._run["cpu"](first, *rest)
         if first.is_cuda:
@@ -115,7 +115,7 @@ class Op:
         return self._op(first, *rest)
 
     def differentiate(self, *, setup_context: Callable, backward: Callable, by: Op | None = None) -> None:
-        """Attach the gradient; the operator that it is made of, if one is, has no gradient of its own."""
+        """Register the gradient; `by`, the operator that computes it, if any, has no gradient of its own."""
         torch.library.register_autograd(f"fb::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
         self._function = _function(self.name, self.name, setup_context, backward)
         if by is not None:
@@ -130,12 +130,12 @@ class Op:
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is under way, which the operators know not."""
+    """Whether a torch.func transform or forward-mode differentiation is active; plain operators support neither."""
     return _transform() is not None or forward_ad._current_level >= 0
 
 
 def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[torch.autograd.Function]:
-    """The operator `name` of `op` with its gradient, for the transforms of torch.func; none forward."""
+    """The operator `name` of `op` with its gradient, for torch.func transforms; forward mode is refused."""
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -162,7 +162,7 @@ def _function(op: str, name: str, setup: Callable, gradient: Callable) -> type[t
 
 
 def _without_autocast(run: Callable, device: str) -> Callable:
-    """The implementation with its own precision: autocast would silently lower the products inside."""
+    """The implementation with autocast off, which would silently lower the precision of its products."""
 
     def plain(*arguments: Any) -> Any:
         if not torch.is_autocast_enabled(device):

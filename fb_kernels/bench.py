@@ -1,6 +1,6 @@
-"""Benchmarks of one op at a shape of one's own: its kernels and plain torch, checked first, then timed.
+"""Benchmarks of one op at a given shape: its kernels and plain torch, checked first, then timed.
 
-`futurebridge bench` shows what `bench` finds. What fails its check against the float64 definition is not timed.
+`futurebridge bench` shows the results. An implementation that fails its check against the definition is not timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fb_kernels.self_check_calls import EPS, SHAPED, Call, Outputs
 from fb_kernels.testing import assert_close_to_reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LEAST, MOST = 0.2, 3.0  # seconds that are timed of each; the more the noisier
+LEAST, MOST = 0.2, 3.0  # seconds of timing for each; more if the times are noisy
 Way = Callable[..., Outputs]
 
 
@@ -270,7 +270,7 @@ def _split(hkv: int, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(qkv: Tensor, norms: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], *rest: Tensor) -> Tensor:
-    """Attention of rows that are each one more token after one sequence, [N, Hq, E]."""
+    """Attention of rows that are each one token after one sequence, [N, Hq, E]."""
     cos, sin, at, held = rest
     k_cache, v_cache = caches
     q, k, v = _split(k_cache.shape[1], qkv, *norms, cos, sin, at)
@@ -311,7 +311,7 @@ def _skinny(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
 def _top(logits: Tensor, k: int) -> Outputs:
     values = logits.topk(k).values.float()
     logprob = values.log_softmax(-1)
-    return -(logprob.exp() * logprob).sum(-1), values  # among equal values torch.topk picks any: no indices
+    return -(logprob.exp() * logprob).sum(-1), values  # no indices: torch.topk picks any of equal values
 
 
 def _merged(out_a: Tensor, out_b: Tensor, lse_a: Tensor, lse_b: Tensor) -> Outputs:

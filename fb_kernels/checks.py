@@ -19,22 +19,22 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
 LARGEST = torch.iinfo(torch.int64).max
 DENSE = "convert it with .to_dense(), or .to_padded_tensor() if it is nested"
-SEARCH = 10_000  # steps of the search for two places with one address
+SEARCH = 10_000  # maximum steps of the search for two elements at one address
 
 
 def alike(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors are of one floating dtype that ops take, and on one device; None stands for none."""
+    """Whether tensors share one supported floating dtype and one device; None is skipped."""
     dtype, device = first.dtype, first.device
     if dtype not in FLOATS:
         return False
-    for x in others:  # noqa: SIM110  (a loop, for it is on the way of every call)
+    for x in others:  # noqa: SIM110  (a loop is faster, and every call comes here)
         if x is not None and (x.dtype is not dtype or x.device != device):
             return False
     return True
 
 
 def beside(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether index tensors are of a dtype that ops take, and on the first tensor's device; None stands for none."""
+    """Whether index tensors are int32 or int64 and on the first tensor's device; None is skipped."""
     device = first.device
     for x in others:  # noqa: SIM110
         if x is not None and (x.dtype not in INDICES or x.device != device):
@@ -43,7 +43,7 @@ def beside(first: Tensor, *others: Tensor | None) -> bool:
 
 
 def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
-    """Whether contiguous tensors share no byte with each other or the others; False where that takes a closer look."""
+    """Whether the written tensors share no byte with each other or the others; False if unsure (not contiguous)."""
     spans: list[tuple[int, int]] = []
     for place, x in enumerate((*written, *others)):
         if x is None:
@@ -61,14 +61,14 @@ def disjoint(written: tuple[Tensor, ...], *others: Tensor | None) -> bool:
 
 
 def above_zero(value: object) -> bool:
-    """Whether it is a plain float, finite and above 0."""
+    """Whether the value is a plain float, finite and above 0."""
     return type(value) is float and 0.0 < value <= sys.float_info.max
 
 
 def error(
     op: str, argument: str, expected: str, got: object, remedy: str, kind: type[Exception] = ValueError
 ) -> Exception:
-    """The exception for a bad argument; `got` is shown as it is, a tensor described, a huge int by its size."""
+    """The exception for a bad argument; in `got`, a tensor is described and a huge int shown by its size."""
     shown = describe(got) if isinstance(got, Tensor) else got
     if isinstance(got, int) and not -LARGEST <= got <= LARGEST:
         shown = f"an int of {got.bit_length()} bits"
@@ -81,7 +81,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def is_tensor(op: str, argument: str, value: object) -> None:
-    """A torch tensor, which may have any strides but is not sparse."""
+    """Raise unless the value is a dense torch tensor; any strides are allowed."""
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
     if value.layout != torch.strided or value.is_nested:
@@ -89,7 +89,7 @@ def is_tensor(op: str, argument: str, value: object) -> None:
 
 
 def floating(op: str, argument: str, value: object, like: Tensor | None = None) -> None:
-    """A float32, bfloat16, float16 or float64 tensor; with `like`, of the same dtype and device."""
+    """Raise unless it is a float32, bfloat16, float16 or float64 tensor; with `like`, of its dtype and device."""
     is_tensor(op, argument, value)
     assert isinstance(value, Tensor)
     if value.dtype not in FLOATS:
@@ -108,7 +108,7 @@ def floating(op: str, argument: str, value: object, like: Tensor | None = None) 
 
 
 def index(op: str, argument: str, value: object, like: Tensor, ndim: int | None = None) -> None:
-    """An int32 or int64 tensor on `like`'s device, of `ndim` dimensions."""
+    """Raise unless it is an int32 or int64 tensor on `like`'s device, of `ndim` dimensions."""
     is_tensor(op, argument, value)
     assert isinstance(value, Tensor)
     if value.dtype not in INDICES:
@@ -119,7 +119,7 @@ def index(op: str, argument: str, value: object, like: Tensor, ndim: int | None 
 
 
 def offsets(op: str, argument: str, value: object, like: Tensor) -> None:
-    """A one-dimensional offset tensor with at least one entry."""
+    """Raise unless it is a one-dimensional offset tensor with at least one entry."""
     index(op, argument, value, like, ndim=1)
     assert isinstance(value, Tensor)
     if value.shape[0] == 0:
@@ -127,13 +127,13 @@ def offsets(op: str, argument: str, value: object, like: Tensor) -> None:
 
 
 def same_device(op: str, argument: str, value: Tensor, like: Tensor) -> None:
-    """Both tensors on one device."""
+    """Raise unless both tensors are on one device."""
     if value.device != like.device:
         raise error(op, argument, f"a tensor on {like.device}", value, f"move it with .to('{like.device}')")
 
 
 def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...], names: str, remedy: str) -> None:
-    """The exact shape; None matches any size. `names` shows the shape in the contract's letters."""
+    """Raise unless the shape is exactly this; None matches any size. `names` is the shape in the docs' letters."""
     have = value.shape
     if len(have) == len(expected):
         for size, want in zip(have, expected, strict=True):
@@ -146,16 +146,16 @@ def shape(op: str, argument: str, value: Tensor, expected: tuple[int | None, ...
 
 
 def writable(op: str, argument: str, value: Tensor) -> None:
-    """No element stands for several, as in an expanded tensor or in windows that overlap."""
+    """Raise if elements share memory, as in an expanded tensor or in overlapping windows."""
     if value.is_contiguous():
         return
     expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
     if expanded or (_span(value) is not None and _repeats(value)):
-        raise error(op, argument, "a tensor with a place for every element", "one whose elements share", "clone it")
+        raise error(op, argument, "a tensor with memory for every element", "one whose elements share it", "clone it")
 
 
 def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor | None]]) -> None:
-    """No tensor that is written shares a byte with another argument; elements may lie between another's.
+    """Raise if a written tensor shares a byte with another argument; interleaved elements are fine.
 
     Host arithmetic on addresses, sizes and strides; tensors without memory, as in tracing, pass.
     """
@@ -168,7 +168,7 @@ def apart(op: str, written: Iterable[tuple[str, Tensor]], others: Iterable[tuple
 
 
 def _span(value: Tensor) -> tuple[int, int] | None:
-    """The address of a tensor's first byte and that after its last; None where it has no elements or no memory."""
+    """The addresses of a tensor's first byte and of the byte after its last; None without elements or memory."""
     if type(value) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return None
     try:
@@ -184,8 +184,8 @@ def _span(value: Tensor) -> tuple[int, int] | None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a byte: some difference of two places makes up for the distance of their beginnings."""
-    bounds: dict[int, list[int]] = {}  # stride in bytes: least and largest difference of the two places
+    """Whether two tensors share a byte: whether some difference of offsets equals the distance of their first bytes."""
+    bounds: dict[int, list[int]] = {}  # stride in bytes -> least and largest difference of the two indices
     for value, end in ((other, 0), (one, 1)):
         size = value.element_size()
         strides = (*(stride * size for stride in value.stride()), 1)
@@ -196,7 +196,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _repeats(value: Tensor) -> bool:
-    """Whether two places of a tensor are one: apart by at least 1 in the outermost dimension in which they differ."""
+    """Whether two elements of a tensor share memory; they differ by 1 or more in their outermost differing index."""
     terms = sorted(((stride, size - 1) for size, stride in zip(value.shape, value.stride(), strict=True)), reverse=True)
     inner = [sum(stride * most for stride, most in terms[place + 1 :]) for place in range(len(terms))]
     return any(
@@ -207,12 +207,12 @@ def _repeats(value: Tensor) -> bool:
 
 
 def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | None = None) -> bool:
-    """Whether strides, each times a number within its two bounds, add up to the goal; taken for true where it is hard.
+    """Whether strides, each times a number within its bounds, can sum to the goal; true if the search gets too long.
 
     Args:
         terms: (stride, least, most), the largest stride first.
         goal: the sum.
-        left: steps of the search that may still be made.
+        left: steps of the search that are left.
     """
     left = [SEARCH] if left is None else left
     left[0] -= 1
@@ -228,7 +228,7 @@ def _reaches(terms: list[tuple[int, int, int]], goal: int, left: list[int] | Non
 
 
 def integer(op: str, argument: str, value: Any, remedy: str, least: int | None = None, most: int | None = None) -> None:
-    """An int from `least` to `most`, or what 64 bits hold."""
+    """Raise unless it is an int from `least` to `most` that 64 bits hold."""
     kind = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
     if kind and isinstance(value, int) and not -LARGEST <= value <= LARGEST:
         raise error(op, argument, "an int that 64 bits hold", value, remedy)
@@ -241,7 +241,7 @@ def integer(op: str, argument: str, value: Any, remedy: str, least: int | None =
 
 
 def number(op: str, argument: str, value: Any, remedy: str, expected: str = "a finite number") -> None:
-    """A finite int or float."""
+    """Raise unless it is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, float | int | torch.SymFloat | torch.SymInt):
         raise error(op, argument, expected, type(value).__name__, "convert it with float()", TypeError)
     if not -sys.float_info.max <= value <= sys.float_info.max:
@@ -249,7 +249,7 @@ def number(op: str, argument: str, value: Any, remedy: str, expected: str = "a f
 
 
 def positive(op: str, argument: str, value: Any, remedy: str) -> None:
-    """A finite number above zero."""
+    """Raise unless it is a finite number above zero."""
     expected = "a finite number above 0"
     number(op, argument, value, remedy, expected)
     if not value > 0:
@@ -257,7 +257,7 @@ def positive(op: str, argument: str, value: Any, remedy: str) -> None:
 
 
 def not_negative(op: str, argument: str, value: Any, remedy: str) -> None:
-    """A finite number, zero or more."""
+    """Raise unless it is a finite number, zero or more."""
     expected = "a finite number, 0 or more"
     number(op, argument, value, remedy, expected)
     if not value >= 0:
@@ -265,14 +265,14 @@ def not_negative(op: str, argument: str, value: Any, remedy: str) -> None:
 
 
 def offset_values(op: str, argument: str, entries: list[int], total: int) -> None:
-    """Offsets that begin with 0, never fall and end with `total`."""
+    """Raise unless offsets begin with 0, never fall and end with `total`."""
     if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in pairwise(entries)):
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
         raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
 
 
 def no_grad(op: str, **tensors: Tensor | None) -> None:
-    """No tensor asks for a gradient that the op does not have, backward or forward."""
+    """Raise if a tensor needs a gradient, backward or forward, since the op has none."""
     for argument, value in tensors.items():
         if value is None:
             continue

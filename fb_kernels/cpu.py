@@ -1,11 +1,11 @@
-"""The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library when first asked, says why there is none.
+"""The compiled kernels for CPU tensors, `csrc/cpu.cpp`: loads their library on first use, or says why there is none.
 
-The library is a plain C one beside this file (setup.py builds it where a C++ compiler is); it needs no torch. Made for
-float32, the ops of a decode step, attention of branches and log-probs for bfloat16 too, and for what is small, the rows
-of a decode step and the candidates of a training step, where plain operations cost more than their arithmetic; an op
-leaves sizes at which torch's threads are ahead to its reference. Linear layers, log-probs and attention of branches run
-on torch's threads, whose OpenMP runtime it finds loaded (on others where torch has another runtime), all else on one
-thread.
+The library is plain C, next to this file (setup.py builds it if there is a C++ compiler), and needs no torch. It takes
+float32; the ops of a decode step, branch attention and log-probs also take bfloat16. It is made for small inputs, such
+as the rows of a decode step and the candidates of a training step, where torch's overhead exceeds the arithmetic. Sizes
+at which torch's threads are faster are left to an op's reference. Linear layers, log-probs and branch attention run on
+torch's threads, by the OpenMP runtime that torch has loaded (on threads of its own if that is another one); everything
+else runs on one thread.
 
 `fb_kernels/<op>/cpu.py` calls its functions.
 """
@@ -21,12 +21,12 @@ import torch
 from fb_kernels import shared_library
 
 ABI_VERSION = 13
-ROWS = 16  # the most of a linear layer: from there on oneDNN's blocks are ahead
-SHARE = 1 << 17  # products, the least of a thread
+ROWS = 16  # maximum of a linear layer: above it oneDNN is faster
+SHARE = 1 << 17  # minimum products per thread
 STEP = (torch.float32, torch.bfloat16)  # dtypes of the ops of a decode step
 LIBRARY = Path(__file__).with_name("libfb_cpu.so")
 
-_SIGNATURES = {  # in the letters of `shared_library`
+_SIGNATURES = {  # in the letters of `shared_library.kinds`
     "skinny_linear": "pq pq pp f pq pq qqq iii",
     "branch_attention_qkv": "pq pp ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff ii",
     "decoder_layer": "pq p ppq pi pqqq pqqq qq pi piqq pi p qqq qqq ff qq ii",
@@ -43,13 +43,13 @@ _SIGNATURES = {  # in the letters of `shared_library`
 
 
 def threads(products: int) -> int:
-    """How many a linear layer of so many products runs on."""
+    """The number of threads for a linear layer of so many products."""
     return max(1, min(torch.get_num_threads(), products // SHARE))
 
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The library, or in a few words why there is none."""
+    """The library, or a short reason why there is none."""
     if not LIBRARY.is_file():
         return "not built: there was no C++ compiler at installation, or FB_BUILD_CPU=skip"
     return opened(LIBRARY)

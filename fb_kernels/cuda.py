@@ -1,7 +1,7 @@
-"""The compiled kernels of `csrc/`: loads their library when first asked, launches them, says why there is none.
+"""The compiled kernels of `csrc/`: loads their library on first use and launches them, or says why there is none.
 
-The library is a plain C one beside this file (setup.py builds it where nvcc is); it needs no torch, and a driver only
-when something is launched. Built with FB_HOST_EMULATION it runs CPU tensors instead, which is how tests run it.
+The library is plain C, next to this file (setup.py builds it if there is nvcc). It needs no torch, and a driver only to
+launch a kernel. Built with FB_HOST_EMULATION it takes CPU tensors instead; tests use that.
 
 `fb_kernels/<op>/cuda.py` calls its functions.
 """
@@ -23,7 +23,7 @@ LIBRARY = Path(__file__).with_name("libfb_kernels.so")
 NOT_TAKEN = -1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-_SIGNATURES = {  # in the letters of `shared_library`; the last p of those that launch is the stream
+_SIGNATURES = {  # in the letters of `shared_library.kinds`; for kernels the last p is the stream
     "commit": "pqq pp pp pp i pi pi pqi p",
     "topk_entropy": "pqi qii p ppp p",
     "candidate_head": "pq p pi pi pi qqq if ppp p",
@@ -39,7 +39,7 @@ _SIGNATURES = {  # in the letters of `shared_library`; the last p of those that 
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The library, or in a few words why there is none."""
+    """The library, or a short reason why there is none."""
     if not LIBRARY.is_file():
         return "not built: there was no nvcc at installation, or FB_BUILD_CUDA=skip"
     return opened(LIBRARY)
@@ -74,7 +74,7 @@ def _why_not(found: ctypes.CDLL | str, device: str) -> str:
         if capability[0] != 8 and capability != (9, 0):
             return f"its kernels are for compute capability 8.x and 9.0, not {capability[0]}.{capability[1]}"
         driver, runtime = (version() // 10 for version in (found.fb_driver_version, found.fb_runtime_version))
-        if driver // 100 < runtime // 100:  # of one major version all launch
+        if driver // 100 < runtime // 100:  # within one major version every driver works
             return (
                 f"built with CUDA {runtime // 100}.{runtime % 100}, and the driver supports {driver // 100}."
                 f"{driver % 100} at most: update the driver, or reinstall futurebridge with an nvcc of CUDA "

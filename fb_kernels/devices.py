@@ -1,8 +1,8 @@
-"""What is known of a device: the name of its files, launches measured on it, kernels that were wrong there.
+"""Known facts of a device: the name of its files, launches measured on it, kernels that were wrong on it.
 
-The package has such a file, `fb_kernels/tuned/<device>.json`, and the user may have one, which goes before it entry by
-entry: `<device>.json` in the folder that FB_KERNELS_DEVICES names, else in ~/.cache/futurebridge. `benchmarks.tune`
-writes its launches, `python -m fb_kernels.env --check` the kernels that are switched off:
+The package may have a file of a device, `fb_kernels/tuned/<device>.json`, and so may the user, whose entries take
+precedence: `<device>.json` in the folder that FB_KERNELS_DEVICES names, else in ~/.cache/futurebridge.
+`benchmarks.tune` writes the launches, `python -m fb_kernels.env --check` the kernels that are switched off:
 
     {"launches": {"swiglu/bfloat16/2048": {"BLOCK": 1024, "num_warps": 4}}, "off": {"swiglu/triton": "error 0.3"}}
 """
@@ -25,13 +25,13 @@ VARIABLE = "FB_KERNELS_DEVICES"
 
 
 def file_name(device: str) -> str:
-    """The name of a device's files and folders: the first word with a digit, "h200" of "NVIDIA H200"; empty of none."""
+    """The name of a device's files and folders: its first word with a digit, "h200" of "NVIDIA H200", or nothing."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     return next((word for word in words if any(map(str.isdigit, word))), "-".join(words))
 
 
 def folder() -> Path:
-    """Where the user's files lie."""
+    """The folder of the user's files."""
     return Path(os.environ.get(VARIABLE) or os.path.expanduser("~/.cache/futurebridge"))
 
 
@@ -49,7 +49,7 @@ def off(device: str, kind: str) -> Mapping[str, str]:
 
 
 def forget() -> None:
-    """Read the files anew when they are next asked for."""
+    """Read the files again when they are next needed."""
     launches.cache_clear()
     off.cache_clear()
 
@@ -62,17 +62,17 @@ def write(
     launches: Launches | None = None,
     off: Mapping[str, str] | None = None,
 ) -> Path:
-    """Put launches, or what is switched off, in place of those in `<place>/<device>.json`; the other part stays.
+    """Replace the launches, or what is switched off, in `<place>/<device>.json`; the other part stays.
 
     Args:
-        place: a folder, made where it is missing.
+        place: a folder; made if missing.
         device: name of the file.
-        about: what else the file says, of the machine that measured.
-        launches: all of the file's launches, or None for those it has.
-        off: all that the file switches off, {op/kind: why}, or None likewise.
+        about: further entries of the file, about the machine that measured.
+        launches: all launches for the file; None keeps those it has.
+        off: all that the file switches off, {op/kind: why}; None keeps what it has.
 
     Raises:
-        ValueError: a file that is there and says something else.
+        ValueError: an existing file with other contents than these.
     """
     path = place / f"{device}.json"
     before = _parsed(path.read_text(encoding="utf-8"), path) if path.exists() else {"launches": {}, "off": {}}
@@ -90,7 +90,7 @@ def write(
 
 
 def _known(device: str) -> list[dict[str, Any]]:
-    """The package's file and the user's, as far as there are any."""
+    """The package's file and the user's, those that exist."""
     own, users = (where / f"{device}.json" for where in (resources.files("fb_kernels.tuned"), folder()))
     known = [_parsed(own.read_text(encoding="utf-8"), own)] if own.is_file() else []
     try:
@@ -101,7 +101,7 @@ def _known(device: str) -> list[dict[str, Any]]:
 
 
 def _parsed(text: str, file: object) -> dict[str, Any]:
-    """{"launches", "off"} of a file's text."""
+    """The "launches" and "off" of a file's text."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as problem:

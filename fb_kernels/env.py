@@ -126,7 +126,7 @@ def main() -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device: expected a CUDA device, got none (driver: {_driver()}); give --device cpu")
-    from fb_kernels import self_check  # it brings the definitions
+    from fb_kernels import self_check  # it imports the definitions
 
     found = self_check.check(options.device)
     print(self_check.table(found))

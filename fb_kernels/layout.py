@@ -1,7 +1,7 @@
 """The layout of a packed forward: its branches, their groups, and the prefix that each group sees.
 
-What is computed from a layout (its numbers on the host, the plan of the CPU definition) is computed once for all
-layers, forward and backward. An operator's arguments are only tensors; by their identity it finds what was computed.
+What is derived from a layout (its numbers on the host, the plan of the CPU reference) is computed once for all layers,
+forward and backward. An operator gets only tensors; their identity leads it to the results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """What was computed from a layout's tensors: by name, the tensors' versions at that time and the value."""
+    """Cached results of a layout's tensors: name -> (versions of the tensors at that time, value)."""
 
     indices: Indices
     made: dict[Hashable, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class BranchLayout:
         def tensor(values: list) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        with torch.inference_mode(False):  # or no version would tell whether a tensor was changed
+        with torch.inference_mode(False):  # an inference tensor has no version that would show a change
             if block_table is None or isinstance(block_table, Tensor):
                 table = block_table
             else:
@@ -198,7 +198,7 @@ def remembered(indices: Indices, name: Hashable, make: Callable[[], T]) -> T:
             return make()
         name = name, torch.cuda.current_stream(indices[0].device).cuda_stream
     given = [x for x in indices if x is not None]
-    if memory is None or any(x.is_inference() for x in given):  # of which no version says whether they were changed
+    if memory is None or any(x.is_inference() for x in given):  # those have no version to show a change
         return make()
     versions = tuple(x._version for x in given)
     found = memory.made.get(name)
@@ -244,7 +244,7 @@ def _plan(numbers: Numbers, rows: int, pages: int | None, size: int) -> Plan:
             own = table[g][start // size : (start + length - 1) // size + 1] if length else []
             if any(not 0 <= page < pages for page in own):
                 expected = f"pages from 0 below {pages} wherever the slice lies"
-                raise checks.error(OP, "block_table", expected, f"{own} in group {g}", "pad only behind the slice")
+                raise checks.error(OP, "block_table", expected, f"{own} in group {g}", "pad only after the slice")
             start = start % size if length else 0
         branches = bounds[of_groups[g] : of_groups[g + 1] + 1]
         longest = max((b - a for a, b in pairwise(branches)), default=0)

@@ -1,4 +1,4 @@
-"""In which dtype ops compute, and what `torch.autocast` does to their arguments, as to those of torch's own functions.
+"""The dtype in which ops compute, and what `torch.autocast` does to their arguments, as for torch's own functions.
 
 Inside a region for the tensors' device, ops made of products (`linear_logprob`, `linear_logprob_partials`,
 `skinny_linear`, `branch_attention`) take their float tensors in the region's dtype, as `torch.nn.functional.linear` and
@@ -30,7 +30,7 @@ def _inside(value: Any) -> bool:
 
 
 def lowered(*values: Any) -> tuple[Any, ...]:
-    """The arguments of a product, the first of which says which device's region counts; what is no tensor stays."""
+    """The arguments of a product under autocast; the first one's device selects the region; non-tensors stay."""
     if not _inside(values[0]):
         return values
     dtype = torch.get_autocast_dtype(values[0].device.type)

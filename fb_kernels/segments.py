@@ -1,6 +1,6 @@
 """Ragged groups of rows, given by offsets: reductions without a host sync, an atomic or a stray access.
 
-Everything is float64 and padded by one last segment that takes the rows behind the last group.
+Everything is float64. One last segment takes the rows after the last group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fb_kernels import checks
 
 
 class Segments(NamedTuple):
-    """G groups and the rest of N rows."""
+    """G groups of N rows, and the rows of no group."""
 
     bounds: Tensor  # [G + 2], from 0 to N, never falling
-    ids: Tensor  # [N], G for rows of no group
-    sound: Tensor  # bool scalar: the offsets were in order
+    ids: Tensor  # [N] segment of each row, G for rows of no group
+    sound: Tensor  # bool scalar: whether the offsets were valid
     number: int  # G
 
 
@@ -65,7 +65,7 @@ def exponentials(x: Tensor, groups: Segments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def softmax(x: Tensor, groups: Segments) -> Tensor:
-    """Softmax of x[N, C] in each group; rows of no group are 0, and all is NaN where the offsets were out of order."""
+    """Softmax of x[N, C] in each group; rows of no group are 0, and everything is NaN if the offsets were invalid."""
     _, exponential, total = exponentials(x, groups)
     inside = (groups.ids < groups.number)[:, None]
     return torch.where(groups.sound, torch.where(inside, exponential / total, 0.0), torch.nan)

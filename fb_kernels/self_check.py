@@ -1,7 +1,7 @@
-"""Holds every kernel to its definition on the device at hand, and switches off what is wrong there.
+"""Compares every kernel with its definition on this device, and switches off what is wrong there.
 
-On a GPU each op is checked in a process of its own, many at a time, since kernels compile meanwhile and an illegal
-access ends the process that it happens in. Times are taken afterwards, one call at a time.
+On a GPU each op is checked in its own process: kernels compile in parallel, and an illegal access ends only the process
+in which it happens. Times are measured afterwards, one call at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from fb_kernels.testing import assert_close_to_reference, poisoned_memory
 
 REFERENCE = "reference"
 ENDED = "it ended its process"
-LIMIT = 150.0  # seconds of an op's process: with cold caches most of it compiles
-CALLS = 15  # that are timed
+LIMIT = 150.0  # seconds for an op's process: with cold caches it mostly compiles
+CALLS = 15  # calls that are timed
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one kernel in one call.
+    """The result for one kernel in one call.
 
     Attributes:
         op: its folder.
         shape: the size that was timed, in words.
         kernel: "cuda", "triton", "cpu" or "reference".
-        fault: what is wrong with its results, empty where they are right.
-        absent: why it did not run; empty where it did.
+        fault: what is wrong with its results; empty if they are right.
+        absent: why it did not run; empty if it did.
         microseconds: of a call, from a cold cache on a GPU.
-        share: of the ceiling, which a copy and a matrix product of this device set.
-        used: whether calls take it from now on.
+        share: of this device's ceiling, set by a copy and a matrix product.
+        used: whether calls use it from now on.
     """
 
     op: str
@@ -60,9 +60,9 @@ class Row:
 
 
 def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
-    """Check and time every kernel of these ops on "cuda" or "cpu"; the file of what is switched off is written anew.
+    """Check and time every kernel of these ops on "cuda" or "cpu", and update which kernels are switched off.
 
-    Warns of what is wrong with a RuntimeWarning each.
+    Each wrong kernel is also a RuntimeWarning.
     """
     if device == "cuda":
         cores = os.cpu_count() or 1
@@ -79,7 +79,7 @@ def check(device: str, ops: Sequence[str] = tuple(MAKERS)) -> list[Row]:
 
 
 def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
-    """Of each call and kernel of an op, but some: first as if it had ended the process, then what was found."""
+    """A row for each call and kernel of an op, except `without`: first with fault `ENDED`, then with the result."""
     dtype = _dtype(device)
     for call, shown in zip(*(calls(op, _size(device, size)) for size in ("checked", "timed")), strict=True):
         wide, plain = (evaluated(call, call.definition, *call.given(dtype, "cpu", wide)) for wide in (True, False))
@@ -97,7 +97,7 @@ def rows(op: str, device: str, without: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def found_last(each: Iterable[Row]) -> list[Row]:
-    """Of the rows of one call and kernel the last."""
+    """The last row of each call and kernel."""
     return list({(row.shape, row.kernel): row for row in each}.values())
 
 
@@ -112,15 +112,15 @@ def _size(device: str, size: str) -> str:
 def _verdict(
     call: Call, shown: Call, kernel: str, device: str, wide: Sequence[Tensor], plain: Sequence[Tensor]
 ) -> tuple[str, str]:
-    """(what is wrong with a kernel, why it did not run) in one call, empty where there is nothing to say."""
+    """(what is wrong with a kernel, why it did not run) in one call, each empty if it does not apply."""
     dtype = _dtype(device)
     try:
-        with backend.seen() as ran, poisoned_memory():  # what is not written is NaN
+        with backend.seen() as ran, poisoned_memory():  # elements that are not written stay NaN
             got = evaluated(call, call.ours, *call.given(dtype, device))
         if kernel != REFERENCE and kernel not in ran.values():
             return "", "it has none for this call"
         backward = {kind for name, kind in ran.items() if name.endswith("_backward")}
-        if backward and kernel not in backward:  # the gradients are another one's
+        if backward and kernel not in backward:  # another kernel computed the gradients
             got = got[: len(got) - call.trained]
         for place, (actual, expected, native) in enumerate(zip(got, wide, plain, strict=False)):
             if not expected.is_floating_point():
@@ -132,7 +132,7 @@ def _verdict(
                 assert_close_to_reference(actual, expected, native, scale=scale)
             except AssertionError as problem:
                 return f"result {place}: {problem}", ""
-        if device == "cuda":  # compiled here for what is timed, beside the others
+        if device == "cuda":  # compile for the timed size now, while other ops compile too
             floats, indices = shown.given(dtype, device)
             shown.ours(*floats, *indices)
             torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def _line(problem: Exception) -> str:
 def evaluated(
     call: Call, function: Callable[..., Outputs], floats: Sequence[Tensor], indices: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The outputs, then the gradients for one fixed gradient of the outputs that carry one."""
+    """The outputs, then the gradients for a fixed upstream gradient of the differentiable outputs."""
     leaves = [x.requires_grad_(place < call.trained) for place, x in enumerate(floats)]
     outputs = function(*leaves, *indices)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -163,7 +163,7 @@ def evaluated(
 
 
 def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]:
-    """`rows` in a process of its own; after a kernel that ends it, ruins it or hangs, another for the rest."""
+    """`rows` in its own process; after a kernel that ends, corrupts or hangs it, a new process does the rest."""
     found: list[Row] = []
     without: list[str] = []
     whole = False
@@ -172,7 +172,7 @@ def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]
         if not (these or whole):
             return [*found, Row(op, "", REFERENCE, absent="its process did not start")]
         found += these
-        if not whole and not these[-1].fault:  # no kernel was at work
+        if not whole and not these[-1].fault:  # it ended outside of a kernel
             found.append(Row(op, "", REFERENCE, absent="its process ended, or gave no answer, between two kernels"))
             break
         without += [row.kernel for row in these[-1:]]
@@ -180,7 +180,7 @@ def apart(op: str, device: str, threads: int, limit: float = LIMIT) -> list[Row]
 
 
 def _apart(op: str, device: str, threads: int, limit: float, without: Sequence[str]) -> tuple[list[Row], bool]:
-    """(the rows that came, whether they are all)."""
+    """(the rows received, whether they are all)."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(theirs, op, device, threads, tuple(without)))
@@ -214,7 +214,7 @@ def _send(connection: Connection, op: str, device: str, threads: int, without: S
 
 
 def _ruined(device: str) -> bool:
-    """Whether an illegal access has ended this process's use of the GPU."""
+    """Whether an illegal access has made the GPU unusable for this process."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()
@@ -224,7 +224,7 @@ def _ruined(device: str) -> bool:
 
 
 def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, float]) -> Iterator[Row]:
-    """The rows of an op with the times of those that are right."""
+    """The rows of an op, with times for those that are right."""
     dtype = _dtype(device)
     shown = {call.shape: call for call in calls(op, _size(device, "timed"))}
     for row in found:
@@ -240,18 +240,18 @@ def timed(op: str, found: Sequence[Row], device: str, ceiling: tuple[float, floa
 
 
 def taken_by(op: str, device: str) -> dict[str, set[str]]:
-    """{size: what runs such a call from now on}."""
+    """{shape: the implementations that run such a call from now on}."""
     found = {}
     for call in calls(op, _size(device, "timed")):
         floats, indices = call.given(_dtype(device), device)
         with backend.seen() as ran, torch.no_grad():
             call.ours(*floats, *indices)
-        found[call.shape] = set(ran.values()) or {REFERENCE}  # an op without kernels is not looked up
+        found[call.shape] = set(ran.values()) or {REFERENCE}  # `seen` does not record an op without kernels
     return found
 
 
 def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> float:
-    """Seconds of a call, the median of some; on a GPU between events, and cold after a write that fills the cache."""
+    """Median seconds of a call; on a GPU measured by events, and cold: after a write that fills the cache."""
     run()
     times = []
     if device == "cuda":
@@ -274,9 +274,9 @@ def elapsed(run: Callable[[], object], device: str, *, cold: bool = True) -> flo
 
 
 def ceilings(device: str, dtype: torch.dtype | None = None) -> tuple[float, float]:
-    """(bytes a second of a copy, read and written, operations a second of a matrix product), of random data.
+    """(bytes per second of a copy, reads plus writes; operations per second of a matrix product), of random data.
 
-    The product is of this dtype, of the one that is checked there by default.
+    The product is of this dtype; by default of the one that is checked on the device.
     """
     length, size = (1 << 30, 8192) if device == "cuda" else (1 << 26, 1024)
     source = torch.empty(length, dtype=torch.int8, device=device).random_()
@@ -289,7 +289,7 @@ def ceilings(device: str, dtype: torch.dtype | None = None) -> tuple[float, floa
 
 
 def switch(found: Sequence[Row], device: str) -> None:
-    """Write which kernels are off: of those that were checked the wrong ones, of the others those that were."""
+    """Write which kernels are off: wrong ones among those checked; kernels not checked stay as they were."""
     name = "cpu" if device == "cpu" else tuning._device()
     full = "the CPU" if device == "cpu" else torch.cuda.get_device_name()
     before = {f"{op}/{kind}": why for kind in backend.KERNELS for op, why in devices.off(name, kind).items()}
@@ -311,7 +311,7 @@ def switch(found: Sequence[Row], device: str) -> None:
 
 
 def table(found: Sequence[Row]) -> str:
-    """The rows as text, and below them what is wrong."""
+    """The rows as a text table, followed by the faults."""
     head = ("op", "size", "kernel", "right", "microseconds", "of the ceiling", "used")
     lines = [head]
     for row in found:

@@ -1,6 +1,6 @@
-"""The calls by which `fb_kernels.self_check` holds every op to its definition, and that `fb_kernels.bench` times.
+"""The calls by which `fb_kernels.self_check` compares every op with its definition; `fb_kernels.bench` times them.
 
-They are made on the CPU, the same everywhere. A function of SHAPED has an op's dimensions as its arguments.
+Inputs are made on the CPU, the same everywhere. The functions in SHAPED take an op's dimensions as arguments.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fb_kernels.topk_entropy import naive as topk_entropy
 
 Outputs = Tensor | tuple[Tensor, ...]
 EPS = 1e-6
-DRAWN = 1 << 23  # numbers: more take longer to draw than the calls
+DRAWN = 1 << 23  # drawn numbers: drawing more takes longer than the calls
 PAGE = 64
-CHECKED = 16  # rows of a part
+CHECKED = 16  # rows of a `Part`
 OFFSETS = ("cu_branch", "cu_group", "prefix_start", "prefix_len")
-SIZES = ("small", "checked", "timed")  # of a CPU; of a GPU where the definition is to follow; as a model has them
+SIZES = ("small", "checked", "timed")  # for a CPU; for a GPU, checked by the definition; a model's, to be timed
 
 
 class Part(NamedTuple):
-    """Some rows of a call's results, where the definition of all takes long.
+    """Some rows of a call's results, for calls whose whole definition takes long.
 
     Attributes:
-        definition: of all the call's arguments, as the call's own has them.
-        of: the same rows of whole results.
+        definition: computes these rows from all the call's arguments.
+        of: takes the same rows of whole results.
     """
 
     definition: Callable[..., Outputs]
@@ -58,17 +58,17 @@ class Call:
     Attributes:
         op: its folder.
         shape: the size in words.
-        ours: the op, of the floats and then the indices.
-        definition: the same by `naive.py`, of tensors on the CPU.
+        ours: calls the op with the floats, then the indices.
+        definition: the same by `naive.py`, for tensors on the CPU.
         floats: float32, on the CPU.
         indices: integers, on the CPU.
-        wide: how many of the last floats stay float32 where the others are narrower.
-        trained: how many of the leading floats get a gradient.
-        carriers: through how many of the leading outputs.
-        scales: of each output, the magnitude at which units in the last place count, None for that of its rows.
+        wide: how many of the last floats stay float32 when the others are narrower.
+        trained: how many of the first floats get a gradient.
+        carriers: how many of the first outputs carry it.
+        scales: for each output, the magnitude at which ulps count; None for that of its rows.
         flops: of the call.
-        bytes: read and written at least, where its floats have 2 bytes.
-        part: some of its results, where all of the definition's take long.
+        bytes: minimum bytes read and written, with floats of 2 bytes.
+        part: the rows that are checked, if the whole definition takes long.
     """
 
     op: str
@@ -86,11 +86,11 @@ class Call:
     part: Part | None = None
 
     def moved(self, dtype: torch.dtype) -> float:
-        """Bytes read and written at least, where its floats are of this dtype."""
+        """Minimum bytes read and written with floats of this dtype."""
         return self.bytes if self.wide == len(self.floats) else self.bytes * dtype.itemsize / 2
 
     def given(self, dtype: torch.dtype, device: str, wide: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """(floats, indices) of one call's own, rounded to a dtype; `wide`, in float64 with these values."""
+        """(floats, indices) for one call, the floats rounded to a dtype; with `wide`, these values in float64."""
         narrow = len(self.floats) - self.wide
         floats = [x.to(dtype) if place < narrow else x for place, x in enumerate(self.floats)]
         floats = [x.double() for x in floats] if wide else floats
@@ -98,12 +98,12 @@ class Call:
 
 
 def calls(op: str, size: str) -> Iterator[Call]:
-    """The calls of an op, by its folder, at one of SIZES."""
+    """The calls of the op in a folder, at one of SIZES."""
     return MAKERS[op](SIZES.index(size))
 
 
 def _randn(*shape: int, seed: int = 0, heavy: int = 0) -> Tensor:
-    """Of the last `heavy` rows twice the size, so that a result without them is another one; large ones repeat."""
+    """Random numbers, repeated in large tensors; the last `heavy` rows are doubled, so that leaving them out shows."""
     count = torch.Size(shape).numel()
     drawn = torch.randn(min(count, DRAWN), generator=torch.Generator().manual_seed(seed + sum(shape)))
     x = drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
@@ -121,7 +121,7 @@ def _ids(limit: int, count: int) -> Tensor:
 
 
 def swiglu_call(n: int = 4096, f: int = 6144) -> Call:
-    """Of [N, 2 F]."""
+    """A call on [N, 2 F]."""
     return Call(
         "swiglu",
         f"N={n} F={f}",
@@ -138,7 +138,7 @@ def _swiglu(size: int) -> Iterator[Call]:
 
 
 def rms_norm_call(n: int = 4096, d: int = 2048) -> Call:
-    """Of [N, D], with a residual."""
+    """A call on [N, D], with a residual."""
     return Call(
         "rms_norm",
         f"N={n} D={d}",
@@ -162,7 +162,7 @@ def _angles(length: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def qk_norm_rope_call(n: int = 4096, hq: int = 16, hkv: int = 8, e: int = 128) -> Call:
-    """Of N tokens, both norms there, no cache."""
+    """A call on N tokens, with both norms and no cache."""
     options: dict[str, Any] = {"num_heads": hq, "num_kv_heads": hkv, "eps": EPS}
     return Call(
         "qk_norm_rope",
@@ -207,7 +207,7 @@ def _qk_norm_rope(size: int) -> Iterator[Call]:
 
 
 def merge_attention_states_call(n: int = 4096, hq: int = 16, e: int = 128) -> Call:
-    """Of N rows."""
+    """A call on N rows."""
 
     def states(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
         return lambda out_a, out_b, lse_a, lse_b: function(out_a, lse_a, out_b, lse_b)
@@ -231,7 +231,7 @@ def _merge_attention_states(size: int) -> Iterator[Call]:
 
 
 def candidate_head_call(g: int = 8, k: int = 13, d: int = 2048) -> Call:
-    """Of G groups of K candidates, with its norm."""
+    """A call on G groups of K candidates, with the norm."""
     return Call(
         "candidate_head",
         f"G={g} K={k} D={d}",
@@ -250,7 +250,7 @@ def _candidate_head(size: int) -> Iterator[Call]:
 
 
 def topk_entropy_call(n: int = 1, v: int = 151_936, k: int = 64) -> Call:
-    """Of N rows of V logits."""
+    """A call on N rows of V logits."""
     return Call(
         "topk_entropy",
         f"N={n} V={v} k={k}",
@@ -297,7 +297,7 @@ def linear_logprob_call(n: int = 1664, d: int = 2048, v: int = 32_768, *, whole:
 
 
 def linear_logprob_partials_call(n: int = 13, d: int = 2048, v: int = 16_384) -> Call:
-    """The shard is the second of two."""
+    """A call on the second of two shards."""
     rows = _some(n)
     return Call(
         "linear_logprob",
@@ -319,7 +319,7 @@ def linear_logprob_partials_call(n: int = 13, d: int = 2048, v: int = 16_384) ->
 
 
 def combine_logprob_partials_call(s: int = 4, n: int = 8192) -> Call:
-    """Of S shards."""
+    """A call on S shards."""
     return Call(
         "linear_logprob",
         f"S={s} N={n} (partials combined)",
@@ -370,7 +370,7 @@ def branch_attention_call(
             return ops.branch_attention(q, own_k, own_v, prefix_k, prefix_v, seen, return_lse=True)
         return ops.branch_attention(q, own_k, own_v, prefix_k, prefix_v, seen)
 
-    last = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # of each group's branches
+    last = (torch.arange(g)[:, None] * k * l + torch.arange((k - 1) * l, k * l)).flatten()  # each group's last branch
 
     def some(q: Tensor, own_k: Tensor, own_v: Tensor, *prefix: Tensor) -> Outputs:
         return definition(1, q[last], own_k[last], own_v[last], *prefix)
@@ -411,7 +411,7 @@ def _sequences(lengths: tuple[int, ...], each: int) -> tuple[int, tuple[Tensor, 
 
 
 def _ordered_qkv(heads: int, kv_heads: int) -> Callable[[Callable[..., Tensor], bool], Callable[..., Outputs]]:
-    """Calls by floats and then indices: of the op, or of its definition."""
+    """Turns the op or its definition into a function of floats, then indices."""
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": EPS}
 
     def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
@@ -483,7 +483,7 @@ def decoder_layer_call(
     *,
     lengths: tuple[int, ...] = (),
 ) -> Call:
-    """Behind p tokens of one sequence, or n rows for each of several in pages."""
+    """N rows after P tokens of one sequence, or n rows after each of several in pages."""
     outputs, attention = (hq + 2 * hkv) * e, hq * e
 
     def ordered(function: Callable[..., Tensor], definition: bool) -> Callable[..., Outputs]:
@@ -593,13 +593,13 @@ def commit_call() -> Call:
 
 
 def joint_pool_call(n: int = 2, k: int = 8) -> Call:
-    """N pools of K and K."""
+    """N pools of K and K ids."""
     lists = tuple(_ids(20, 2 * n * k).view(2, n, k)[each] + shift for each, shift in enumerate((-1, 4)))
     return Call("joint_pool", f"N={n} K={k} + {k}", ops.joint_pool, joint_pool.joint_pool, (), lists)
 
 
 def compatibility_targets_call(g: int = 2, k: int = 13, h: int = 32) -> Call:
-    """Of G groups of K, at a quarter of H and at H."""
+    """A call on G groups of K, with horizons H / 4 and H."""
     horizons = sorted({max(1, h // 4), h})
     return Call(
         "compatibility_targets",
@@ -615,7 +615,7 @@ def compatibility_targets_call(g: int = 2, k: int = 13, h: int = 32) -> Call:
 
 
 def group_cross_entropy_call(g: int = 2, k: int = 13) -> Call:
-    """Of G groups of K."""
+    """A call on G groups of K."""
     return Call(
         "group_cross_entropy",
         f"G={g} K={k}",
@@ -631,7 +631,7 @@ def group_cross_entropy_call(g: int = 2, k: int = 13) -> Call:
 
 
 def _ragged(call: Call) -> Call:
-    """Of two groups of seven, with other groups: of six and eight."""
+    """The same rows, in groups of six and eight instead of two groups of seven."""
     return replace(call, indices=(torch.tensor([0, 6, 14], dtype=torch.int32),))
 
 

@@ -1,4 +1,4 @@
-"""Opens a plain C library of `csrc/` and types its functions; what is wrong with one is said, not raised."""
+"""Opens a plain C library of `csrc/` and types its functions; a fault is returned as text, not raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kinds(signature: str) -> list[type]:
 
 
 def opened(path: Path, prefix: str, version: int, signatures: Mapping[str, str]) -> ctypes.CDLL | str:
-    """The library with `<prefix><name>` typed for every name, or in a few words why it cannot be used."""
+    """The library with `<prefix><name>` typed for every name, or a short reason why it cannot be used."""
     try:
         found = ctypes.CDLL(str(path))
     except OSError as problem:

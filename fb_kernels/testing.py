@@ -234,7 +234,7 @@ def _watch(see: See) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Shows composite operations by their parts, and an fb:: op after its implementation's operations."""
+    """Shows the parts of composite operations, and an fb:: op after the operations of its implementation."""
 
     def __init__(self, observers: list[See]) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Launch configurations: a pure function of dtype and shape bucket, never searched at run time.
 
 Each op has one function here. It returns the keyword arguments of its kernel's launch (block sizes, `num_warps`,
-`num_stages`): the ones measured on this device, which `fb_kernels.devices` knows, or else the defaults written down
-here.
+`num_stages`): those measured on this device, from `fb_kernels.devices`, or else the defaults below.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def swiglu(dtype: torch.dtype, width: int) -> Launch:
 
 
 def linear_logprob_form(dtype: torch.dtype, rows: int, vocab: int, hidden: int) -> str:
-    """Either "fused", or "chunked" at cuBLAS's rate, which many rows need in float32 (neither is measured yet).
+    """Either "fused", or "chunked", which runs at cuBLAS's rate, for many float32 rows (neither is measured yet).
 
-    Or "gluon", where that was measured to be faster: no default has it.
+    Or "gluon", if it was measured to be faster; never by default.
     """
     default = {"fused": int(rows <= 128 or dtype != torch.float32), "gluon": 0}
     chosen = _tuned("linear_logprob_form", dtype, _head_bucket(rows, vocab, hidden), default)
@@ -50,20 +49,20 @@ def linear_logprob(dtype: torch.dtype, rows: int, vocab: int, hidden: int, biase
         default = {"BLOCK_M": block, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
     else:
         default = {"BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "num_warps": 8}
-        default["num_stages"] = 4 if _capability() == 90 else 3  # of 48 KB each
+        default["num_stages"] = 4 if _capability() == 90 else 3  # stages of 48 KB
         if biased and _capability() >= 100:  # a thread holds columns of one row, and the bias of each
             default |= {"BLOCK_V": 128, "num_warps": 4}
     return _tuned("linear_logprob", dtype, _head_bucket(rows, vocab, hidden), default)
 
 
 def linear_logprob_gluon(dtype: torch.dtype, vocab: int, hidden: int) -> Launch:
-    """Hopper's kernel: TILES tiles a split, GROUP blocks of rows in the L2 cache; never by the rows, for its bits."""
+    """Hopper's kernel: TILES tiles per split, GROUP row blocks in the L2 cache; the same for any number of rows."""
     default = {"TILES": 4, "GROUP": 32, "BLOCK_M": 128, "BLOCK_V": 256, "BLOCK_K": 64, "STAGES": 4}
     return _tuned("linear_logprob_gluon", dtype, _head_bucket(1, vocab, hidden)[1:], default)
 
 
 def linear_logprob_chunk_size(dtype: torch.dtype, rows: int) -> Launch:
-    """Rows and vocabulary columns of a chunk of logits: 34 MB in float32, long sides for the products on either."""
+    """Rows and vocabulary columns of a chunk of logits: 34 MB in float32, both sides long enough for the products."""
     bucket = next_power_of_2(rows)
     default = {"rows": 2048, "columns": min(max((1 << 23) // bucket, 4096), 1 << 15)}
     return _tuned("linear_logprob_chunk_size", dtype, (bucket,), default)
@@ -75,12 +74,12 @@ def linear_logprob_chunk(dtype: torch.dtype) -> Launch:
 
 
 def linear_logprob_merge() -> Launch:
-    """The merge of all tiles' statistics: few rows a program, so that a few rows fill the chip."""
+    """The merge of all tiles' statistics: few rows per program, so that a few rows fill the GPU."""
     return _tuned("linear_logprob_merge", torch.float32, (), {"BLOCK_M": 4, "BLOCK_T": 256, "num_warps": 4})
 
 
 def combine_logprob_partials() -> Launch:
-    """For any number of rows."""
+    """The same for any number of rows."""
     return _tuned("combine_logprob_partials", torch.float32, (), {"BLOCK": 256, "num_warps": 4})
 
 
@@ -89,9 +88,9 @@ def _head_bucket(rows: int, vocab: int, hidden: int) -> tuple[int, int, int]:
 
 
 def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) -> Launch:
-    """For tiles of BLOCK_M rows, `repeat` query heads a key head being so many rows; never by the batch, for its bits.
+    """Tiles of BLOCK_M packed rows (rows times `repeat` query heads); independent of the batch, as bits must be.
 
-    `form` is "unaligned" where keys cannot be read 16 bytes at a time, else "plain", "window", "capped" or
+    `form` is "unaligned" if keys cannot be read 16 bytes at a time, else "plain", "window", "capped" or
     "cappedwindow".
     """
     width = max(16, next_power_of_2(head_dim))
@@ -106,7 +105,7 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
         default = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     elif _capability() < 90:
         default = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
-    else:  # so do the masks of a head that is padded
+    else:  # the masks of a padded head take registers too
         wide = _capability() == 90 and head_dim == width
         block = (128 if form == "plain" else 64) if wide else 32  # caps and a window's edges take registers
         default = {"BLOCK_M": 128, "BLOCK_N": block, "num_warps": 8, "num_stages": 2 if wide else 3}
@@ -116,7 +115,7 @@ def branch_attention(dtype: torch.dtype, head_dim: int, repeat: int, form: str) 
 
 
 def branch_attention_form(dtype: torch.dtype, head_dim: int, repeat: int) -> str:
-    """Either "tile", or "gluon" where that was measured to be faster: no default has it; never by the batch."""
+    """Either "tile", or "gluon" if it was measured to be faster, never by default; independent of the batch."""
     width = max(16, next_power_of_2(head_dim))
     return "gluon" if _tuned("branch_attention_form", dtype, (width, repeat), {"gluon": 0})["gluon"] else "tile"
 
@@ -132,7 +131,7 @@ def branch_attention_split(dtype: torch.dtype, head_dim: int, repeat: int, form:
     """For branches of one row: tiles of BLOCK_M rows against pieces of CHUNK keys, in blocks of BLOCK_N."""
     width = max(16, next_power_of_2(head_dim))
     tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8}
-    if _capability() == 90:  # one warpgroup: two would compute the same scores
+    if _capability() == 90:  # one warpgroup; two would compute the same scores
         tile |= {"BLOCK_N": 32 if form.endswith("window") else 64, "num_warps": 4}
     if width > 128 or form == "unaligned" or dtype == torch.float32:  # for want of registers
         tile = {"BLOCK_M": 16 if width > 128 and form == "unaligned" else 32, "BLOCK_N": 16, "num_warps": 8}

@@ -301,7 +301,7 @@ def test_settings_are_shown_by_name(arguments):
         ),
         (
             ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
-            "certainty: expected --adapter beside it, ",
+            "certainty: expected --adapter with it, ",
         ),
     ],
 )

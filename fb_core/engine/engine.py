@@ -32,8 +32,8 @@ class Token(NamedTuple):
 
     id: int
     event: Event | None
-    seconds: float | None = None  # that the event took, where it is known
-    ranked: Ranked | None = None  # the SLM's likeliest tokens there, where they were asked for
+    seconds: float | None = None  # that the event took; None if unknown
+    ranked: Ranked | None = None  # the SLM's likeliest tokens there; None if not requested
 
     @property
     def logprob(self) -> float | None:
@@ -61,7 +61,7 @@ class Handle:
     def __init__(self, state: _State, task: Task, listener: Listener | None) -> None:
         self._state = state
         self._task = task
-        self._heard = 0  # tokens that the listener knows
+        self._heard = 0  # tokens that the listener has got
         self._tokens: SimpleQueue[Token | None] = SimpleQueue()
         self._listener = self._tokens.put if listener is None else listener
         self._result: Future[Generation] = Future()
@@ -99,7 +99,7 @@ class Handle:
         """Tell the listener what is new (engine thread); False if the listener failed, which ends the handle."""
         task, row = self._task, self._task.row
         events = {event.step: event for event in row.events}
-        waits = dict(zip(events, task.waits, strict=False))  # of the plain loop they are not known
+        waits = dict(zip(events, task.waits, strict=False))  # the plain loop does not measure them
         try:
             for step, token in enumerate(row.tokens[row.prompt + self._heard :], self._heard):
                 ranked = task.ranks[step] if task.ranking else None
@@ -295,7 +295,7 @@ class _State:
         self.entering: deque[Handle] = deque()
         self.leaving: deque[Handle] = deque()
         self.closed = False
-        self.busy = False  # of one after another
+        self.busy = False  # whether the plain loop runs a sequence
 
     def enter(self, handle: Handle) -> None:
         with self.changed:
@@ -366,7 +366,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                 if task.done:
                     del handles[task]
                     handle._end(task.error or state.decoder.generation(task.row))
-        except Exception as problem:  # of no single sequence
+        except Exception as problem:  # an error of no single sequence
             while handles:
                 handles.popitem()[1]._end(problem)
             loop.clear()
@@ -393,7 +393,7 @@ def _one_after_another(state: _State) -> None:
         decoder.max_events = task.max_events
         if task.selector is not None:
             decoder.intervention = replace(decoder.intervention, selector=task.selector)
-            decoder.policy = replace(decoder.policy, ask=None)  # it knows the engine's own selector
+            decoder.policy = replace(decoder.policy, ask=None)  # the AskHead was fitted to the engine's own selector
 
         def told(row: hf.Running, handle: Handle = handle) -> bool:
             handle._task.row = row

@@ -1,4 +1,4 @@
-"""CUDA graphs of fixed computations; elsewhere the computations themselves."""
+"""CUDA graphs of fixed computations; without CUDA, the plain computations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-WARM_RUNS = 2  # compile and load every kernel, so that nothing does inside a capture
+WARM_RUNS = 2  # compile and load every kernel before the capture
 
 
 class Graphs:
-    """Computations over tensors that never move, each captured once and replayed on a GPU; else a plain call.
+    """Computations over tensors at fixed addresses: captured once and replayed on a GPU, called plainly elsewhere.
 
-    All graphs share one memory pool. That is safe since they run one after another and whatever outlives a run is
-    copied to a tensor outside of the pool.
+    All graphs share one memory pool. That is safe, since they run one after another and results that are kept are
+    copied to tensors outside the pool.
 
     Args:
         device: where the tensors are.
-        capture: whether that is worth while: a capture takes as long as hundreds of replays.
+        capture: whether to capture; a capture takes as long as hundreds of replays.
     """
 
     def __init__(self, device: torch.device, capture: bool = True) -> None:
@@ -31,12 +31,12 @@ class Graphs:
         self._side: Any = None  # one stream for all captures: blocks of the pool are reused on their own stream only
 
     def ready(self, key: Hashable, compute: Callable[[], None]) -> Callable[[], None]:
-        """What computes; where it captures a replay of the graph, made now where there is none yet.
+        """What runs the computation: `compute` itself, or a replay of its graph, which is captured now if missing.
 
         Args:
             key: names the computation.
-            compute: reads and writes the same tensors every time and never asks the host. A capture runs it several
-                times over, which must not matter.
+            compute: reads and writes the same tensors every time, without a host sync. A capture runs it several times,
+                which must do no harm.
         """
         if not self.captures:
             return compute
@@ -49,7 +49,7 @@ class Graphs:
         return self.captures and key not in self._graphs
 
     def forget(self) -> None:
-        """Drop all graphs: what they read has moved."""
+        """Drop all graphs, since tensors that they read have moved."""
         self._graphs.clear()
         self._pool, self._side, self.nbytes = None, None, 0
 
@@ -62,7 +62,7 @@ class Graphs:
             for _ in range(WARM_RUNS):
                 compute()
             side.synchronize()
-            torch.cuda.empty_cache()  # as the capture does, which would hide its own memory
+            torch.cuda.empty_cache()  # a capture empties the cache too, which would hide the memory that it takes
             before = torch.cuda.memory_reserved(self.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):

@@ -1,4 +1,4 @@
-"""The large model kept in step with many sequences: what a query adds to them goes through one packed forward."""
+"""The large model, with KV pages of many sequences: the new tokens of all queries go through one packed forward."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fb_core.llm import Candidates, Ids, LocalLLM, check_max_new_tokens, checked
 
 @dataclass(eq=False)
 class _Held:
-    """A sequence whose tokens' keys and values lie in its pages."""
+    """A sequence and the pages that hold its keys and values."""
 
     tokens: list[int]
     pages: list[int]
 
 
 class PagedLLM(LocalLLM):
-    """A `LocalLLM` whose queries for candidates, and for what follows one of them, run over pages.
+    """A `LocalLLM` over KV pages, for candidates and for continuations of one of them.
 
-    A query that continues an earlier one computes only what is new, and so does one that begins with full pages of
-    another; the oldest sequences make room for others. Safe to share between threads as a `LocalLLM` is.
+    A query that extends an earlier one computes only its new tokens, and so does one that begins with full pages of
+    another. The least recently used sequences make room for new ones. Safe to share between threads as a `LocalLLM` is.
 
     Args:
         model: a causal LM of the Llama family in eval mode.
-        length: the most tokens of a query.
-        count: of pages, enough for one query at least.
+        length: maximum tokens of a query.
+        count: number of pages, enough for at least one query.
         valid_vocab: as for `LocalLLM`.
 
     Raises:
@@ -42,16 +42,16 @@ class PagedLLM(LocalLLM):
     def __init__(self, model: hf.CausalLM, length: int, count: int, *, valid_vocab: int | None = None) -> None:
         super().__init__(model, valid_vocab=valid_vocab)
         self.paged = PagedModel(model, length, count)
-        self._held: list[_Held] = []  # the one used last at the end
+        self._held: list[_Held] = []  # the most recently used is last
 
     def refresh(self) -> None:
-        """Read the model anew; what other weights have computed is forgotten."""
+        """Read the model again; pages computed with other weights are forgotten."""
         with self._turn:
             if not self.paged.refresh():
                 self._forget()
 
     def forget(self) -> None:
-        """What was computed for earlier queries is computed again."""
+        """Forget all pages: earlier queries are computed again."""
         with self._turn:
             self._forget()
 
@@ -63,7 +63,7 @@ class PagedLLM(LocalLLM):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """As `LLM.candidates_many`, all in one forward as far as the pages reach; raises as `candidates`."""
+        """As `LLM.candidates_many`, in as few forwards as the pages allow; raises as `candidates`."""
         checked, scored = self._checked(prompts, k, score_ids)
         room = min(self.paged.length, self.paged.pages.count * SIZE)
         for ids in checked:
@@ -88,27 +88,27 @@ class PagedLLM(LocalLLM):
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
     ) -> list[list[Tensor]]:
-        """As `LLM.complete_branches`; one branch a prefix goes on from what is held of it; raises as `LocalLLM`'s."""
+        """As `LLM.complete_branches`; with one branch per prefix, from the prefix's pages. Raises as `LocalLLM`'s."""
         if all(len(own) == 1 for own in branches) and len(branches) == len(prefixes):
             check_max_new_tokens(max_new_tokens)
             checked = [ids.tolist() for ids in checked_prompts("prefixes", prefixes, self.model, room=1)]
             firsts = [int(hf.token_ids("branches", own, self.model)[0]) for own in branches]
             with self._turn:
-                written = self._behind(checked, firsts, max_new_tokens)
+                written = self._continued(checked, firsts, max_new_tokens)
             if written is not None:
                 return [[torch.tensor(rest, dtype=torch.int64, device=self.device)] for rest in written]
         return super().complete_branches(prefixes, branches, max_new_tokens)
 
     @torch.no_grad()
-    def _behind(self, prefixes: Sequence[list[int]], firsts: Sequence[int], most: int) -> list[list[int]] | None:
-        """What follows each prefix and one token more; None without room. Nothing of it is held: it may not stand."""
+    def _continued(self, prefixes: Sequence[list[int]], firsts: Sequence[int], most: int) -> list[list[int]] | None:
+        """The tokens after each prefix and its first; None without room. Not kept, since they may be rejected."""
         positions, using = hf.max_positions(self.model), list[_Held]()
         limits = [len(ids) + 1 + most for ids in prefixes]
         limits = limits if positions is None else [min(limit, positions) for limit in limits]
         for ids, limit in zip(prefixes, limits, strict=True):
             fits = limit <= self.paged.length and pages_of(limit) <= self.paged.pages.count
             held = self._room(ids, using) if fits else None
-            if held is None or len(held.tokens) > len(ids):  # behind a mere beginning others may share its pages
+            if held is None or len(held.tokens) > len(ids):  # others may share what this would overwrite
                 return None
             using.append(held)
             while not self.paged.pages.grow(held.pages, limit):
@@ -136,13 +136,13 @@ class PagedLLM(LocalLLM):
         return [span[1:] for span in spans]
 
     def _extend(self, queries: Sequence[list[int]]) -> Tensor:
-        """The stream [n, D] after the first n of the queries, as many as there are pages for."""
+        """The residual stream [n, D] after each of the first n queries, as many as there are pages for."""
         using: list[_Held] = []
         for ids in queries:
             held = self._room(ids, using)
             if held is None:
                 break
-            self._held.remove(held)  # it was used last
+            self._held.remove(held)  # now the most recently used
             self._held.append(held)
             using.append(held)
         assert using, "a query is no longer than all pages are"
@@ -150,12 +150,12 @@ class PagedLLM(LocalLLM):
         parts = [Part(ids[start:], start, held.pages) for held, ids, start in zip(using, queries, known, strict=False)]
         streams = self.paged.extend(parts)
         for held, part in zip(using, parts, strict=True):
-            held.tokens += part.tokens[len(held.tokens) - part.held :]  # of a beginning nothing is new
+            held.tokens += part.tokens[len(held.tokens) - part.held :]  # nothing, if all is held
             self.paged.pages.filled(held.tokens, held.pages)
         return streams
 
     def _room(self, ids: list[int], using: Sequence[_Held]) -> _Held | None:
-        """The sequence that a query continues or begins, or a new one, with pages for it; None without room."""
+        """A held sequence that extends or begins the query, else a new one, with enough pages; None without room."""
         pages = self.paged.pages
         for held in reversed(self._held):
             common = min(len(held.tokens), len(ids))
@@ -172,7 +172,7 @@ class PagedLLM(LocalLLM):
         return new
 
     def _drop(self, *needed: _Held) -> bool:
-        """Give back the pages of the sequence that was not used for longest, unless all are needed."""
+        """Free the pages of the least recently used sequence; False if all are needed."""
         oldest = next((held for held in self._held if held not in needed), None)
         if oldest is None:
             return False

@@ -1,4 +1,4 @@
-"""The fast loop of decoding: sequences enter, run together, halt for events on their own, and leave."""
+"""The fast loop of decoding: sequences enter, run together, each halts for its own events, and leave."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ Ask = Callable[[Sequence[State], Tensor], Sequence[Pool] | OSError]
 
 @dataclass(eq=False)
 class Asking:
-    """An event that is not served yet."""
+    """An event that waits to be served."""
 
     state: State
     logits: Tensor  # [1, V] the SLM's
-    since: int  # runs of the step
-    answer: Future[list[Pool] | OSError] | None  # of an LLM elsewhere
+    since: int  # steps run when it halted
+    answer: Future[list[Pool] | OSError] | None  # None if the LLM runs in this process
     began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(eq=False)
 class Task:
-    """A sequence that is to be continued, and what has come of it.
+    """A sequence to be continued, and its state.
 
     Args:
         row: prompt and new tokens.
         stop: when it ends.
         threshold: nats.
         max_events: of this sequence.
-        ranking: whether the likeliest tokens at each place are wanted.
-        selector: of this sequence; None for the loop's, whose worth the policy may know ahead of asking.
+        ranking: whether the likeliest tokens at each place are recorded.
+        selector: of this sequence; None for the loop's. The policy's `AskHead` applies only to the loop's.
     """
 
     row: hf.Running
@@ -68,29 +68,29 @@ class Task:
     max_events: int
     ranking: bool = False
     selector: Selector | None = None
-    ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, where they are wanted
+    ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, if they are recorded
     waits: list[float] = field(default_factory=list)  # seconds that each event took
     error: Exception | None = None
     done: bool = False
     pages: list[int] | None = None  # None until it is admitted
-    held: int = 0  # tokens whose keys and values lie in its pages
-    place: int | None = None  # its row of the step, None until its prompt is taken
-    since: int = 0  # runs before this one say nothing of it
+    held: int = 0  # tokens whose keys and values are in its pages
+    place: int | None = None  # its row of the step; None until its prompt is prefilled
+    since: int = 0  # outcomes of earlier steps are not for this sequence
     asking: Asking | None = None
 
 
 class Loop:
-    """Sequences that run together; not safe to share between threads.
+    """Runs sequences together; not safe to share between threads.
 
     Args:
         pair: its SLM has a native decoder.
         intervention: how events are made.
-        policy: when the device halts for an event; its `top_k` counts.
-        rows: sequences that run together.
-        length: tokens of a sequence at most.
+        policy: when the device halts for an event; gives `top_k` and `ask`.
+        rows: maximum number of sequences that run together.
+        length: maximum tokens of a sequence.
         memory: bytes for keys and values of the models in this process; None for what `rows` sequences of `length`
-            tokens need, half of the memory that is free at most.
-        prefill: tokens of prompts that enter between two steps, while others run.
+            tokens need, but at most half of the free memory.
+        prefill: prompt tokens that are prefilled between two steps while others run.
 
     Raises:
         ValueError: a policy that the device cannot follow.
@@ -115,15 +115,15 @@ class Loop:
         self.step = DecodeStep(self.model, pair.vocabulary, policy, pair.ends, rows)
         self.prefill = prefill
         self.waiting: deque[Task] = deque()
-        self.entering: deque[Task] = deque()  # they have pages
-        self.rows: list[Task] = []  # of the step, in order
-        self._runs: deque[list[Task]] = deque()  # whose outcome was not asked for: the rows then
+        self.entering: deque[Task] = deque()  # they have pages, and their prompts are being prefilled
+        self.rows: list[Task] = []  # the step's rows, in order
+        self._runs: deque[list[Task]] = deque()  # the rows of each step whose outcome was not read yet
         elsewhere = llm is not None and not isinstance(llm, LocalLLM)
         self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
 
     @property
     def ask(self) -> AskHead | None:
-        """What tells whether asking is worth it."""
+        """The policy's `AskHead`, if it has one."""
         return self.step.ask
 
     @property
@@ -138,12 +138,12 @@ class Loop:
         }
 
     def load_adapter(self, directory: str | os.PathLike[str]) -> None:
-        """Another reranker in the place of the merged one; raises as `CollaborativeDecoder.load_adapter`."""
+        """Replace the merged reranker; raises as `CollaborativeDecoder.load_adapter`."""
         selector = self.intervention.selector
         inner = selector.selector if isinstance(selector, CertainLLM) else selector
         if isinstance(inner, ValueSelector) or self.ask is not None or Deployed.load(directory) is not None:
             raise ValueError(
-                "load_adapter: expected a plain reranker in the place of another, got heads fitted to one or a chosen "
+                "load_adapter: expected a plain reranker to replace another, got heads fitted to one or a chosen "
                 "recipe; make a decoder with deployment_of"
             )
         reranker = TokenReranker.from_pretrained(directory, self.model.model).eval()
@@ -153,7 +153,7 @@ class Loop:
         inner.reranker = reranker
 
     def check(self, task: Task) -> None:
-        """ValueError for a sequence that never fits."""
+        """ValueError for a sequence that can never fit."""
         length, slots = task.stop.length(task.row), self.model.length
         if length > slots:
             raise ValueError(
@@ -167,10 +167,10 @@ class Loop:
             )
 
     def submit(self, task: Task) -> None:
-        """It waits for its turn, and goes on with each `tick` from then on.
+        """Queue a sequence; each `tick` then advances it.
 
         Raises:
-            ValueError: one that never fits.
+            ValueError: a sequence that can never fit.
         """
         self.check(task)
         if not self.busy:
@@ -179,11 +179,11 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence is waiting or under way."""
+        """Whether a sequence waits or runs."""
         return bool(self.waiting or self.entering or self.rows)
 
     def refresh(self) -> None:
-        """Read the models anew."""
+        """Read the models again."""
         self.model.refresh()
         if self.merged is not None:
             self.merged.refresh()
@@ -191,7 +191,7 @@ class Loop:
             self.intervention.llm.refresh()
 
     def forget(self) -> None:
-        """Nothing of earlier sequences is shared any more: what follows has the same bits each time."""
+        """Share no pages of earlier sequences, so that what comes next has the same bits every time."""
         self.model.pages.forget()
         if isinstance(self.intervention.llm, PagedLLM):
             self.intervention.llm.forget()
@@ -201,7 +201,7 @@ class Loop:
         self._end(task)
 
     def clear(self) -> None:
-        """End all sequences, also after an interrupt in the middle of whatever was going on."""
+        """End all sequences, also after an interrupt at any point."""
         for task in (*self.waiting, *self.entering, *self.rows):
             task.done, task.place, task.pages = True, None, None
             if task.asking is not None and task.asking.answer is not None:
@@ -221,7 +221,7 @@ class Loop:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> list[Task]:
-        """Admit, take a piece of the prompts, run a step, serve events; the sequences that took a token or ended."""
+        """Admit, prefill a piece, run a step, serve events; returns the sequences that got a token or ended."""
         changed: list[Task] = []
         self.step.order()
         self._admit()
@@ -237,7 +237,7 @@ class Loop:
     # --- in and out ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Those that wait, in order, as far as there are rows and pages; none ahead of a page that it is to share."""
+        """Admit waiting sequences in order while rows and pages last, but wait for a page that another is computing."""
         while self.waiting and len(self.rows) + len(self.entering) < self.step.rows:
             task = self.waiting[0]
             if self.model.pages.comes(task.row.tokens, (other.row.tokens for other in self.entering)):
@@ -249,7 +249,7 @@ class Loop:
             self.entering.append(self.waiting.popleft())
 
     def _enter(self) -> None:
-        """So many tokens of prompts go through the model; a sequence whose prompt has is one more row."""
+        """Prefill a piece of the prompts; a sequence whose prompt is complete becomes a row."""
         if not self.entering:
             return
         room = self.prefill if self.rows else max(self.prefill, CHUNK)
@@ -275,12 +275,12 @@ class Loop:
         assert task.pages is not None
         task.place, task.since = len(self.rows), self.step.begun
         self.rows.append(task)
-        limit = task.stop.length(task.row) - 1  # it halts ahead of the last token
+        limit = task.stop.length(task.row) - 1  # it halts before its last token
         self.step.put(task.place, task.row.tokens, task.pages, limit, task.threshold, gated=task.selector is None)
         self.step.go_on(task.place, task.max_events)
 
     def _end(self, task: Task) -> None:
-        """Give back what the sequence holds; the last row moves to its place."""
+        """Free what the sequence holds; the last row moves into its place."""
         task.done = True
         if task.place is None:
             for queue in (self.waiting, self.entering):
@@ -307,7 +307,7 @@ class Loop:
         self._runs.append(list(self.rows))
 
     def _look(self, changed: list[Task]) -> None:
-        """Take what a run did."""
+        """Read the outcomes of the oldest step not read yet."""
         number = self.step.begun - self.step.enqueued
         tasks = self._runs.popleft()
         for task, outcome in zip(tasks, self.step.outcomes(len(tasks)), strict=True):
@@ -323,7 +323,7 @@ class Loop:
             changed.append(task)
 
     def _append(self, task: Task, tokens: Sequence[int], known: Sequence[Ranked | None], halted: bool) -> None:
-        """A token that the step has appended, or those that a halted row is to go on with."""
+        """Append the step's token, or the tokens with which a halted row goes on."""
         row, begin = task.row, len(task.row.tokens)
         row.ahead = list(tokens)
         for ranks in known:
@@ -360,11 +360,11 @@ class Loop:
         task.asking = Asking(state, logits, self.step.begun, answer)
 
     def _serve(self, changed: list[Task]) -> None:
-        """Serve events: those that are answered, or all, where the LLM is here and enough have come together."""
+        """Serve the events that are answered; with the LLM in this process, all of them once enough have gathered."""
         asking = [task for task in self.rows if task.asking is not None]
         if not asking:
             return
-        alone = len(asking) == len(self.rows) and not self.entering  # nothing else goes on
+        alone = len(asking) == len(self.rows) and not self.entering  # no other work is left
         if self._threads is None:
             longest = max(self.step.begun - task.asking.since for task in asking if task.asking)
             if alone or 2 * len(asking) >= len(self.rows) or longest >= COMPANY:
@@ -377,7 +377,7 @@ class Loop:
                 self._resolve([task], lambda *_, answer=answer: answer.result(), changed)
 
     def _resolve(self, tasks: Sequence[Task], ask: Ask, changed: list[Task]) -> None:
-        """Events whose pools `ask` gives; what goes wrong with one of them ends that one alone."""
+        """Serve events with the pools from `ask`; an error of one ends only its sequence."""
         asking = [task.asking for task in tasks if task.asking is not None]
         states, logits = [each.state for each in asking], torch.cat([each.logits for each in asking])
         try:
@@ -399,9 +399,9 @@ class Loop:
             self._append(task, event.tokens, ranks, halted=True)
 
     def _take(self, tasks: Sequence[Task], events: Sequence[Event], logits: Tensor) -> list[list[Ranked | None]]:
-        """Keys and values of what spans append, all but their last token; what was likeliest at each, where wanted."""
+        """Compute keys and values of the spans' tokens but the last; returns the likeliest tokens, if recorded."""
         parts: list[Part] = []
-        places: list[range] = []  # of each task's parts: where ranks are wanted, one a token
+        places: list[range] = []  # each task's parts; one part per token if ranks are recorded
         for task, event in zip(tasks, events, strict=True):
             assert task.pages is not None
             held, first = len(task.row.tokens), len(parts)
@@ -419,16 +419,16 @@ class Loop:
                 continue
             known.append([ranked(rank(logits[row]).tolist(), event.slm_logprob[event.choice])])
             if streams is not None and own:
-                behind = self.model.logits(streams[own.start : own.stop], self.step.vocabulary)
-                chances = behind.float().log_softmax(-1)
+                after = self.model.logits(streams[own.start : own.stop], self.step.vocabulary)
+                chances = after.float().log_softmax(-1)
                 taken = [float(chances[place, token]) for place, token in enumerate(event.tokens[1:])]
-                known[-1] += [ranked(each, chance) for each, chance in zip(rank(behind).tolist(), taken, strict=True)]
+                known[-1] += [ranked(each, chance) for each, chance in zip(rank(after).tolist(), taken, strict=True)]
         return known
 
     def _events(
         self, tasks: Sequence[Task], states: Sequence[State], logits: Tensor, pools: Sequence[Pool] | OSError
     ) -> list[Event]:
-        """By the selector of each."""
+        """The tasks' events, each by its own selector."""
         made: dict[int, Event] = {}
         for selector in {id(task.selector): task.selector for task in tasks}.values():
             places = [place for place, task in enumerate(tasks) if task.selector is selector]
@@ -442,7 +442,7 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
     """How many pages each model gets.
 
     Raises:
-        ValueError: memory for none.
+        ValueError: memory for less than one page.
     """
     models = [pair.slm, *([pair.llm.model] if type(pair.llm) is LocalLLM else [])]
     wanted, each = rows * pages_of(length), sum(map(page_bytes, models))
@@ -457,13 +457,13 @@ def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:
 def over_pages(
     pair: Pair, selector: Selector | None, length: int, count: int
 ) -> tuple[PagedModel, LLM | None, Selector | None, MergedReranker | None]:
-    """(the SLM, the LLM, the selector, its reranker) over pages where they can be.
+    """(the SLM, the LLM, the selector, its reranker), over pages where possible.
 
     Args:
         pair: its SLM has a native decoder.
-        selector: one of a reranker of scope "candidate" runs merged.
-        length: tokens of a sequence at most.
-        count: pages of each model.
+        selector: if it has a reranker of scope "candidate", that runs with merged weights.
+        length: maximum tokens of a sequence.
+        count: number of pages of each model.
     """
     model, llm = PagedModel(pair.slm, length, count), pair.llm
     if type(llm) is LocalLLM and has_native("llm", llm.model):
@@ -486,7 +486,7 @@ def over_pages(
 
 
 def has_native(name: str, model: hf.CausalLM) -> bool:
-    """Whether a model can run on pages; warns where not."""
+    """Whether a model can run over pages; warns if not."""
     if NativeDecoder.of(model) is not None:
         return True
     warnings.warn(
@@ -496,7 +496,7 @@ def has_native(name: str, model: hf.CausalLM) -> bool:
 
 
 def check_own(policy: RequestPolicy) -> None:
-    """Refuse a policy that the device would not follow."""
+    """Refuse a policy that the device cannot apply."""
     for method in ("asks", "entropy"):
         if getattr(type(policy), method) is not getattr(RequestPolicy, method):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A reranker for deployment: its adapter folded into a second copy of q, k, v and o, at a fixed number of rows."""
+"""A reranker for deployment: its adapter merged into a second copy of q, k, v and o, with a fixed number of rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ STATES = 4
 
 
 class MergedReranker:
-    """`TokenReranker.scores_many` for sequences of a `PagedModel`, whose keys and values it reads.
+    """`TokenReranker.scores_many` over the keys and values of a `PagedModel`.
 
     Args:
-        reranker: of scope "candidate"; its adapter is merged here, another one's by `load`.
+        reranker: of scope "candidate"; its adapter is merged here, that of another one by `load`.
         model: the frozen model that the reranker was made on.
 
     Raises:
@@ -47,10 +47,10 @@ class MergedReranker:
         self.load(reranker)
 
     def load(self, reranker: TokenReranker) -> None:
-        """Take another reranker, in the same memory.
+        """Merge another reranker, in the same memory.
 
         Raises:
-            ValueError: scope "sequence", or made on a model of other weights.
+            ValueError: scope "sequence", or a reranker made on a model with other weights.
         """
         if reranker.scope != "candidate":
             raise ValueError(
@@ -67,9 +67,9 @@ class MergedReranker:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge base weights and adapter as they are now, unless nothing of them has moved or been written since.
+        """Merge base weights and adapter as they are now, unless none has moved or been written since the last time.
 
-        Writes through a parameter's `data` bring it no new version: `load` merges in any case.
+        Writes through a parameter's `data` do not change its version and go unnoticed; `load` always merges.
         """
         adapted = self.reranker.adapted
         parameters = [*adapted.parameters(), *self.model.model.parameters()]
@@ -77,7 +77,7 @@ class MergedReranker:
         versions = [hf.adapter_scales(adapted), *((x.data_ptr(), x._version) for x in parameters)]
         if tracked and versions == self._versions:
             return
-        self._versions = None  # until all is merged
+        self._versions = None  # unknown until all is merged
         merged, layers = self.reranker.merged(), []
         for index, (layer, qkv, o) in enumerate(zip(self.model.layers, self._qkv, self._o, strict=True)):
             qkv.copy_(layer.qkv.weight)
@@ -99,24 +99,24 @@ class MergedReranker:
         features: Sequence[Tensor] | None = None,
         tails: Sequence[Sequence[Sequence[int]]] = (),
     ) -> list[Tensor]:
-        """As `TokenReranker.scores_many`; every prefix lies in pages of the model from its first token on.
+        """As `TokenReranker.scores_many`; every prefix is in pages of the model from its first token on.
 
         Args:
-            prefixes: one a state, of the model's `kv`.
-            candidates: one [K] int64 a state.
-            features: one [K, F] a state where the reranker was trained with features.
+            prefixes: one per state, of the model's `kv`.
+            candidates: one [K] int64 per state.
+            features: one [K, F] per state, if the reranker was trained with features.
             tails: as for `TokenReranker.scores_many`.
 
         Returns:
-            one float32 [K] a state.
+            one float32 [K] per state.
         """
         hidden = self._hidden(prefixes, candidates)
-        self._behind_tails(hidden, prefixes, candidates, tails)
+        self._replace_after_tails(hidden, prefixes, candidates, tails)
         scores = self.reranker.score_hidden(torch.cat(hidden), features)
         return list(scores.split([len(pool) for pool in candidates]))
 
     def _hidden(self, prefixes: Sequence[hf.Prefix], candidates: Sequence[Tensor]) -> list[Tensor]:
-        """[K, D] of every state; all have the rows of the largest pool, or of a forward that is captured."""
+        """Hidden states [K, D] of every state's candidates; pools are padded to the largest, or to a captured size."""
         parts = [(state, part) for state, pool in enumerate(candidates) for part in pool.split(ROWS)]
         captured = self.model.graphs.captures
         rows = ROWS if captured else max(len(part) for _, part in parts)
@@ -136,14 +136,14 @@ class MergedReranker:
                 found[state].append(self._out[place * rows : place * rows + len(part)].clone())
         return [torch.cat(own) for own in found]
 
-    def _behind_tails(
+    def _replace_after_tails(
         self,
         hidden: Sequence[Tensor],
         prefixes: Sequence[hf.Prefix],
         candidates: Sequence[Tensor],
         tails: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """Replace the hidden states [K, D] of candidates with a tail by those after the tail."""
+        """Replace, for candidates with a tail, the hidden state in [K, D] by the one after the tail."""
         longer = [(row, k, tail) for row, own in enumerate(tails) for k, tail in enumerate(own) if tail]
         if not longer:
             return
@@ -155,7 +155,7 @@ class MergedReranker:
             hidden[row][k] = last
 
     def _forward(self, states: int, rows: int) -> None:
-        """One forward over so many candidates of each of some states with the merged weights."""
+        """One forward with the merged weights, over `rows` candidates of each of `states` states."""
         model, held = self.model, self._held[:states]
         ids, positions = self._ids[: states * rows], held.repeat_interleave(rows, output_size=states * rows)
         hidden = model.forward(ids, positions, held, self._table[:states], layers=self.layers)
@@ -163,7 +163,7 @@ class MergedReranker:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the merged weights."""
+        """Bytes of the merged weights."""
         return sum(weight.nbytes for weight in (*self._qkv, *self._o))
 
 

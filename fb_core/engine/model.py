@@ -1,7 +1,7 @@
-"""A model over pages of keys and values: the forwards of a decode step, of candidates, and over new tokens.
+"""A model over KV pages: its forwards of a decode step, of candidates, and of new tokens.
 
-Every forward reads and writes the same memory, and on a GPU no size depends on how long the sequences are, so that each
-is captured once and replayed.
+Every forward reads and writes the same memory, and on a GPU no size depends on the lengths of the sequences. So each
+forward is captured once and replayed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Part(NamedTuple):
     """New tokens of one sequence."""
 
     tokens: Sequence[int]
-    held: int  # tokens ahead of them
+    held: int  # number of tokens before them
     pages: Sequence[int]
 
 
 class Packed(NamedTuple):
-    """What a forward over new tokens reads; rows and sequences after those that count are padding."""
+    """The input of a forward over new tokens, padded at the end with rows and sequences."""
 
     rows: Tensor  # [3, N] int64: ids, positions, slots
     cu_branch: Tensor  # [G + 1] int32: the rows of each sequence
@@ -51,9 +51,9 @@ class PagedModel:
 
     Args:
         model: a causal LM of the Llama family (`fb_core.native`).
-        length: the most tokens of a sequence.
-        count: of pages.
-        capture: whether what it computes on a GPU is captured.
+        length: maximum tokens of a sequence.
+        count: number of pages.
+        capture: whether forwards on a GPU are captured.
 
     Raises:
         ValueError: a model without a native decoder.
@@ -67,8 +67,8 @@ class PagedModel:
         self.graphs = Graphs(model.device, capture)
         self._read: list[tuple[int, int | None]] = []
         self._buffers: dict[int, Packed] = {}
-        self._frequencies: Tensor | None = None  # what the rotary tables were made of,
-        self._turned: tuple[int | None, float] = (None, 1.0)  # its version then, and the tables' scale
+        self._frequencies: Tensor | None = None  # what the rotary tables were computed from
+        self._turned: tuple[int | None, float] = (None, 1.0)  # the version of that tensor, and the tables' scale
         self.refresh()
         layer = self.layers[0]
         shape = (count, SIZE, layer.kv_heads, layer.qkv.weight.shape[0] // (layer.heads + 2 * layer.kv_heads))
@@ -83,14 +83,14 @@ class PagedModel:
         self.kv = hf.PrefixKV(list(zip(self.keys, self.values, strict=True)))
 
     def refresh(self) -> bool:
-        """Read the model anew: other values count, another dtype or device does not fit the pages.
+        """Read the model again, with its current values; another dtype or device does not fit the pages.
 
         Returns:
-            whether what pages hold is what the model computes, as far as versions of its parameters tell; else no page
-            is shared any more. Writes through a parameter's `data` bring it no new version.
+            whether the pages still hold what the model computes, judged by the versions of its parameters; if not, no
+            page is shared any more. Writes through a parameter's `data` do not change its version and go unnoticed.
 
         Raises:
-            ValueError: a model without a native decoder, or whose dtype or device has changed.
+            ValueError: a model without a native decoder, or one whose dtype or device has changed.
         """
         decoder = NativeDecoder.of(self.model)
         if decoder is None:
@@ -125,7 +125,7 @@ class PagedModel:
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values."""
+        """Bytes of keys and values."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
     @torch.no_grad()
@@ -138,18 +138,18 @@ class PagedModel:
         slots: Tensor | None = None,
         layers: Sequence[Layer] | None = None,
     ) -> Tensor:
-        """The residual stream after the last layer, for rows that are each one more token after a sequence.
+        """The residual stream after the last layer, for rows that are each one token after a sequence.
 
         Args:
-            ids: [N] int64, of G sequences N / G each.
+            ids: [N] int64, N / G for each of G sequences.
             positions: [N] int32 or int64.
             held: [G] int32 or int64, how many tokens of its sequence a row sees.
-            table: [G, n] likewise, the sequences' pages.
-            slots: [N] like positions, where keys and values are kept, negative for nowhere; None keeps none.
-            layers: other ones than the model's own, of the same sizes.
+            table: [G, n] int32 or int64, the pages of each sequence.
+            slots: [N] like positions, where keys and values are written, negative for nowhere; None writes none.
+            layers: to use instead of the model's own, of the same sizes.
 
         Returns:
-            [N, D], which `logits` and `normed` take.
+            [N, D], the input of `logits` and `normed`.
         """
         hidden: Tensor = self.decoder.embedding(ids)
         layers = self.layers if layers is None else layers
@@ -173,7 +173,7 @@ class PagedModel:
 
     @torch.no_grad()
     def extend(self, parts: Sequence[Part]) -> Tensor:
-        """Take new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as hold them.
+        """Run new tokens of some sequences, one or more each, in as few forwards of up to `CHUNK` rows as possible.
 
         Returns:
             [G, D]: the residual stream after the last token of each.
@@ -185,11 +185,11 @@ class PagedModel:
 
     @torch.no_grad()
     def peek(self, parts: Sequence[Part], layers: Sequence[Layer]) -> Tensor:
-        """As `extend` by layers of other weights, in one forward of any size that leaves no trace in the pages."""
+        """As `extend`, with other layers, in one forward of any size; the pages are not changed."""
         return self._take(self._packed(parts, False, keep=False), layers)
 
     def _extend(self, parts: Sequence[Part]) -> Tensor:
-        """In one forward; where it is captured, padding rows are a branch of a sequence that holds nothing."""
+        """`extend` in one forward; in a captured one, padding rows are a branch of an empty sequence."""
         captured = self.graphs.captures
         numbers = self._packed(parts, captured)
         if not captured:
@@ -202,7 +202,7 @@ class PagedModel:
         return self._last[: len(parts)]
 
     def _packed(self, parts: Sequence[Part], captured: bool, keep: bool = True) -> Packed:
-        """What a forward over new tokens reads, padded where it is captured; `keep` says whether they are kept."""
+        """The input of a forward over new tokens, padded if captured; `keep` says whether k and v go to the pages."""
         lengths = [len(part.tokens) for part in parts]
         total = sum(lengths)
         size = next(size for size in BUCKETS if total <= size) if captured else total
@@ -231,7 +231,7 @@ class PagedModel:
         self._last.copy_(self._take(packed, self.layers))
 
     def _take(self, packed: Packed, layers: Sequence[Layer]) -> Tensor:
-        """[G, D] after the last row of each sequence."""
+        """The residual stream [G, D] after the last row of each sequence."""
         ids, positions, slots = packed.rows
         groups = len(packed.held)
         firsts = torch.arange(groups + 1, dtype=torch.int32, device=ids.device)
@@ -255,7 +255,7 @@ class PagedModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        """[N, V] over the first `vocabulary` ids in the head's dtype, of a residual stream [N, D]."""
+        """Logits [N, vocabulary] of the first `vocabulary` ids, in the head's dtype, from a residual stream [N, D]."""
         weight, bias = self.head.weight[:vocabulary], self.head.bias
         bias = None if bias is None else bias[:vocabulary]
         norm = self.decoder.norm
@@ -263,12 +263,12 @@ class PagedModel:
 
     @torch.no_grad()
     def normed(self, hidden: Tensor) -> Tensor:
-        """[N, D]: a residual stream after the final norm."""
+        """A residual stream [N, D] after the final norm."""
         return rms_norm(hidden, *self.decoder.norm)[0]
 
 
 def page_bytes(model: hf.CausalLM) -> int:
-    """Of keys and values in all layers."""
+    """Bytes of a page: keys and values of all layers."""
     config = hf.text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -276,7 +276,7 @@ def page_bytes(model: hf.CausalLM) -> int:
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
-    """Parts with their places among all, cut so that so many rows and sequences fit one forward."""
+    """Parts with their indices, cut into chunks whose rows and sequences fit one forward."""
     chunk: list[tuple[int, Part]] = []
     room = CHUNK
     for place, (tokens, held, pages) in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Who holds which pages of keys and values, and which pages hold the beginnings that sequences share."""
+"""Which sequence holds which KV pages, and which pages hold prefixes that sequences can share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Beginning = tuple[int, tuple[int, ...]]
 
 
 class Pages:
-    """Pages of `SIZE` tokens, taken by sequences and given back; full ones are found again by what they hold.
+    """Pages of `SIZE` tokens, taken by sequences and given back; full pages are found again by their tokens.
 
-    A page that nobody holds any more keeps its tokens until another sequence needs the room, the one that was given
-    back first.
+    A page that no sequence holds keeps its tokens until another sequence needs it; the page that was given back first
+    is reused first.
 
     Args:
-        count: of pages.
+        count: number of pages.
     """
 
     def __init__(self, count: int) -> None:
@@ -26,25 +26,24 @@ class Pages:
         self.release()
 
     def release(self) -> None:
-        """No sequence holds a page and nothing is known, whatever an interrupt has left."""
+        """Free all pages and forget their tokens, whatever an interrupt has left."""
         self._free = list(range(self.count - 1, -1, -1))
         self._holders = [0] * self.count
         self._idle: OrderedDict[int, None] = OrderedDict()  # known pages without a holder, oldest first
         self._known: dict[Beginning, int] = {}
-        self._names: dict[int, tuple[int, Beginning]] = {}  # page -> its own number and what it is known by
+        self._names: dict[int, tuple[int, Beginning]] = {}  # page -> its own number and its key in `_known`
         self._named = 0
 
     @property
     def free(self) -> int:
-        """Pages that a sequence may have."""
+        """The number of pages that a sequence can take."""
         return len(self._free) + len(self._idle)
 
     def take(self, tokens: Sequence[int], length: int) -> tuple[list[int], int] | None:
         """Pages for a sequence of at most `length` tokens that begins with `tokens`.
 
         Returns:
-            (pages in order, how many of the tokens they hold already: all but one at most), None where there is no
-            room now.
+            (pages in order, how many of the tokens they already hold: at most all but one), or None without room.
         """
         shared = self._shared(tokens)
         new = pages_of(length) - len(shared)
@@ -58,12 +57,12 @@ class Pages:
         return pages, len(shared) * SIZE
 
     def comes(self, tokens: Sequence[int], others: Iterable[Sequence[int]]) -> bool:
-        """Whether the next page of a sequence, after those that are known, is one that others are computing now."""
+        """Whether others are now computing the first page of the sequence that is not known yet."""
         end = (len(self._shared(tokens)) + 1) * SIZE
         return end < len(tokens) and any(end < len(other) and other[:end] == tokens[:end] for other in others)
 
     def grow(self, pages: list[int], length: int) -> bool:
-        """Append what a sequence of `length` tokens needs beyond its pages; False, and nothing, without room."""
+        """Append the pages that a sequence of `length` tokens still needs; without room, none, and return False."""
         new = pages_of(length) - len(pages)
         if new > self.free:
             return False
@@ -73,14 +72,14 @@ class Pages:
         return True
 
     def filled(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """The full pages of `tokens`, which have been computed, may be shared from now on."""
+        """Mark the full pages of `tokens`, now computed, as shareable."""
         parent = 0
         for place, start in enumerate(range(0, len(tokens) - SIZE + 1, SIZE)):
             name = (parent, tuple(tokens[start : start + SIZE]))
             page = self._known.setdefault(name, pages[place])
             if page == pages[place]:
                 number, known = self._names.get(page, (0, name))
-                if known != name:  # the page before it, another sequence's, has made room since
+                if known != name:  # the page before it, another sequence's, has been reused since
                     del self._known[known]
                 if not number:
                     number = self._named = self._named + 1
@@ -88,8 +87,8 @@ class Pages:
             parent = self._names[page][0]
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """A sequence has ended."""
-        for page in reversed(pages):  # of a beginning the end goes first
+        """Give back the pages of a sequence that has ended."""
+        for page in reversed(pages):  # so that the end of a prefix is reused before its beginning
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
@@ -99,14 +98,14 @@ class Pages:
                 self._free.append(page)
 
     def forget(self) -> None:
-        """What pages hold is no longer what the model computes."""
+        """Forget what the pages hold, since the model now computes something else."""
         self._free += self._idle
         self._idle.clear()
         self._known.clear()
         self._names.clear()
 
     def _shared(self, tokens: Sequence[int]) -> list[int]:
-        """The known pages of a sequence's beginning, of all tokens but one at most."""
+        """The known pages with which a sequence begins; they leave out at least its last token."""
         shared: list[int] = []
         parent = 0
         for start in range(0, len(tokens) - SIZE, SIZE):
@@ -126,5 +125,5 @@ class Pages:
 
 
 def pages_of(tokens: int) -> int:
-    """How many pages so many tokens need."""
+    """The number of pages that so many tokens need."""
     return -(-tokens // SIZE)

@@ -1,4 +1,4 @@
-"""The step of decoding: one more token for every sequence under way, each of which halts for itself."""
+"""The decode step: one more token for every running sequence, each of which halts by itself."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def rank(logits: Tensor) -> Tensor:
 
 
 def ranked(row: list[list[float]], taken: float | None = None) -> Ranked:
-    """What `rank` says of one place; `taken` is of the token there, None where that is the likeliest."""
+    """One place of `rank`'s result; `taken` is the log-prob of the token there, None if that is the likeliest."""
     return Ranked([int(token) for token in row[0]], row[1], row[1][0] if taken is None else taken)
 
 
 class Outcome(NamedTuple):
-    """What a run did to one row."""
+    """What a step did to one row."""
 
     halt: Halt
     token: int  # the greedy one, appended unless it halted
     entropy: float  # nats
-    ranked: Ranked | None  # where it was asked for
+    ranked: Ranked | None  # None if not requested
 
 
 class DecodeStep:
-    """The sequences under way, a row each, and the step that appends to them.
+    """The running sequences, one per row, and the step that appends to them.
 
-    `run` reads and writes the same tensors every time and never asks the host. A row that has halted computes the same
-    values again and changes nothing, so that a step may be enqueued before the host has looked, and the others go on.
-    Rows without a sequence compute something that nothing sees.
+    `run` reads and writes the same tensors every time, without a host sync. A row that has halted computes the same
+    values again and changes nothing. So a step may be enqueued before the host has read the last outcome, and the other
+    rows go on. Rows without a sequence compute values that are never used.
 
     Args:
-        model: takes the step.
+        model: computes the step.
         vocabulary: how many of its ids count.
-        policy: whose `top_k` and `ask` count.
+        policy: gives `top_k` and `ask`.
         ends: ids at which a row halts.
-        rows: sequences at most.
+        rows: maximum number of sequences.
     """
 
     def __init__(
@@ -100,26 +100,26 @@ class DecodeStep:
             self.ended = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self.ahead = 1 if pinned else 0
         self._ranked = [False] * RING
-        self._begun = self._looked = 0  # runs so far, and those whose outcome was asked for
+        self._begun = self._looked = 0  # steps run so far, and those whose outcome was read
 
     @property
     def begun(self) -> int:
-        """Runs so far."""
+        """Steps run so far."""
         return self._begun
 
     @torch.no_grad()
     def put(
         self, row: int, tokens: Sequence[int], pages: Sequence[int], limit: int, threshold: float, gated: bool = True
     ) -> None:
-        """A sequence begins in a row: all its tokens but the last lie in its pages.
+        """Put a sequence into a row; the keys and values of all its tokens but the last are in its pages.
 
         Args:
-            row: one that holds no other.
+            row: an empty one.
             tokens: one or more.
             pages: enough for `limit` tokens.
-            limit: it halts at so many tokens.
+            limit: number of tokens at which it halts.
             threshold: nats.
-            gated: whether asking must also be worth it, where the policy tells.
+            gated: whether the policy's `ask`, if it has one, must also admit an event.
         """
         self.order()
         count = len(tokens)
@@ -134,7 +134,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def go_on(self, row: int, budget: int, tokens: Sequence[int] = (), place: int = 0) -> None:
-        """A row runs with so many events left; tokens, where any are given, are put from the place on where it ends."""
+        """Let a row go on with `budget` events left; `tokens`, if given, are written from `place`, its end, on."""
         self.order()
         if tokens:
             self.state.tokens[row, place : place + len(tokens)] = torch.tensor(tokens)
@@ -144,7 +144,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def clear(self, row: int) -> None:
-        """A row has no sequence any more."""
+        """Remove a row's sequence."""
         self.order()
         self.state.halt[row] = int(Halt.LENGTH)
         self.state.length[row] = 1
@@ -152,7 +152,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """No row has a sequence any more, and nobody asks for outcomes of runs so far."""
+        """Remove all sequences, and drop the outcomes that were not read."""
         self.order()
         self.state.halt.fill_(int(Halt.LENGTH))
         self.state.length.fill_(1)
@@ -161,12 +161,12 @@ class DecodeStep:
 
     @torch.no_grad()
     def move(self, row: int, to: int, count: int) -> None:
-        """A row's sequence goes to a row that has none, and leaves its own empty.
+        """Move a sequence to an empty row, and leave its own row empty.
 
         Args:
             row: where it is.
             to: where it goes.
-            count: its tokens as the host knows them; runs that the host has not looked at may have appended more.
+            count: its number of tokens as the host knows it; steps not read yet may have appended more.
         """
         self.order()
         known = count + RING
@@ -180,17 +180,17 @@ class DecodeStep:
         self.clear(row)
 
     def order(self) -> None:
-        """What this thread enqueues comes after the last run, on whichever stream that was."""
+        """Make what this thread enqueues wait for the last step, on whichever stream that ran."""
         if self.ended and self._begun:
             torch.cuda.current_stream(self.logits.device).wait_event(self.ended[(self._begun - 1) % RING])
 
     @torch.no_grad()
     def run(self, count: int, ranked: bool = False) -> None:
-        """Each of the first `count` rows appends its greedy token or halts; what it saw is in `logits`.
+        """Run one step: each of the first `count` rows appends its greedy token or halts; its logits are in `logits`.
 
         Args:
             count: rows.
-            ranked: whether outcomes are to say what was likeliest; that is computed after the step.
+            ranked: whether outcomes also have the likeliest tokens, which are computed after the step.
         """
         self.order()
         place = self._begun % RING
@@ -201,15 +201,15 @@ class DecodeStep:
         if self.ended:
             self.ended[place].record(torch.cuda.current_stream(self.logits.device))
         self._begun += 1
-        self._looked = max(self._looked, self._begun - RING)  # older ones are overwritten
+        self._looked = max(self._looked, self._begun - RING)  # older outcomes are overwritten
 
     @property
     def enqueued(self) -> int:
-        """Runs whose outcome was not asked for."""
+        """Number of steps whose outcome was not read."""
         return self._begun - self._looked
 
     def outcomes(self, count: int) -> list[Outcome]:
-        """What the next run whose outcome was not asked for did to its first `count` rows."""
+        """Wait for the oldest step not read yet; what it did to its first `count` rows."""
         place = self._looked % RING
         if self.ended:
             self.ended[place].synchronize()
@@ -221,7 +221,7 @@ class DecodeStep:
         ]
 
     def _captured(self, count: int) -> int:
-        """How many rows a step for so many has: where it is captured, a power of 2."""
+        """The rows of a step for `count` sequences: rounded up to a power of 2 (at most all) if captured."""
         return min(self.rows, 1 << (count - 1).bit_length()) if self.model.graphs.captures else count
 
     def _ready(self, rows: int, place: int) -> Callable[[], None]:
@@ -229,7 +229,7 @@ class DecodeStep:
         if not graphs.runs(key):
             return graphs.ready(key, compute)
         halt = self.state.halt.clone()
-        self.state.halt.fill_(int(Halt.LENGTH))  # so that a capture's runs append nothing
+        self.state.halt.fill_(int(Halt.LENGTH))  # so that the runs of a capture append nothing
         ready = graphs.ready(key, compute)
         self.state.halt.copy_(halt)
         return ready
@@ -245,7 +245,7 @@ class DecodeStep:
         logits.copy_(model.logits(hidden, self.vocabulary))
         entropy, _, ids = topk_entropy(logits, self.top_k)
         token = ids[:, 0]  # the first of equal ones
-        if self.ask is not None:  # a row that is not worth asking about has no entropy to speak of
+        if self.ask is not None:  # entropy -inf makes no event where asking is not worth it
             worth, least = self.ask.worth(model.normed(hidden), entropy), self.least[:rows]
             entropy = entropy.masked_fill(least.isfinite() & ~(worth > least), -math.inf)
         limits = {"threshold": self.threshold[:rows], "eos_ids": self.ends, "max_length": self.limit[:rows]}

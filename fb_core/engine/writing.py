@@ -1,4 +1,4 @@
-"""Continuations over pages: many prompts at once, each token chosen by the caller from its logits."""
+"""Continuations over KV pages: many prompts at once; the caller chooses each token from the logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fb_core import hf
 from fb_core.engine.model import PagedModel, Part
 from fb_core.engine.pages import SIZE, pages_of
 
-ROWS = {"cpu": 64}  # sequences that run together: as many as one call of the compiled layer takes
-REFILL = 8  # a share of the rows: so many are free before others enter, whose prompts then are one forward
+ROWS = {"cpu": 64}  # sequences that run together: the most that one call of the compiled layer takes
+REFILL = 8  # 1 / REFILL of the rows must be free before others enter, so that their prompts share a forward
 
 Choose = Callable[[Sequence[hf.Running], Tensor], Sequence[int]]
 """The next token of every row, from float32 logits [B, V]."""
@@ -24,18 +24,18 @@ def write(
 ) -> list[hf.Running]:
     """Continue many prompts; as one ends, another takes its place.
 
-    What prompts have in common is computed once: full pages are shared, and the rest of the same prompt is copied.
+    Common prefixes are computed once: full pages are shared, and the last page is copied between equal prompts.
 
     Args:
         model: a causal LM with a native decoder, in eval mode.
         prompts: [P] int64 each, not empty.
         stop: when a sequence ends.
-        choose: the next token of every row.
-        batch_tokens: the most tokens, new ones included, that are held at once; a sequence that is longer goes alone.
+        choose: gives the next token of every row.
+        batch_tokens: maximum tokens held at once, new ones included; a longer sequence runs alone.
         vocabulary: how many ids count.
 
     Returns:
-        one row a prompt, in order.
+        one row per prompt, in order.
     """
     rows = [hf.Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
     if rows:
@@ -44,7 +44,7 @@ def write(
 
 
 class _Writing:
-    """The sequences under way, a row each."""
+    """The running sequences, one per row."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class _Writing:
         lengths = [stop.length(row) for row in rows]
         longest, needed = max(lengths), sum(map(pages_of, lengths))
         count = min(needed, max(batch_tokens // SIZE, pages_of(longest)))
-        self.model = PagedModel(model, longest, count, capture=False)  # its pages last no longer than one call
+        self.model = PagedModel(model, longest, count, capture=False)  # its pages live for one call only
         self.stop, self.choose = stop, choose
         self.waiting = deque(rows)
         self.live: list[hf.Running] = []
-        self.pages: list[list[int]] = []  # of each live row
+        self.pages: list[list[int]] = []  # of each running row
         device, self.most = model.device, min(len(rows), ROWS.get(model.device.type, hf.MAX_ROWS))
         self.ids = torch.zeros(self.most, dtype=torch.int64, device=device)
         self.place = torch.zeros_like(self.ids)  # of the last token
@@ -71,17 +71,17 @@ class _Writing:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Until all have ended."""
+        """Run until all have ended."""
         while self.waiting or self.live:
             if self.waiting and (not self.live or self.most - len(self.live) >= self.most // REFILL):
                 self._admit()
             self._step()
 
     def _admit(self) -> None:
-        """Those that wait, in order, as far as there are rows and pages; none ahead of a page that it is to share."""
+        """Admit waiting sequences in order while rows and pages last, but wait for a page that another is computing."""
         pages, first = self.model.pages, len(self.live)
         asked = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.most - first))]
-        entering: dict[tuple[int, ...], list[int]] = {}  # beginnings that are computed now, and their pages
+        entering: dict[tuple[int, ...], list[int]] = {}  # prompts that are computed now -> their pages
         copies, later, parts = [], [], []
         for row in asked:
             beginning = tuple(row.tokens[:-1])
@@ -123,7 +123,7 @@ class _Writing:
         self.table[place, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def _step(self) -> None:
-        """One more token for every row; those that end leave."""
+        """Append one token to every row; rows that end leave."""
         count = len(self.live)
         place, table = self.place[:count], self.table[:count]
         slots = table.gather(1, (place // SIZE)[:, None])[:, 0].long() * SIZE + place % SIZE

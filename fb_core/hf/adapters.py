@@ -1,4 +1,4 @@
-"""LoRA adapters by peft: made, read, described, folded in."""
+"""LoRA adapters by peft: made, read, described, merged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AdapterConfig: TypeAlias = LoraConfig
 Trainable: TypeAlias = PreTrainedModel | PeftModel
 
 
-# Entries of an adapter_config.json that change nothing, or that the names of the weights settle.
+# Entries of an adapter_config.json that change nothing, or that follow from the names of the weights.
 HARMLESS_ENTRIES = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -95,7 +95,7 @@ def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
 
 
 def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
-    """The plain LoRA configuration in an adapter_config.json; the file decides about rank, alpha and dropout alone.
+    """The plain LoRA configuration in an adapter_config.json; only rank, alpha and dropout are taken from the file.
 
     Raises:
         ValueError: another kind of adapter, a number out of range, or a setting that would change what is computed or,
@@ -116,7 +116,7 @@ def read_adapter_config(values: dict[str, Any]) -> LoraConfig:
 
 
 def merged_projections(adapted: PeftModel) -> dict[str, Tensor]:
-    """`layers.<i>.self_attn.<projection>` -> weight with the adapter folded in, in the base weight's dtype."""
+    """`layers.<i>.self_attn.<projection>` -> weight with the adapter merged, in the base weight's dtype."""
     merged = {}
     for name, layer in adapted.named_modules():
         if hasattr(layer, "get_delta_weight") and hasattr(layer, "base_layer"):
@@ -127,7 +127,7 @@ def merged_projections(adapted: PeftModel) -> dict[str, Tensor]:
 
 
 def adapter_scales(adapted: PeftModel) -> list[object]:
-    """What folding an adapter in depends on besides parameters: which one is active, and its scale in each layer."""
+    """What a merge depends on besides parameters: which adapter is active, and its scale in each layer."""
     scales = [dict(layer.scaling) for layer in adapted.modules() if hasattr(layer, "get_delta_weight")]
     return [adapted.active_adapter, *scales]
 
@@ -141,7 +141,7 @@ def causal_lm(model: Trainable) -> PreTrainedModel:
     """The causal LM inside a PEFT model, adapters active; any other model as it is.
 
     Raises:
-        ValueError: an adapter that adds tokens to the prompt, which the causal LM inside knows nothing of.
+        ValueError: an adapter that adds tokens to the prompt; the causal LM inside would ignore it.
     """
     if not isinstance(model, PeftModel):
         return model

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders and the hub, and what files say of one that is not loaded."""
+"""Models and tokenizers from folders and the hub, and what their files say without loading them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from transformers import (
 
 from fb_core.hf.models import Tokenizer
 
-WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of weights hashed whole; blocks hashed of a larger file
+WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of files hashed whole; blocks hashed of larger ones
 
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can be a hub id: an owner and a name, where no folder of either is here."""
+    """Whether a path can be a hub id: "owner/name", where neither path nor owner is a local folder."""
     owner, _, _ = path.partition("/")
     return bool(HUB_ID.fullmatch(path)) and not os.path.isdir(path) and not os.path.isdir(owner)
 
 
 def check_place(path: str, wanted: str) -> None:
-    """Refuse at once what is no folder and cannot be a hub id, or lies in a folder that is here.
+    """Refuse at once a path that is no folder and cannot be a hub id, or that is inside a local folder.
 
     Raises:
         OSError: no such folder.
@@ -52,12 +52,12 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
 
     Args:
         path: the folder or hub id.
-        device: "auto" for a GPU where there is one.
-        dtype: a name of torch's, or "auto" for the checkpoint's own.
+        device: "auto" for a GPU if there is one.
+        dtype: the name of a torch dtype, or "auto" for the checkpoint's own.
 
     Raises:
         OSError: nothing usable there.
-        ValueError: a kind of model that transformers does not know without foreign code.
+        ValueError: a kind of model that transformers knows only with remote code.
     """
     check_place(path, "a model in safetensors")
     if device == "auto":
@@ -99,7 +99,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = sorted(tokenizer.get_vocab().items())
     if backend is not None:
-        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}  # these come and go with its use
+        rules = {**json.loads(backend.to_str()), "padding": None, "truncation": None}  # they change with its use
     template = getattr(tokenizer, "chat_template", None)
     settled = json.dumps([rules, tokenizer.special_tokens_map, template], sort_keys=True, default=str)
     return hashlib.sha256(settled.encode()).hexdigest()
@@ -127,7 +127,7 @@ def _checkpoint_files(path: str, download: bool = True) -> list[Path]:
 
 
 def checkpoint_size(path: str) -> int | None:
-    """Number of weights of a checkpoint, from the headers of its files; None where it is not on this machine."""
+    """Number of weights of a checkpoint, from its files' headers; None if it is not on this machine."""
     total = 0
     try:
         for file in _checkpoint_files(path, download=False)[1:]:
@@ -139,7 +139,7 @@ def checkpoint_size(path: str) -> int | None:
 
 
 def checkpoint_hash(path: str) -> str:
-    """A hash of a checkpoint that needs no model in memory: its config and weights, of large files headers and samples.
+    """A hash of a checkpoint's config and weights (large files: header and samples), without loading it.
 
     Raises:
         OSError: no checkpoint in safetensors there.
@@ -147,7 +147,7 @@ def checkpoint_hash(path: str) -> str:
     config, *weights = _checkpoint_files(path)
     found = hashlib.sha256(config.read_bytes())
     if (generation := config.with_name("generation_config.json")).is_file():
-        found.update(generation.read_bytes())  # where the ends of a generation stand
+        found.update(generation.read_bytes())  # it has the end-of-sequence ids
     for file in weights:
         size = file.stat().st_size
         found.update(repr([file.name, size]).encode())
@@ -163,14 +163,14 @@ def checkpoint_hash(path: str) -> str:
 
 
 def checkpoint_vocabulary(path: str) -> int:
-    """The number of ids that a checkpoint takes which is not loaded."""
+    """The number of ids that a checkpoint takes, without loading it."""
     return int(AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).vocab_size)
 
 
 def checkpoint_ends(path: str) -> frozenset[int]:
-    """The ids that end a generation of a checkpoint that is not loaded."""
+    """The ids that end a generation of a checkpoint, without loading it."""
     value = None
-    with suppress(OSError):  # it may have none of its own
+    with suppress(OSError):  # the checkpoint may have no generation config
         value = GenerationConfig.from_pretrained(path).eos_token_id
     if value is None:
         value = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).eos_token_id

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from fb_core.pool import Event
 
 Cache: TypeAlias = DynamicCache
-MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small beside the model
+MAX_ROWS = 256  # of one batch: keeps its logits [rows, V] small compared with the model
 
 
 @dataclass
 class Running:
-    """One sequence under way."""
+    """One running sequence."""
 
     index: int  # among the prompts
     tokens: list[int]  # prompt and what was generated
     prompt: int  # its length
-    events: list[Event] = field(default_factory=list)  # where a decoder has any
+    events: list[Event] = field(default_factory=list)  # of a decoder that makes events
     ahead: list[int] = field(default_factory=list)  # tokens of its last event that are still to be appended
 
     @property
@@ -45,11 +45,11 @@ class Running:
 class Stop:
     """When a generation ends; asked once after every token."""
 
-    ends: frozenset[int]  # at one of these ids
-    room: int  # at so many new tokens
-    positions: int | None  # at so many tokens, the prompt's included
-    events: float = float("inf")  # behind the last token of this event, counted from 1
-    told: Callable[[Running], bool] | None = None  # hears of every token; True ends, too
+    ends: frozenset[int]  # stop at one of these ids
+    room: int  # maximum new tokens
+    positions: int | None  # maximum tokens, the prompt's included
+    events: float = float("inf")  # stop after the last token of this event, counted from 1
+    told: Callable[[Running], bool] | None = None  # called after every token; True also stops
 
     def __call__(self, row: Running) -> bool:
         heard = self.told is not None and self.told(row)
@@ -57,7 +57,7 @@ class Stop:
         return heard or ended or len(row.tokens) >= self.length(row)
 
     def length(self, row: Running) -> int:
-        """Tokens at most, the prompt's included."""
+        """Maximum tokens of a sequence, the prompt's included."""
         wanted = row.prompt + self.room
         return wanted if self.positions is None else min(wanted, self.positions)
 
@@ -69,7 +69,7 @@ class Step:
     index: int  # number of tokens generated so far
     rows: list[Running]
     logits: Tensor  # float32 [B, V] after each row's last token
-    cache: Cache  # of all rows, left-padded to `slots` tokens
+    cache: Cache  # cache of all rows, left-padded to `slots` tokens
     slots: int
     hidden: Tensor | None = None  # [B, D] after the final norm, if it was asked for
 
@@ -95,7 +95,7 @@ def check_decodable(name: str, model: CausalLM) -> None:
 
 
 def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Token ids [B, S] with each sequence at the right end, and their mask [B, S] (None where all have one length)."""
+    """Token ids [B, S], padded on the left, and their mask [B, S] (None if all have one length)."""
     longest = max(len(tokens) for tokens in sequences)
     ids = torch.stack([nn.functional.pad(tokens, (longest - len(tokens), 0)) for tokens in sequences])
     if all(len(tokens) == longest for tokens in sequences):
@@ -111,7 +111,7 @@ def last_logits(model: CausalLM, ids: Tensor, mask: Tensor | None = None, cache:
         model: a causal LM.
         ids: [B, n] the new tokens.
         mask: [B, cached + n], 0 at left padding; None for none.
-        cache: what was computed before, None to keep nothing.
+        cache: of the tokens before; None to keep nothing.
     """
     return last_outputs(model, ids, mask, cache)[0]
 
@@ -142,19 +142,19 @@ def lockstep(
     shared: bool = False,
     hidden: bool = False,
 ) -> list[Running]:
-    """Continue many prompts, one token at a time and all together, in left-padded batches of similar lengths.
+    """Continue many prompts together, one token at a time, in left-padded batches of similar lengths.
 
     Args:
         model: a causal LM in eval mode.
         prompts: [P] int64 each on the model's device, not empty.
         stop: when a row leaves its batch.
-        choose: the next token of every row.
-        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
-        shared: equal prompts of a batch are one row of its first forward; not for a caller that watches the forwards.
-        hidden: whether a step's hidden states are wanted.
+        choose: gives the next token of every row.
+        batch_tokens: maximum tokens of one batch, padding and new ones included.
+        shared: equal prompts of a batch are one row of its first forward; not for a caller with hooks on the forward.
+        hidden: whether steps have hidden states.
 
     Returns:
-        one row a prompt, in order.
+        one row per prompt, in order.
     """
     rows = [Running(index, ids.tolist(), len(ids)) for index, ids in enumerate(prompts)]
     device = model.device
@@ -165,7 +165,7 @@ def lockstep(
         width, cache = ids.shape[1], new_cache()
         for step in count():
             logits, states = last_outputs(model, ids, mask, cache, hidden=hidden)
-            if len(logits) < len(live):  # behind shared prompts: from here on each row has its own
+            if len(logits) < len(live):  # equal prompts shared a row: from here on each has its own
                 keep_rows(cache, source, device)
                 logits, mask = logits[source], None if mask is None else mask[source]
                 states = None if states is None else states[source]
@@ -184,7 +184,7 @@ def lockstep(
 
 
 def _distinct(rows: Sequence[Running]) -> tuple[list[Running], list[int]]:
-    """The first of the rows with each sequence of tokens, and every row's place among these."""
+    """One row for each distinct sequence of tokens, and for every row the index of its one among these."""
     places: dict[tuple[int, ...], int] = {}
     source = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
     return [rows[source.index(place)] for place in range(len(places))], source
@@ -195,8 +195,8 @@ def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[li
 
     Args:
         lengths: tokens of each prompt.
-        room: new tokens that each may get.
-        batch_tokens: the most tokens, padding and new ones included; a prompt that is larger goes alone.
+        room: maximum new tokens of each.
+        batch_tokens: maximum tokens, padding and new ones included; a larger prompt runs alone.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -209,14 +209,14 @@ def batches(lengths: Sequence[int], room: int, batch_tokens: int) -> Iterator[li
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], device: torch.device) -> None:
-    """Make a batched cache one of these rows, in place; a row may come again."""
+    """Reduce a batched cache to these rows, in place; a row may be repeated."""
     cache.batch_select_indices(torch.tensor(rows, device=device))
 
 
 def streamer_of_caller(depth: int = 2) -> Any:
-    """The `streamer=` that a user gave to `model.generate`: transformers 5 passes none to a `custom_generate` callable.
+    """The `streamer=` given to `model.generate`, which transformers 5 does not pass on to a `custom_generate` callable.
 
-    It is read from the frame of `generate`, which is the caller of the callable, which is the caller of this.
+    Read from the frame of `generate`: generate calls the callable, and the callable calls this.
     """
     frame = sys._getframe(depth)
     return frame.f_locals.get("streamer") if frame.f_code.co_name == "generate" else None

@@ -1,4 +1,4 @@
-"""What a loaded model is: configuration, vocabulary, ends, LM head, weights."""
+"""Facts of a loaded model: configuration, vocabulary, end-of-sequence ids, LM head, weights."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the module tree over the same storage, packed first: adapters put into it stay out of the model."""
-    NativeDecoder.of(model)  # weights that are packed later would be no longer those of the copy
+    """A copy of the module tree over the same storage: adapters added to it do not change the model."""
+    NativeDecoder.of(model)  # packs now: packing later would move the model's weights away from the copy's
     shared: dict[int, Any] = {}
     for parameter in model.parameters():
         plain = type(parameter) is nn.Parameter

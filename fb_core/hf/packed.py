@@ -1,7 +1,7 @@
 """Packed forwards: many sequences and their branches in one, each layer run once.
 
-A packed forward goes through the native decoder where the model has one, and through the model's own modules otherwise:
-there its attention is switched to `fb_branch` for one call, and what was there is put back whatever happens.
+A packed forward runs in the native decoder if the model has one, else through the model's own modules: their attention
+is switched to `fb_branch` for one call and always restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fb_core.hf.models import lm_head, text_config, vocabulary
 from fb_core.native import NativeDecoder
 from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
-ATTENTION = "fb_branch"  # a name containing "flash" would be taken over by transformers
+ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as its own
 
 
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
@@ -39,7 +39,7 @@ SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class PrefixKV:
-    """Keys and values of frozen prefixes, one pair a layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
+    """Keys and values of frozen prefixes, one pair per layer: flat [Tp, Hkv, E], or paged [rows, S, Hkv, E]."""
 
     layers: Sequence[tuple[Tensor, Tensor]]
 
@@ -76,13 +76,13 @@ class Prefix:
 
 @dataclass
 class Layout:
-    """Which rows of a packed forward are whose, where their prefixes are, and what its attention leaves behind."""
+    """The branches and prefixes of a packed forward's rows, and what its attention records."""
 
     branches: BranchLayout
     prefix: PrefixKV | None = None  # None: the packed rows themselves are the prefix
     captured: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> its packed k, v
     capture: bool = False
-    windows: list[int | None] = field(default_factory=list)  # of every attention call of a forward through modules
+    windows: list[int | None] = field(default_factory=list)  # the window of every attention call through modules
 
     @classmethod
     def build(
@@ -152,7 +152,7 @@ def _fb_branch(
         problem = "attention without the arguments of packed_forward"
     elif value.shape[-1] != query.shape[-1]:
         problem = f"head sizes {query.shape[-1]} and {value.shape[-1]}"
-    elif attention_mask is not None:  # no mask is made for this implementation: the model adds something of its own
+    elif attention_mask is not None:  # transformers makes none here: the model adds one of its own
         problem = "a mask of the model's own"
     if fb_layout is None or problem is not None:
         raise ValueError(
@@ -171,12 +171,12 @@ def _fb_branch(
 AttentionInterface.register(ATTENTION, _fb_branch)
 
 
-_ONE_AT_A_TIME = threading.RLock()  # or threads on one model would put back each other's implementation
+_ONE_AT_A_TIME = threading.RLock()  # else threads on one model would restore each other's implementation
 
 
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with another attention implementation; what was there is put back whatever happens."""
+    """Switch a model's attention implementation inside the context; the old one is always restored."""
     config = model.config
     with _ONE_AT_A_TIME:
         parts = {key: getattr(config, key, None) for key in config.sub_configs}  # a multimodal model's may differ
@@ -215,11 +215,11 @@ def packed_forward(
 ) -> Tensor:
     """Hidden states (after the final norm) of packed rows, every decoder layer run once.
 
-    Without gradients and autocast a model of the Llama family runs in its native decoder, which packs its weights on
-    first sight (`fb_core.native`); everything else goes through the model's own modules.
+    Without gradients and autocast, a model of the Llama family runs in its native decoder, which packs its weights on
+    first use (`fb_core.native`); everything else goes through the model's own modules.
 
     Args:
-        model: a causal LM that `check_supported` lets pass.
+        model: a causal LM that `check_supported` accepts.
         ids: [T] int64.
         positions: [T] int64, a row's position in its own sequence.
         layout: the rows' groups and their prefixes.
@@ -328,7 +328,7 @@ def cached_prefix(cache: object, model: PreTrainedModel, length: int) -> Prefix:
 
 
 def check_supported(model: object) -> None:
-    """Refuse by name what a packed forward would get wrong.
+    """Refuse, by name, a model that a packed forward would compute wrongly.
 
     Raises:
         TypeError: not a transformers model.
@@ -415,7 +415,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
 
 
 def packs(rows: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """(first, past the last) of consecutive runs whose rows stay within the budget; a larger one goes alone."""
+    """(start, stop) of consecutive packs whose rows stay within the budget; a larger item is a pack by itself."""
     found, start, used = [], 0, 0
     for index, count in enumerate(rows):
         if index > start and used + count > budget:

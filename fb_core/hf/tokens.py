@@ -1,4 +1,4 @@
-"""Token ids as users give them, checked; and those of a conversation."""
+"""Checks of token ids that users give, and the token ids of texts and conversations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fb_core.hf.models import Tokenizer, max_positions, vocabulary
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, open for the answer: by the tokenizer's chat template, thinking off, or plain.
+    """Token ids of a conversation, up to the answer: by the chat template, thinking off, or as plain text without one.
 
     Raises:
         ValueError: a text that the tokenizer has no ids for.
@@ -33,7 +33,7 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str = "prompt") -> list[int]:
-    """Token ids of a text, with the special tokens that the tokenizer puts around one, or without.
+    """Token ids of a text, with the tokenizer's surrounding special tokens or without.
 
     Raises:
         ValueError: a text that the tokenizer has no ids for.
@@ -41,7 +41,7 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str
     try:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
     except Exception as problem:
-        if type(problem) is not Exception:  # which is what tokenizers raises
+        if type(problem) is not Exception:  # tokenizers raises plain Exceptions
             raise
         raise ValueError(
             f"{name}: expected words of the tokenizer's vocabulary, got {text[:80]!r} ({problem}); use those words, or "
@@ -66,14 +66,14 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
     are put after.
 
     Args:
-        tokenizer: whose texts they are.
-        prefix: may be empty where the tokenizer puts a token ahead.
+        tokenizer: the model's own.
+        prefix: may be empty if the tokenizer adds a token before a text.
         candidates: K texts.
-        future: what follows each.
-        where: put ahead of names in errors.
+        future: the text after each candidate.
+        where: put before names in errors.
 
     Raises:
-        TypeError: no texts.
+        TypeError: arguments that are not texts.
         ValueError: a part without a token, or one that begins inside a token or holds what the tokenizer has no token
             for, or a future whose tokens depend on the candidate.
     """
@@ -87,7 +87,7 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
         _check_text(where + name, text)
 
     def following(before: str, known: list[int], name: str) -> list[int]:
-        """Ids of the text of this name after another one with its ids."""
+        """Ids of the text `name`, after a text with known ids."""
         text, name = named[name], where + name
         whole = text_ids(tokenizer, before + text, special=False, name=name)
         if whole[: len(known)] != known:
@@ -109,18 +109,20 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
         if found[k][1] != found[0][1]:
             raise ValueError(
                 f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
-                f"candidates[{k}]; begin it with a space or another character that stays apart"
+                f"candidates[{k}]; begin it with a space or another character that is not joined to it"
             )
     special = _put_ahead(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])
     return TextGroup([*special, *first], [candidate for candidate, _ in found], found[0][1])
 
 
 def _put_ahead(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
-    """The special tokens that a tokenizer puts ahead of a text with these ids, none where it begins with them."""
+    """The special tokens that a tokenizer puts before a text with these ids; none if the text begins with them."""
     marked = text_ids(tokenizer, text)
     places = [n for n in range(len(marked)) if marked[n : n + len(ids)] == ids]
     if not places:
-        raise ValueError("tokenizer: expected special tokens around a text, got others inside; pass token ids to score")
+        raise ValueError(
+            "tokenizer: expected special tokens only around a text, got some inside; pass token ids to score"
+        )
     ahead = marked[: places[0]]
     return [] if ids[: len(ahead)] == ahead else ahead
 
@@ -149,7 +151,7 @@ def token_ids(
 def many_token_ids(
     name: str, values: Sequence[Tensor | Sequence[int]], model: PreTrainedModel, valid_vocab: int
 ) -> list[Tensor]:
-    """Every one of `values` as int64 [n] on the model's device, ids below `valid_vocab`; checked all at once.
+    """Every sequence as int64 [n] on the model's device, ids below `valid_vocab`; all are checked in one pass.
 
     Raises:
         TypeError: not integers.
@@ -165,7 +167,7 @@ def many_token_ids(
 
 
 def _one_row(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -> Tensor:
-    """`value` as integers [n], on the host where it was no tensor; raises as `token_ids`."""
+    """`value` as integers [n], on the host if it was not a tensor; raises as `token_ids`."""
     if not isinstance(value, Tensor):
         return torch.tensor(_listed(name, value), dtype=torch.int64)
     if value.dtype not in (torch.int64, torch.int32):
@@ -182,7 +184,7 @@ def _one_row(name: str, value: Tensor | Sequence[int], model: PreTrainedModel) -
 
 
 def _inside(name: str, ids: Tensor, size: int, valid: int | None = None) -> Tensor:
-    """The ids as int64, all from 0 below `size`, and below `valid` where it is given; raises as `token_ids`."""
+    """The ids as int64, all at least 0, below `size` and, if given, below `valid`; raises as `token_ids`."""
     limit = size if valid is None else valid
     outside = (ids < 0) | (ids >= limit)
     if bool(outside.any()):
@@ -195,7 +197,7 @@ def _inside(name: str, ids: Tensor, size: int, valid: int | None = None) -> Tens
 
 
 def _listed(name: str, value: object) -> list[int]:
-    """The ids of a sequence that is no tensor, each an int64; raises TypeError as `token_ids`."""
+    """The ids of a sequence that is not a tensor, each an int64; raises TypeError as `token_ids`."""
 
     def refusal(got: str, wanted: str = "a sequence of token ids") -> TypeError:
         return TypeError(f"{name}: expected {wanted}, got {got}")
@@ -270,7 +272,7 @@ def check_group(
 
 
 def check_positions(model: PreTrainedModel, position: int, rows: int) -> None:
-    """A state after `position` tokens, with `rows` more after it.
+    """Check that the model has positions for a prefix of `position` tokens and `rows` more.
 
     Raises:
         ValueError: no prefix, or more positions than the model has.

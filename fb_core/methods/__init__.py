@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fb_core.decoding import Generation
     from fb_core.stages.deploy import Context
 
-EXTERNAL = "external:"  # in front of the name of a checkpoint, which is no method to be listed
+EXTERNAL = "external:"  # before the name of a checkpoint, which is not a listed method
 
 Generate: TypeAlias = "Callable[[Sequence[Tensor], int], Sequence[Generation]]"
 """From prompts and max_new_tokens to one generation a prompt."""

@@ -1,7 +1,7 @@
 """FutureBridge as deployed: the recipe that `train` chose on held-out problems, with its evidence.
 
-Definition: of greedy decoding, the direct LLM score, and rerankers under overrides, value heads and gates ahead of the
-LLM, the one that validation and certification chose (`fb_core.stages.choice`), one a seed.
+Definition: validation and certification (`fb_core.stages.choice`) choose, for each seed, one of greedy decoding, the
+direct LLM score, and rerankers with overrides, value heads and gates that decide before the LLM is asked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Direct LLM score: at every admitted state the LLM's likeliest candidate, a token of its own or a span of them.
 
-Definition: of the joint pool the candidate with the largest log p_T is appended. The LLM's argmax is always among them,
-so this equals one-token takeover, where the LLM's argmax is appended whatever the SLM proposes; ties go to the lowest
-id in both. Where the run's settings let the LLM write on behind it, that is appended, too.
+Definition: the candidate of the joint pool with the largest log p_T is appended. The LLM's argmax is always in the
+pool, so this equals one-token takeover, which appends the LLM's argmax whatever the SLM proposes; ties go to the lowest
+id in both. If the run's settings have spans, the LLM's continuation of that token is appended too.
 """
 
 from __future__ import annotations

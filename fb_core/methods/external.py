@@ -1,8 +1,8 @@
 """External checkpoints: methods that change or retrain the SLM itself, decoded as the SLM is.
 
-Definition: the checkpoint's own greedy decoding of the run's prompts, by their token ids, with the run's budget and
-verifier. A method is evaluated by its checkpoint or, where its forward is its own, by the model that its software
-loads: anything that is called as a transformers causal LM.
+Definition: the checkpoint decodes the run's prompts greedily, from their token ids, with the run's budget and verifier.
+A method is evaluated by its checkpoint or, if its forward needs code of its own, by the model that its software loads:
+anything that is called like a transformers causal LM.
 
 Sources: TSD-KD, arXiv 2603.13260, kmswin1/TSD-KD (a plain checkpoint); TaH, arXiv 2511.08577, thu-nics/TaH (its looped
 forward is code of its own); Multiplex Thinking, arXiv 2601.08808, GMLR-Penn/Multiplex-Thinking (its thinking steps feed
@@ -35,8 +35,8 @@ def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtyp
 
     Raises:
         OSError: nothing usable there.
-        ValueError: another tokenizer (the chat template included), or a kind of model that transformers does not know
-            without foreign code.
+        ValueError: another tokenizer (the chat template included), or a kind of model that transformers knows
+        only with remote code.
     """
     own = hf.load_tokenizer(path)
     if hf.tokenizer_hash(own) != hf.tokenizer_hash(tokenizer):
@@ -48,7 +48,7 @@ def load_external(path: str, tokenizer: hf.Tokenizer, device: str = "auto", dtyp
 
 
 def decode(run: Context, seed: int | None) -> Generate:
-    """The checkpoint that the run's settings have under the name."""
+    """Decoding by the checkpoint that the run's settings give this name."""
     settings = run.settings
     path = settings.compare.external[run.method.removeprefix(EXTERNAL)]
     model = load_external(path, run.models.tokenizer, settings.models.device, settings.models.dtype)

@@ -1,7 +1,8 @@
 """FutureBridge: at every admitted state the candidate that the SLM is expected to continue from best.
 
-Definition: of the pool that the reranker was trained on, the candidate with its highest score, as the run chose it on
-validation problems, one a seed; where the run says so, the LLM's own token wherever it is certain of it.
+Definition: of the pool that the reranker was trained on, the candidate with the reranker's highest score; the run chose
+the reranker on validation problems, one per seed. If the run sets a certainty, the LLM's own token is taken wherever
+its probability is above it.
 """
 
 from __future__ import annotations

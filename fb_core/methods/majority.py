@@ -23,10 +23,10 @@ def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str]
 
     Args:
         answers: one per sample; None does not vote.
-        equivalent: whether two answers are equivalent; each is compared with the first answer of every class.
+        equivalent: whether two answers are equivalent; each answer is compared with the first of every class.
 
     Returns:
-        the index; of classes of equal size the one that appears first wins. None if there are no votes.
+        the index; among classes of equal size the one that appears first wins. None if there are no votes.
     """
     classes: list[list[int]] = []
     for index, answer in enumerate(answers):

@@ -1,4 +1,4 @@
-"""R2R at admitted events: the router is asked only where the request policy would ask the LLM, and as often."""
+"""R2R at admitted events: the router is asked only where the request policy would ask the LLM, and no more often."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def decode(run: Context, seed: int) -> Generate:
-    """The router of the seed at the run's policy and budget."""
+    """Decoding with the seed's router, under the run's policy and event budget."""
     models, router = run.models, run.router(seed)
     routed = partial(r2r, models.slm, models.llm, router.network, threshold=router.threshold, mode="events")
     return partial(routed, policy=run.policy, max_events=run.settings.evaluate.max_events, **run.batched)

@@ -1,4 +1,4 @@
-"""Random choice: at every admitted state each candidate of the joint pool alike, by the seed and the tokens so far."""
+"""Random choice: at every admitted state a uniformly random candidate of the joint pool, by seed and tokens so far."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SLM preference: at every admitted state the candidate of the joint pool with the largest log p_S.
 
-The SLM's own token is in the pool, so that this is greedy decoding that asks for nothing.
+The SLM's own token is in the pool, so this is greedy decoding; what the LLM answers is not used.
 """
 
 from __future__ import annotations

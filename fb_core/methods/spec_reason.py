@@ -53,7 +53,7 @@ class ReasoningStep:
 
 @dataclass
 class SpecReasonGeneration(Generation):
-    """A generation without events: the LLM scored every step, and wrote those whose writer it is."""
+    """A generation without events: the LLM scored every step and wrote those whose `writer` is "llm"."""
 
     steps: list[ReasoningStep]
 
@@ -76,7 +76,7 @@ def spec_reason(
     step_tokens: int = 512,
     judge_template: str = JUDGE,
 ) -> list[SpecReasonGeneration]:
-    r"""Decode many prompts step by step, all of them in the same stage of a step at once.
+    r"""Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
 
     Args:
         slm: the small model, in eval mode.
@@ -176,7 +176,7 @@ def _score(digit_logprob: Tensor | None) -> int:
     """The likeliest digit, ties to the lowest."""
     if digit_logprob is None:
         raise ValueError(
-            "llm: expected log-probabilities of the ten digits, got None; return them beside the candidates"
+            "llm: expected log-probabilities of the ten digits, got None; return them along with the candidates"
         )
     return int(digit_logprob.argmax())
 
@@ -197,7 +197,7 @@ def _text(tokenizer: hf.Tokenizer, tokens: list[int]) -> str:
 
 
 def decode(run: Context, seed: int | None) -> Generate:
-    """With the run's delimiter and judge; without one, a turn of its own where the tokenizer is of Qwen's kind."""
+    """Decoding with the run's delimiter and judge; its default is `CHATML_JUDGE` for tokenizers of Qwen's kind."""
     models, compare = run.models, run.settings.compare
     judge = compare.judge or (CHATML_JUDGE if "<|im_end|>" in models.tokenizer.get_vocab() else JUDGE)
     options = {"tokenizer": models.tokenizer, "delimiter": compare.delimiter, "judge_template": judge}

@@ -24,7 +24,7 @@ class TakeoverGeneration(Generation):
 
     @property
     def usage(self) -> Usage:
-        """One request, and all that follows its token."""
+        """One request, and the tokens after the first of the LLM's as suffix."""
         taken, tokens = len(self.events), len(self.token_ids)
         return Usage(taken, None, taken, tokens - self.events[0].step - 1 if taken else 0)
 
@@ -63,7 +63,7 @@ def takeover(
     for place, begun in enumerate(done):
         if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
             state = torch.cat([torch.as_tensor(prompts[place], device=slm.device), begun.token_ids])
-            if positions is None or len(state) < positions:  # else the LLM has none for another token
+            if positions is None or len(state) < positions:  # else the LLM has no position for another token
                 states[place] = state.to(large.device)
     longest = max((max_new_tokens - len(done[place].token_ids) for place in states), default=0)
     rests = large.complete_many(list(states.values()), longest) if states else []

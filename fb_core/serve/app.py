@@ -36,7 +36,7 @@ from fb_core.serve.service import Answer, Busy, Service, merged
 LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
-LAST = 5.0  # seconds to close the engine, or to tell clients of the end
+LAST = 5.0  # seconds to close the engine, or to tell clients that the server ends
 GONE = 499  # the client closed the connection
 NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}, "ranking": "logprobs"}
 """What a client calls an argument of the engine."""
@@ -48,15 +48,15 @@ def application(service: Service, *, key: str | None, body_limit: int) -> Starle
     """The server's routes.
 
     Args:
-        service: what answers.
-        key: clients send it as `Authorization: Bearer ...`; None for anyone.
-        body_limit: bytes of a request.
+        service: answers the requests.
+        key: clients must send it as `Authorization: Bearer ...`; None if no key is needed.
+        body_limit: maximum bytes of a request.
     """
     return _Application(service, key, body_limit).app
 
 
 class _Problem(Exception):
-    """An answer in OpenAI's form of an error."""
+    """An error, answered in OpenAI's format."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class _Problem(Exception):
 
 
 class _Stream(StreamingResponse):
-    """An answer in pieces; `end` is called after it, whether or not anybody has read it."""
+    """A streamed answer; `end` is called after it, whether or not the client read it all."""
 
     def __init__(self, content: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self.end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As of any response."""
+        """Send the answer, as any Starlette response does."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -101,7 +101,7 @@ class _Application:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """What is under way ends before the engine does: the server drains its connections first."""
+        """Close the engine at shutdown; the server has drained its connections by then."""
         yield
         self.service.close()
         closing = threading.Thread(target=self.service.engine.close, daemon=True)  # it may wait for a large model
@@ -109,7 +109,7 @@ class _Application:
         await asyncio.to_thread(closing.join, LAST)
 
     def _route(self, path: str, answer: Handler, method: str = "GET", *, open_to_all: bool = False) -> Route:
-        """With the key checked, errors in one form, and a line of the access log."""
+        """A route that checks the key, answers errors in OpenAI's format, and writes a line to the access log."""
 
         async def guarded(request: HTTPRequest) -> Response:
             request.state.began, request.state.path = time.perf_counter(), path
@@ -146,7 +146,7 @@ class _Application:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     async def no_route(self, request: HTTPRequest, problem: Exception) -> Response:
-        """What is not there, or not for this method."""
+        """The answer to an unknown path, or to the wrong method for a path."""
         assert isinstance(problem, HTTPException)
         request.state.began, request.state.path = time.perf_counter(), "other"
         self._log(request, problem.status_code)
@@ -157,13 +157,13 @@ class _Application:
         return failed.response
 
     async def health(self, _: HTTPRequest) -> Response:
-        """Whether the server is there and its engine at work."""
+        """Whether the server is up and its engine is running."""
         if self.service.engine.closed:
-            raise _Problem(503, "engine: expected one at work, got a closed one; start the server anew", "server_error")
+            raise _Problem(503, "engine: expected a running one, got a closed one; restart the server", "server_error")
         return JSONResponse({"status": "ok"})
 
     async def prometheus(self, _: HTTPRequest) -> Response:
-        """Counters and gauges."""
+        """The metrics, in Prometheus' text format."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: HTTPRequest) -> Response:
@@ -184,11 +184,11 @@ class _Application:
             raise _Problem(404, message, parameter="model", code="model_not_found")
 
     async def completions(self, request: HTTPRequest) -> Response:
-        """Prompts continued."""
+        """Answer a completion request."""
         return await self._answered(request, CompletionRequest, "prompt")
 
     async def chat(self, request: HTTPRequest) -> Response:
-        """A conversation continued."""
+        """Answer a chat completion request."""
         return await self._answered(request, ChatRequest, "messages")
 
     async def _answered(self, request: HTTPRequest, kind: type[Body], asked: str) -> Response:
@@ -210,7 +210,7 @@ class _Application:
         return await self._whole(request, body, answers, shape)
 
     async def _read(self, request: HTTPRequest, kind: type[Body]) -> Body:
-        """The request's body, no more of it than the limit."""
+        """The request's body, checked; reading stops at `body_limit`."""
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
@@ -222,13 +222,13 @@ class _Application:
             first = problem.errors(include_url=False)[0]
             place, words = ".".join(map(str, first["loc"])), first["msg"]
             if first["type"] == "extra_forbidden":
-                words = "expected a parameter that this server heeds; leave it out"
+                words = "expected a parameter that this server supports; leave it out"
             elif isinstance(own := first.get("ctx", {}).get("error"), ValueError):
                 words, place = own.args[0], own.args[1] if own.args[1:] else place
             raise _Problem(400, f"{place or 'body'}: {words}", parameter=place or None) from None
 
     async def _whole(self, request: HTTPRequest, body: Body, answers: Sequence[Answer], shape: Shape) -> Response:
-        """The whole answers, unless the client goes away meanwhile."""
+        """The complete answers as one response; they are cancelled if the client disconnects."""
         came: list[list[Piece]] = [[] for _ in answers]
 
         async def read() -> None:
@@ -270,7 +270,7 @@ class _Application:
                 used = self._used(request, body, answers)
                 if body.stream_options is not None and body.stream_options.include_usage:
                     yield _sent(shape.used(used))
-                status = 200  # a client may close as soon as it has read the end
+                status = 200  # set before the last line: a client may close as soon as it has read that
                 yield "data: [DONE]\n\n"
             except Exception as problem:
                 failed = self._failed(problem)
@@ -285,12 +285,12 @@ class _Application:
         return _Stream(events(), end)
 
     def _heard(self, request: HTTPRequest, before: bool) -> None:
-        """Of the first text the time counts."""
+        """Record the time to the first text of a request."""
         if not before:
             self.metrics.first.observe(time.perf_counter() - request.state.began)
 
     def _failed(self, problem: Exception) -> _Problem:
-        """What a client is told of an error that is not its own; the rest goes to the log."""
+        """What a client is told of an error on the server's side; the details go to the log."""
         if isinstance(problem, CancelledError):
             return _Problem(503, "server: expected to finish the answer, but it is being ended", "server_error")
         ERRORS.error(json.dumps({"error": type(problem).__name__, "message": str(problem)}))
@@ -301,7 +301,7 @@ class _Application:
         )
 
     def _used(self, request: HTTPRequest, body: Body, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Of all answers; those that are the same are counted as often as they are sent."""
+        """The usage of a request's answers; with n above 1, completion tokens count n times."""
         self.metrics.whole.observe(time.perf_counter() - request.state.began)
         prompt, completion = sum(answer.prompt for answer in answers), sum(answer.completion for answer in answers)
         asked = [Usage.of(answer.events, answer.completion) for answer in answers]
@@ -310,7 +310,7 @@ class _Application:
 
 
 def _refused(message: str, asked: str) -> _Problem:
-    """What the engine does not take, by the client's names."""
+    """The answer to a request that the engine refuses, with the client's name for the argument."""
     name, _, words = message.partition(":")
     if not name.isidentifier():
         return _Problem(400, message)
@@ -319,13 +319,13 @@ def _refused(message: str, asked: str) -> _Problem:
 
 
 def _cancel(answers: Sequence[Answer]) -> None:
-    """End those that have not ended."""
+    """Cancel the answers that have not ended."""
     for answer in answers:
         answer.handle.cancel()
 
 
 async def _gone(request: HTTPRequest) -> None:
-    """Until the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""What listens ahead of replicas: each request goes to one of them, and its answer to the client."""
+"""The front of several replicas: passes each request to one of them, and its answer back to the client."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fb_core.serve.replicas import Asked
 
 ERRORS = logging.getLogger("futurebridge.errors")
 PASSED = ("method", "path", "raw_path", "query_string", "root_path", "scheme", "headers", "http_version", "client")
-TRIES = 2  # of a request whose replica died: one that kills replicas kills no more
+TRIES = 2  # attempts for a request whose replica died: a request that kills replicas kills no more than these
 PATIENCE = 60  # seconds for a replica to take a request
-SCRAPE = 10  # seconds for all of them to say their metrics
+SCRAPE = 10  # seconds for all replicas to send their metrics
 
 
 class Front:
-    """Hands each request to one replica and what that sends to the client.
+    """Passes each request to one replica, and the replica's answer to the client.
 
-    Where a replica dies, what was sent decides: nothing yet, and another one answers; part of a stream, and the stream
+    If a replica dies before the client has got anything, another one answers. If part of a stream was sent, the stream
     ends with an error.
 
     Args:
-        handle: of the deployment.
-        most: requests to be answered that may be under way.
-        body_limit: bytes of a request.
+        handle: of the Ray Serve deployment.
+        most: maximum number of POST requests under way.
+        body_limit: maximum bytes of a request.
     """
 
     def __init__(self, handle: Any, most: int, body_limit: int) -> None:
@@ -53,7 +53,7 @@ class Front:
         self.ending.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request, until it is answered or its client has gone away."""
+        """Serve one request, until it is answered or its client has disconnected."""
         began, client = time.perf_counter(), _Client(send)
         asked = await self._read(scope, receive)
         counts = scope["method"] == "POST"
@@ -70,7 +70,7 @@ class Front:
             LOG.info(json.dumps(line))
 
     async def _until_end(self, answering: Coroutine[Any, Any, None], client: _Client, request: Request) -> None:
-        """Answer, unless the client goes away or all is to end."""
+        """Answer, unless the client disconnects or the server ends."""
         answer, gone, end = map(asyncio.ensure_future, (answering, _gone(request), self.ending.wait()))
         try:
             await asyncio.wait((answer, gone, end), return_when=asyncio.FIRST_COMPLETED)
@@ -79,12 +79,12 @@ class Front:
                 await client.refuse(503, "server: expected to finish the answer, but it is being ended")
         finally:
             for task in (gone, end, answer):
-                task.cancel()  # not awaited: what waits for a dead replica may not heed it
+                task.cancel()  # not awaited: a task that waits for a dead replica may ignore it
         if answer.done() and not answer.cancelled():
             answer.result()
 
     async def _read(self, scope: Scope, receive: Receive) -> Asked | None:
-        """The request, of its body just so much that a replica sees that it is too long; None where the client left."""
+        """The request, its body cut 1 byte past the limit, which a replica refuses; None if the client disconnected."""
         body, more = bytearray(), True
         while more and len(body) <= self.body_limit:
             message = await receive()
@@ -122,13 +122,13 @@ class Front:
                 _note(problem, "another replica is asked")
 
     async def _tried(self, asked: Asked, client: _Client) -> None:
-        """One replica's answer: a stream piece by piece, all else at once."""
+        """Send one replica's answer: a stream piece by piece, anything else as a whole."""
         answer, held = self.replicas.remote(asked), list[Message]()
         try:
             await _within(PATIENCE, anext(answer))
             async for messages in answer:
                 held += messages
-                if client.begun or (_is_stream(held) and len(held) > 1):  # its head waits for its first piece
+                if client.begun or (_is_stream(held) and len(held) > 1):  # a stream's head is sent with its first piece
                     await client.send(held)
                     held = []
             await client.send(held)
@@ -136,21 +136,21 @@ class Front:
             answer.cancel()
 
     async def _metrics(self, asked: Asked, client: _Client) -> None:
-        """Those of all replicas, or what one refuses it with."""
+        """Send the metrics of all replicas, or the refusal of one."""
         said = await _within(SCRAPE, self.handle.broadcast("whole", asked).results_async(return_exceptions=True))
         answers = [one for one in said if not isinstance(one, BaseException)]
         refused = [messages for _, messages in answers if messages[0]["status"] != 200]
         if refused:
             await client.send(refused[0])
         elif not answers:
-            await client.refuse(503, "replicas: expected one that says its metrics, got none; try again")
+            await client.refuse(503, "replicas: expected metrics from one or more, got none; try again")
         else:
             texts = {name: b"".join(one["body"] for one in rest).decode() for name, (_, *rest) in answers}
             await client.give(Response(_joined(texts), media_type="text/plain; version=0.0.4"))
 
 
 class _Client:
-    """Who gets an answer: its status, whether it has begun, and whether it is a stream."""
+    """The client of one request: the status sent, whether its answer has begun, and whether that is a stream."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -158,21 +158,21 @@ class _Client:
         self.begun = self.streams = False
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Some more of the answer."""
+        """Send the next messages of the answer."""
         for message in messages:
             if message["type"] == "http.response.start":
                 self.status, self.begun, self.streams = message["status"], True, _is_stream([message])
             await self._send(message)
 
     async def give(self, response: Response) -> None:
-        """All of it."""
+        """Send a whole response."""
         head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         await self.send([head, {"type": "http.response.body", "body": response.body}])
 
     async def refuse(self, status: int, message: str) -> None:
-        """An error in OpenAI's form, as the answer or, where a stream has begun, as its last piece.
+        """Send an error in OpenAI's format: as the answer, or as the last piece of a stream that has begun.
 
-        A whole answer that has begun stays unfinished, which its client sees.
+        Any other answer that has begun is left incomplete, which its client notices.
         """
         kind, code = ("rate_limit_error", "rate_limit_exceeded") if status == 429 else ("server_error", None)
         fields = problem_fields(message, kind, code=code)
@@ -184,7 +184,7 @@ class _Client:
 
 
 async def _within(seconds: float, awaited: Coroutine[Any, Any, Any]) -> Any:
-    """What it gives, or TimeoutError at that time, whether it heeds that it is cancelled or not."""
+    """The result, or TimeoutError after so many seconds, even if the coroutine ignores its cancellation."""
     task = asyncio.ensure_future(awaited)
     try:
         await asyncio.wait((task,), timeout=seconds)
@@ -204,13 +204,13 @@ def _is_stream(messages: list[Message]) -> bool:
 
 
 def _note(problem: Exception, then: str) -> None:
-    """A line of the error log."""
+    """Write a line to the error log."""
     message = str(problem).partition("\n")[0]
     ERRORS.error(json.dumps({"error": type(problem).__name__, "message": message, "then": then}))
 
 
 class _Joined(Collector):
-    """Metrics of several replicas, each sample with the name of its own."""
+    """Metrics of several replicas, each sample labelled with its replica."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.texts = texts

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' form."""
+"""What a server counts, as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics(Collector):
-    """Counters of requests, and gauges of the engine, which are read when they are asked for.
+    """Counters of requests, and gauges of the engine, which are read at each scrape.
 
     Args:
-        engine: whose load is shown.
+        engine: its load is shown.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,7 +40,7 @@ class Metrics(Collector):
         return Histogram(f"futurebridge_{name}", words, buckets=SECONDS, registry=self.registry)
 
     def count(self, token: Token) -> None:
-        """One more token."""
+        """Count one more token."""
         self.tokens.inc()
         if token.event is not None:
             self.events.inc()
@@ -61,5 +61,5 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"futurebridge_{name}", words, value=value)
 
     def text(self) -> bytes:
-        """All of them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What clients send and get: the part of OpenAI's completions and chat completions that greedy decoding has.
+"""What clients send and get: the part of OpenAI's completions and chat completions that greedy decoding supports.
 
 Parameters that this server does not implement are refused by name, unless their value turns them off.
 """
@@ -45,15 +45,15 @@ OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "use_beam_search": (False,),
 }
-"""What parameters of other servers may say here, beside null: what greedy decoding of text does in any case."""
+"""Values, besides null, that these parameters may have: those that ask for what greedy decoding of text does anyway."""
 LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
 
 
 def _heeded(body: Any) -> Any:
-    """A request without what is null, what changes nothing and labels.
+    """A request without nulls, labels and the parameters in `OFF`.
 
     Raises:
-        ValueError: a parameter that wants something else; its second argument is the name.
+        ValueError: a parameter of `OFF` with another value; the error's second argument is the name.
     """
     if not isinstance(body, dict):
         return body
@@ -61,7 +61,9 @@ def _heeded(body: Any) -> Any:
     for name, value in body.items():
         if name in OFF and value is not None and value not in OFF[name]:
             allowed = " or ".join(json.dumps(each) for each in OFF[name])
-            raise ValueError(f"expected {allowed}, or nothing, got {_shown(value)}; this server heeds no other", name)
+            raise ValueError(
+                f"expected {allowed}, or nothing, got {_shown(value)}; this server supports no other", name
+            )
         if value is not None and name not in OFF and name not in LABELS:
             kept[name] = value
     return kept
@@ -96,7 +98,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 def _content(value: Any) -> str:
-    """The text of a message, its parts put together."""
+    """The text of a message, its parts concatenated."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -104,18 +106,18 @@ def _content(value: Any) -> str:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f'expected parts of type "text", got {_shown(kind)}; this server takes text alone')
+            raise ValueError(f'expected parts of type "text", got {_shown(kind)}; this server takes only text')
     return "".join(part["text"] for part in value)
 
 
 class Overrides(BaseModel):
-    """What a request may say of its events, in the field "futurebridge".
+    """A request's settings of its events, in the field "futurebridge".
 
     Attributes:
         threshold: nats above which the large model is asked; None for the server's.
-        max_events: None for the server's; no more than that.
-        recipe: "greedy" asks nobody, "direct" takes what the large model would, "futurebridge" is the server's
-            reranker; None for the server's own.
+        max_events: maximum events, at most the server's; None for the server's.
+        recipe: "greedy" never asks the large model, "direct" takes its likeliest candidate, "futurebridge" is the
+            server's reranker; None for the server's own recipe.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -126,7 +128,7 @@ class Overrides(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -135,12 +137,12 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """What both kinds of requests have.
+    """The fields that both kinds of requests have.
 
     Attributes:
-        model: the server's one, or left out.
-        seed: heeded in that the same request always gets the same answer.
-        n: how many answers; all of them are the same.
+        model: the server's model, or left out.
+        seed: accepted and not needed, since the same request always gets the same answer.
+        n: number of answers; all are the same.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -161,17 +163,17 @@ class Request(BaseModel):
     @model_validator(mode="after")
     def _fitting(self) -> Request:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("expected it with stream true alone, got it without; leave it out", "stream_options")
+            raise ValueError("expected it only with stream true, got it without; leave it out", "stream_options")
         return self
 
     @property
     def ranking(self) -> int | None:
-        """How many of the likeliest tokens an answer names at each place; None where it says nothing of them."""
+        """How many of the likeliest tokens are returned with each token; None without log-probs."""
         raise NotImplementedError
 
 
 class CompletionRequest(Request):
-    """Of `/v1/completions`: prompts as text or as token ids."""
+    """A request to `/v1/completions`: prompts as text or as token ids."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
     max_tokens: int = Field(default=16, ge=1)
@@ -185,7 +187,7 @@ class CompletionRequest(Request):
 
 
 class Message(BaseModel):
-    """One turn."""
+    """One turn of a conversation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -195,12 +197,12 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _said(cls, message: Any) -> Any:
-        """Without what is null: clients send the answers that they got back as they came."""
+        """The message without nulls: clients send back the answers that they got, nulls included."""
         return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
 
 
 class ChatRequest(Request):
-    """Of `/v1/chat/completions`."""
+    """A request to `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -214,7 +216,7 @@ class ChatRequest(Request):
             words = "expected it or max_tokens, got both; max_tokens is its older name"
             raise ValueError(words, "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("expected it with logprobs true alone, got it without", "top_logprobs")
+            raise ValueError("expected it only with logprobs true, got it without", "top_logprobs")
         return self
 
     @property
@@ -227,7 +229,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 class Place(NamedTuple):
-    """A token of an answer with its log-prob, and the likeliest ones there."""
+    """A token of an answer with its log-prob, and the likeliest tokens at its place."""
 
     token: str
     logprob: float
@@ -236,21 +238,21 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some more of an answer."""
+    """The next part of an answer."""
 
     text: str = ""
     events: Sequence[Event] = ()
-    places: Sequence[Place] = ()  # where they were asked for
+    places: Sequence[Place] = ()  # if log-probs were requested
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """Of the whole answer."""
+        """The parts of an answer as one."""
         events = [event for piece in pieces for event in piece.events]
         return cls("".join(piece.text for piece in pieces), events, [p for piece in pieces for p in piece.places])
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """An event as clients get it; what is not known is null."""
+    """An event as clients get it; unknown values are null."""
     known = {name: _finite(getattr(event, name)) for name in ("slm_logprob", "llm_logprob")}
     return {
         "step": event.step,
@@ -266,7 +268,7 @@ def event_fields(event: Event) -> dict[str, Any]:
 
 
 def _finite(values: list[float]) -> list[float | None]:
-    """JSON has no NaN and no infinity."""
+    """The values with None for NaN and infinity, which JSON lacks."""
     return [value if math.isfinite(value) else None for value in values]
 
 
@@ -281,12 +283,12 @@ def usage_fields(prompt: int, completion: int, calls: int, chosen: int) -> dict[
 
 
 class Shape:
-    """How answers of one request are written: as text or as a chat, whole or in pieces.
+    """The JSON of one request's answers: as text or as a chat, whole or in pieces.
 
     Args:
-        model: its name.
-        chat: whether they are a chat's.
-        ranking: whether they say what was likely.
+        model: the model's name.
+        chat: whether the request is a chat.
+        ranking: whether log-probs were requested.
     """
 
     def __init__(self, model: str, chat: bool, ranking: bool) -> None:
@@ -295,7 +297,7 @@ class Shape:
         self.created = int(time.time())
 
     def whole(self, answers: list[tuple[Piece, Finish]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answers at once."""
+        """The response with all complete answers."""
         choices = []
         for index, (piece, finish) in enumerate(answers):
             content = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
@@ -304,7 +306,7 @@ class Shape:
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
     def piece(self, index: int, piece: Piece, finish: Finish | None, first: bool) -> dict[str, Any]:
-        """Some more of one answer."""
+        """A streamed piece of one answer."""
         role = {"role": "assistant"} if first else {}
         delta = {**role, "content": piece.text} if piece.text or first else {}
         choice = self._choice(index, {"delta": delta} if self.chat else {"text": piece.text}, piece.places, finish)
@@ -313,7 +315,7 @@ class Shape:
         return {**self._head(self._part), "choices": [choice]}
 
     def used(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last piece, where a client wants to know what its request took."""
+        """The last streamed piece, with the usage, for clients that ask for it."""
         return {**self._head(self._part), "choices": [], "usage": usage}
 
     def _choice(
@@ -333,7 +335,7 @@ class Shape:
 
 
 def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
-    """Of a completion; the token itself is among the likeliest ones in any case, as OpenAI has it."""
+    """Log-probs of a completion; as in OpenAI's, the token itself is always among the likeliest ones."""
     tops = []
     for place in places:
         top: dict[str, float] = {}
@@ -349,7 +351,7 @@ def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
 
 
 def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
-    """Of a chat."""
+    """Log-probs of a chat."""
     return {
         "content": [
             {**_entry(place.token, place.logprob), "top_logprobs": [_entry(*each) for each in place.top]}
@@ -360,11 +362,11 @@ def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
-    """A token whose text is a part of a character has no bytes here."""
+    """One token; `bytes` is null if its text is only a part of a character."""
     known = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
     return {"token": token, "logprob": max(logprob, LEAST), "bytes": known}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """The JSON of an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

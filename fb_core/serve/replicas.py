@@ -1,4 +1,4 @@
-"""Several replicas of a pair behind one address: Ray Serve keeps them alive, a front hands them the requests."""
+"""Several replicas of a pair behind one address: Ray Serve keeps them alive, and a front passes them the requests."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fb_core.serve.app import LAST
 from fb_core.serve.run import Room, Server, check_key, listen, room, show_log
 from fb_core.stages.cluster import LOOPBACK, connect
 
-SPARE = 16  # requests that a replica takes besides those of its queue: for health and models, or of a dead one's
-PERIOD = 1  # seconds between two looks at a replica
+SPARE = 16  # requests that a replica takes above its queue: health checks, model lists, those of a dead replica
+PERIOD = 1  # seconds between two health checks of a replica
 
 
 class Asked(NamedTuple):
-    """A request, read whole."""
+    """A request with its whole body."""
 
     scope: Scope
     body: bytes
 
 
 class Replica:
-    """A process with a pair of its own, on a GPU of its own where there is one, and the server's routes.
+    """A process with its own pair, on its own GPU if there is one, and the server's routes.
 
     Args:
         make: loads the pair.
@@ -46,16 +46,16 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     def check_health(self) -> None:
-        """Ray calls it again and again, and replaces a replica where it raises."""
+        """Ray calls this periodically, and replaces a replica for which it raises."""
         if self.room.engine.closed:
             raise RuntimeError("engine: expected an open one, got a closed one; another replica takes its place")
 
     def tokens(self) -> int:
-        """Those whose keys and values there is memory for."""
+        """The number of tokens that the KV cache has room for."""
         return self.room.tokens
 
     async def answer(self, asked: Asked) -> AsyncIterator[list[Message]]:
-        """What the routes send, piece by piece; first nothing, which says that the request is here."""
+        """The messages that the routes send, as they come; a first, empty list says that the request has arrived."""
         yield []
         unread: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
         sent, gone = asyncio.Queue[Message | None](), asyncio.Event()
@@ -66,7 +66,7 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        # A stream listens for a client that goes away by this version of the protocol alone.
+        # Starlette notices that the client of a stream has disconnected only at this version of the protocol.
         version = {"version": "3.0", "spec_version": "2.3"}
         scope = {**asked.scope, "type": "http", "asgi": version}
         answering = asyncio.ensure_future(self.room.app(scope, receive, sent.put))
@@ -82,12 +82,12 @@ class Replica:
             gone.set()
 
     async def whole(self, asked: Asked) -> tuple[str, list[Message]]:
-        """The replica's name, and all that the routes send."""
+        """The replica's name, and all messages that the routes send."""
         return self.name, [message async for messages in self.answer(asked) for message in messages]
 
 
 def _keep_port_here() -> None:
-    """Where Ray is on loopback, so is the port at which Ray Serve unpickles calls, which it opens to all otherwise."""
+    """If Ray is on loopback, bind the port at which Ray Serve unpickles calls there too; it would be open to all."""
     import ray
     from ray.serve._private import replica
 
@@ -109,16 +109,16 @@ def serve_replicas(
     drain: int,
     **others: Any,
 ) -> None:
-    """As `fb_core.serve.run.serve`, by so many replicas on a Ray cluster; limits are a replica's.
+    """As `fb_core.serve.run.serve`, with replicas on a Ray cluster; the limits are those of each replica.
 
     Raises:
         ValueError: more replicas than the cluster has room for.
-        OSError: replicas that do not start, and why.
+        OSError: replicas that do not start; the message says why.
     """
     check_key(key)
     if settings.device not in ("auto", "cpu", "cuda"):
         raise ValueError(
-            f"device: expected auto, cpu or cuda with --engine ray, got {settings.device}; Ray says which GPU is whose"
+            f"device: expected auto, cpu or cuda with --engine ray, got {settings.device}; Ray assigns the GPUs"
         )
     listening, url = listen(host, port)
     connect()
@@ -128,7 +128,7 @@ def serve_replicas(
     from fb_core.serve.front import Front
 
     name = f"futurebridge-{ray.util.get_node_ip_address()}-{listening.getsockname()[1]}"
-    limit = queue + 2 * SPARE  # sequences: requests alone never reach it, lists of prompts may
+    limit = queue + 2 * SPARE  # sequences: single prompts never reach this, lists of prompts may
     make = partial(room, settings, key=key, max_batch=max_batch, queue=limit, body_limit=body_limit, **others)
     try:
         gpus = _gpus(settings.device, replicas)
@@ -153,7 +153,7 @@ def serve_replicas(
 
 
 def _gpus(device: str, replicas: int) -> int:
-    """GPUs of a replica: one, where the cluster has any and the device is not the CPU."""
+    """GPUs per replica: 1 if the cluster has any and the device is not the CPU, else 0."""
     import ray
 
     has = ray.cluster_resources()
@@ -170,7 +170,7 @@ def _gpus(device: str, replicas: int) -> int:
 
 @contextmanager
 def _application(name: str) -> Iterator[None]:
-    """Ray Serve runs; at the end the application is taken down, and Ray Serve where it has no other."""
+    """Ray Serve runs inside the context; at its end the application is removed, and Ray Serve if it has no other."""
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -178,14 +178,14 @@ def _application(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if "RAY_ADDRESS" in os.environ:  # else all of Ray ends with this process
+        if "RAY_ADDRESS" in os.environ:  # otherwise Ray ends with this process
             serve.delete(name)
             if not serve.status().applications:
                 serve.shutdown()
 
 
 def _deployed(name: str, make: Callable[[], Room], replicas: int, gpus: int, queue: int) -> Any:
-    """The handle of so many replicas that are ready."""
+    """Deploy the replicas, and return their handle once they are ready."""
     from ray import serve
 
     deployment = serve.deployment(

@@ -1,4 +1,4 @@
-"""A server from a command's settings, until it is told to end."""
+"""A server from a command's settings, which runs until it is told to end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fb_core.serve.service import Service
 
 
 class Room(NamedTuple):
-    """A loaded pair at work, and its routes."""
+    """A loaded pair, its engine, and the server's routes."""
 
     engine: Engine
     service: Service
@@ -30,7 +30,7 @@ class Room(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Those whose keys and values there is memory for."""
+        """The number of tokens that the KV cache has room for."""
         return self.engine.load.all_pages * SIZE
 
 
@@ -45,16 +45,16 @@ def room(
     body_limit: int,
     on_llm_error: OnError,
 ) -> Room:
-    """Load the pair and what answers with it; lines of the access log go to the error stream.
+    """Load the pair and make the engine and the routes; the access log goes to stderr.
 
     Args:
         settings: of the pair.
-        key: what clients must send, not empty; None for nothing.
+        key: what clients must send, not empty; None if no key is needed.
         max_batch: sequences that run together.
-        kv_memory: bytes for keys and values, None for half of the free memory at most.
+        kv_memory: bytes for keys and values; None for at most half of the free memory.
         prefill_tokens: as for `CollaborativeDecoder`.
-        queue: sequences that may be waiting or under way.
-        body_limit: bytes of a request.
+        queue: maximum number of sequences that wait or run.
+        body_limit: maximum bytes of a request.
         on_llm_error: as for `CollaborativeDecoder`.
     """
     loaded = load(settings)
@@ -75,7 +75,7 @@ def room(
 
 
 def show_log() -> None:
-    """Each request's line goes to the error stream, as it is."""
+    """Send the access log to stderr, one line per request."""
     if not LOG.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -84,15 +84,15 @@ def show_log() -> None:
 
 
 def check_key(key: str | None) -> None:
-    """Refuse an empty one."""
+    """Refuse an empty key."""
     if key == "":
         raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens, and its URL; no piece of an answer waits until the client has acknowledged the last."""
+    """A listening socket and its URL; TCP_NODELAY is set, so that no piece of a stream waits for an acknowledgement."""
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which its connections inherit
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit this
     name = f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{listening.getsockname()[1]}"
 
@@ -100,16 +100,16 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 def serve(
     settings: PairSettings, *, host: str, port: int, key: str | None, max_batch: int, drain: int, **others: Any
 ) -> None:
-    """Load the pair and serve it; SIGTERM and Ctrl-C let what is under way end, for `drain` seconds at most.
+    """Load the pair and serve it; after SIGTERM or Ctrl-C, requests under way have `drain` seconds to end.
 
     Args:
         settings: as for `room`.
-        host: to listen at.
-        port: likewise; 0 takes a free one.
+        host: to listen on.
+        port: to listen on; 0 takes a free one.
         key: as for `room`.
-        max_batch: likewise.
+        max_batch: as for `room`.
         drain: seconds.
-        others: of `room`'s.
+        others: further arguments of `room`.
     """
     check_key(key)
     listening, url = listen(host, port)
@@ -121,7 +121,7 @@ def serve(
     )
     try:
         Server(config, made.service.end, drain).run(sockets=[listening])
-    except KeyboardInterrupt:  # as SIGTERM: at once, since threads that wait for a large model would hold the process
+    except KeyboardInterrupt:  # as SIGTERM: exit at once, or threads that wait for a large model keep the process
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     finally:
@@ -129,10 +129,10 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """Ends answers some seconds after it was told to end, so that their clients hear of it.
+    """Ends open answers with an error once the drain time is over, so that their clients learn of it.
 
     Args:
-        config: of uvicorn.
+        config: uvicorn's.
         end: ends all answers.
         drain: seconds.
     """
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
         self.end, self.drain = end, drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
+        """As uvicorn's, and end the answers that are still open after `drain` seconds."""
         ending = asyncio.get_running_loop().call_later(self.drain, self.end)
         await super().shutdown(sockets)
         ending.cancel()

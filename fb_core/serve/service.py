@@ -1,4 +1,4 @@
-"""What a server does with a request: its prompts to the engine, the engine's tokens to text."""
+"""What a server does with a request: its prompts go to the engine, and the engine's tokens become text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, Place
 from fb_core.serve.text import Text
 
-DIRECT = LLMPreference()  # one for all, so that their events are served at once
+DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
 
 
 class Busy(Exception):
-    """More requests than the queue takes."""
+    """The queue is full."""
 
 
 @dataclass(eq=False)
@@ -36,14 +36,14 @@ class Answer:
     text: Text
     prompt: int  # tokens
     ends: frozenset[int]
-    ranking: int | None  # likeliest tokens to be named at each place
+    ranking: int | None  # how many likeliest tokens are returned with each token
     completion: int = 0
     events: list[Event] = field(default_factory=list)
     finish: Finish = "length"
-    cut: bool = False  # by the server's end
+    cut: bool = False  # whether the end of the server cut it off
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Text as it becomes certain, with the events after it; an answer that nobody reads on is cancelled.
+        """Text as it becomes certain, with its events; the answer is cancelled if the reader stops.
 
         Raises:
             ValueError: NaN logits, or a selector's error.
@@ -61,8 +61,8 @@ class Answer:
                 piece += self.text.add(token.id)
                 if self.text.stopped or token.id in self.ends:
                     self.finish = "stop"
-                behind = not (self.tokens.empty() or self.text.stopped)  # more has come: one piece for all of it
-                if (piece or events or places) and not behind:
+                more = not (self.tokens.empty() or self.text.stopped)  # what has come by now becomes one piece
+                if (piece or events or places) and not more:
                     yield Piece(piece, events, places)
                     piece, events, places = "", [], []
                 if self.text.stopped:
@@ -81,7 +81,7 @@ class Answer:
             self.handle.cancel()
 
     def _places(self, token: Token) -> list[Place]:
-        """The place of a token, where it was asked for."""
+        """A token's log-prob and likeliest alternatives; empty if they were not requested."""
         if self.ranking is None or token.ranked is None or token.logprob is None:
             return []
         names = [self.text.name(each) for each in token.ranked.ids[: self.ranking]]
@@ -93,12 +93,12 @@ class Service:
     """An engine and its tokenizer.
 
     Args:
-        engine: does the work.
+        engine: decodes.
         tokenizer: of prompts and answers.
         name: of the model, as clients see it.
-        queue: sequences that may be waiting or under way.
-        answer: tokens of a chat's answer at most, where the request says nothing.
-        length: tokens of a sequence at most, prompt included.
+        queue: maximum number of sequences that wait or run.
+        answer: maximum tokens of a chat's answer, if the request sets none.
+        length: maximum tokens of a sequence, prompt included.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Service:
         self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
         self.metrics = Metrics(engine)
         self.requests = 0  # sequences that have not ended
-        self._open: set[Answer] = set()  # that the engine has
-        self._inbox: _Inbox | None = None  # of the event loop that asks
+        self._open: set[Answer] = set()  # answers that the engine is working on
+        self._inbox: _Inbox | None = None  # for the event loop of the requests
         self._tokenizing = ThreadPoolExecutor(1, "fb-tokenize")  # in order, while other answers go on
-        hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it, which no other thread bears
+        hf.text_ids(tokenizer, "")  # a fast tokenizer's first call may change it: make that before any thread does
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        """Token ids of what a request asks to be continued; ValueError for what the tokenizer does not take."""
+        """Token ids of a request's prompts; ValueError for a text that the tokenizer refuses."""
         if isinstance(request, ChatRequest):
             try:
                 return [hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])]
@@ -123,11 +123,11 @@ class Service:
         return [hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each for each in request.prompt]
 
     async def begin(self, request: CompletionRequest | ChatRequest) -> list[Answer]:
-        """Hand a request to the engine: a sequence for each of its prompts.
+        """Submit a request to the engine: one sequence per prompt.
 
         Raises:
-            Busy: try again later.
-            ValueError: a prompt, limit or override that the engine does not take.
+            Busy: the queue is full.
+            ValueError: a prompt, limit or override that the engine refuses.
             RuntimeError: a closed engine.
         """
         count = 1 if isinstance(request, ChatRequest) else len(request.prompt)
@@ -152,13 +152,13 @@ class Service:
         return answers
 
     def end(self) -> None:
-        """End all answers now, whatever the engine waits for."""
+        """End all answers now, even if the engine is waiting for the large model."""
         for answer in self._open:
             answer.cut = True
             answer.tokens.put_nowait(None)
 
     def close(self) -> None:
-        """No more requests are to come."""
+        """Accept no more requests."""
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, ids: list[int], request: CompletionRequest | ChatRequest) -> Answer:
@@ -194,17 +194,17 @@ class Service:
         )
         text, ends = Text(self.tokenizer, request.stop), self.engine.decoder.pair.ends
         answer = Answer(handle, tokens, text, len(ids), ends, request.ranking)
-        self._open.add(answer)  # ahead of whatever the engine says of it: that comes by this thread
+        self._open.add(answer)  # before the engine's first call for it, which runs in this thread
         return answer
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """Pieces of all answers as they come, with the answer's number; None after the last one of each.
+    """Pieces of all answers as they come, each with its answer's index; None after an answer's last piece.
 
     Raises:
-        Exception: what `Answer.pieces` does; nobody reads the other answers then.
+        Exception: as `Answer.pieces`; the other answers are then no longer read.
     """
-    came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)  # more waits to become one piece
+    came: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)  # more is joined into one piece
 
     async def read(index: int, answer: Answer) -> None:
         try:
@@ -230,10 +230,10 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece | 
 
 
 class _Inbox:
-    """Calls of another thread, made in an event loop's: one wake-up for all that have come together.
+    """Runs calls from another thread in an event loop, with one wake-up for all that have gathered.
 
     Args:
-        loop: where they are made, unless it is closed, where nobody listens any more.
+        loop: runs the calls; they are dropped once it is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -242,7 +242,7 @@ class _Inbox:
         self._woken = False
 
     def put(self, call: Callable[[], None]) -> None:
-        """From any thread."""
+        """Add a call, from any thread."""
         self._calls.append(call)
         if not self._woken:
             self._woken = True
@@ -250,6 +250,6 @@ class _Inbox:
                 self.loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._woken = False  # ahead of the calls: one that comes behind the last of them wakes the loop again
+        self._woken = False  # reset before the calls run: one that is put after the last of them wakes the loop again
         for _ in range(len(self._calls)):
             self._calls.popleft()()

@@ -1,4 +1,4 @@
-"""Tokens as text while they come: whole characters, and nothing after a stop string."""
+"""Tokens as text, as they come: whole characters, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class Text:
 
     Args:
         tokenizer: of the ids.
-        stops: strings that end the answer and are no part of it.
+        stops: strings that end the answer and are not part of it.
 
     Attributes:
-        stopped: whether one has come.
-        decoded: characters so far, those of a stop string included.
+        stopped: whether a stop string has come.
+        decoded: number of characters so far, a stop string included.
     """
 
     def __init__(self, tokenizer: hf.Tokenizer, stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.stopped = False
         self.decoded = 0
-        self._ids: list[int] = []  # from the last token of what is decoded on: some tokenizers join by what is before
-        self._known = ""  # the text of those that are decoded
+        self._ids: list[int] = []  # the last decoded token and all after it: its text may depend on the token before
+        self._known = ""  # text of the ids that are decoded
         self._held = ""  # decoded, but may be the beginning of a stop string
 
     def add(self, token: int) -> str:
-        """What is certain now and was not before."""
+        """Take a token, and return the text that has become certain."""
         if self.stopped:
             return ""
         self._ids.append(token)
@@ -44,7 +44,7 @@ class Text:
         return str(self.tokenizer.decode([token]))
 
     def end(self) -> str:
-        """What is left, whole characters or not."""
+        """Return the text that is left, even if it is not whole characters."""
         if self.stopped:
             return ""
         rest = self._decoded(str(self.tokenizer.decode(self._ids, skip_special_tokens=True)))
@@ -66,5 +66,5 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text with which the stop string begins, the most."""
+    """The length of the longest end of the text that is a beginning of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

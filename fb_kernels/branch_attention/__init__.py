@@ -212,13 +212,13 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(*inputs[:5], out, lse, *inputs[5:10])
     ctx.options = inputs[10:]
-    ctx.memory = memory_of(inputs[5:10])  # the plan, for the backward
+    ctx.memory = memory_of(inputs[5:10])  # keeps the plan for the backward
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    needed, saved = ctx.needs_input_grad[:5], ctx.saved_tensors  # read once, for checkpointing hands it out once
+    needed, saved = ctx.needs_input_grad[:5], ctx.saved_tensors  # read only once: checkpointing allows no second time
     for name, need, prefix in zip(("prefix_k", "prefix_v"), needed[3:], saved[3:5], strict=True):
-        if need and saved[-1] is not None:  # pages; inside vmap no tensor says so before
+        if need and saved[-1] is not None:  # pages; under vmap this is known only now
             raise _trained_pages(name, prefix)
     grads = _branch_attention_backward(grad_out, *saved, *ctx.options, any(needed[3:]))
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10

@@ -10,13 +10,13 @@ from torch import Tensor
 from fb_kernels import cpu, layout
 from fb_kernels.branch_attention import reference
 
-ALL = (1 << 63) - 1  # a window of any key
+ALL = (1 << 63) - 1  # a window without a limit
 
 
 def branch_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T]); rows that see what is not finite are computed by the reference."""
+    """(out[T, Hq, E], lse[Hq, T]); rows that see values that are not finite are computed by the reference."""
     results = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     done = torch.empty(len(q), dtype=torch.bool)
     if not _run("branch_attention", (q, k, v, prefix_k, prefix_v), options, (*results, done)):
@@ -38,9 +38,9 @@ def branch_attention_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dprefix_k, dprefix_v); rows that what is not finite reaches are computed by the reference."""
+    """(dq, dk, dv, dprefix_k, dprefix_v); rows that values that are not finite reach are computed by the reference."""
     *layout_and_numbers, prefix_grads = options
-    grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # that of a sum is expanded
+    grad, state = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))  # a sum's is expanded
     wanted = (q, k, v, *((prefix_k, prefix_v) if prefix_grads else (None, None)))
     grads = [q.new_zeros(0 if x is None else x.shape, dtype=torch.float32) for x in wanted]
     given = (grad, state, q, k, v, prefix_k, prefix_v)
@@ -50,7 +50,7 @@ def branch_attention_backward(
     dq, dk, dv, dprefix_k, dprefix_v = (x.to(q.dtype) for x in grads)
     if not done.all():
         exact = reference.branch_attention_backward(grad_out, q, k, v, prefix_k, prefix_v, out, lse, *options)
-        dprefix_k, dprefix_v = exact[3:]  # of all rows: what is not finite may be added already
+        dprefix_k, dprefix_v = exact[3:]  # of all rows: values that are not finite may already be in the sums
         mine, own = done[..., None, None]
         dq = torch.where(mine, dq, exact[0])
         if k is not None:
@@ -59,9 +59,9 @@ def branch_attention_backward(
 
 
 def _run(name: str, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], results: tuple[Tensor, ...]) -> bool:
-    """Write the results, the last of which says for which rows they hold; whether the kernel takes the call."""
+    """Write the results, the last of which marks the rows that are valid; returns whether the kernel takes the call."""
     found = cpu.library()
-    branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's, from cu_branch on
+    branch, group, start, length, table, _, _, window, scale, softcap = options  # the op's arguments from cu_branch on
     if isinstance(found, str) or tensors[0] is None or tensors[0].dtype not in cpu.STEP:
         return False
     places: list[int | None] = []

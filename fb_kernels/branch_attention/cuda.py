@@ -1,6 +1,6 @@
 """The compiled kernel of `branch_attention`, `csrc/branch_attention.cu`: made for branches of one row.
 
-It is right for branches of any length, whose own keys it takes one after the other: no tensor is read to find out.
+It is correct for branches of any length (it takes a branch's own keys one by one), so no tensor must be read first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def branch_attention(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out[T, Hq, E], lse[Hq, T]) of 16 bits, where shapes or the hint say that a branch has one row."""
+    """(out[T, Hq, E], lse[Hq, T]) of 16-bit floats, if shapes or the hint say that branches have one row."""
     rows, heads, width = q.shape
     if rows != len(cu_branch) - 1 if max_branch_len is None else max_branch_len > 1:
         return NotImplemented

@@ -1,11 +1,11 @@
 """Hopper's kernel of `branch_attention`: persistent, a warp loads, two check values, two warpgroups attend.
 
-Tiles of packed rows come from the same table as triton.py's, half of one for each warpgroup. A tile meets stretches of
-keys, its group's slice of the prefix and then its branches, each in blocks that begin at the stretch's first key. So a
-row's bits depend on what it sees and on no other row.
+Tiles of packed rows come from the same table as in triton.py; each warpgroup takes half of one. A tile goes through
+stretches of keys: its group's slice of the prefix, then its branches. Each stretch is read in blocks from its first
+key on, so a row's bits depend on the keys that it sees and on no other row.
 
-A warpgroup has queries multiplied by a block of keys and, behind that, probabilities by the values of the block before.
-It takes exponentials while its own second product runs and the other warpgroup's two, as the two take turns.
+A warpgroup starts queries times a block of keys, then probabilities times the values of the previous block. It computes
+exponentials while its second product and the other warpgroup's two products run; the two take turns.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _tile(
     tiles, prefix_start, prefix_len, item, kv_heads, capacity,
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, OFFSETS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """What an item is: see the last line.
+    """The work of an item; the last line names what is returned.
 
-    `fits` says whether the group's slice of `length` keys from `start` does. Stretches from `low` to `high` are met:
-    `prefix` is the slice's, those behind it are branches; none where `high` is less than `low`. The group is -1 behind
-    all tiles, -2 in a layout that does not fit.
+    `fits`: whether the group's slice of `length` keys from `start` is valid. Its stretches are `low` to `high`, none if
+    `high` is less than `low`: `prefix` is the slice, those after it are branches. The group is -1 after the last tile,
+    -2 in an invalid layout.
     """
     group, place, group_row, group_end, first_branch, last_branch = read_tile(tiles, item // kv_heads, COLUMNS)
     start, length, fits = 0, 0, group >= 0
@@ -119,12 +119,12 @@ def _check(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Zero values that some row does not see where 0 times them would not be 0.
+    """Set values to zero that some row does not see and whose product with 0 might not be 0.
 
-    Those are the rows behind a stretch, and what is not finite in the blocks of a branch that not all rows see. Whether
-    a tile had any of these is in `strange` behind its last block; that also very large ones are told costs time alone.
+    They are the rows after a stretch, and values that are not finite in the blocks of a branch that not all rows see.
+    After a tile's last block, `strange` says whether it had any; very large values count too, which only costs time.
     """
-    PANEL: gl.constexpr = min(HEAD_DIM, 64)  # columns that lie together
+    PANEL: gl.constexpr = min(HEAD_DIM, 64)  # adjacent columns
     ROWS: gl.constexpr = min(BLOCK_N, 16)
     PARTS: gl.constexpr = BLOCK_N // ROWS * (HEAD_DIM // PANEL)  # of a block
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [gl.num_warps(), 1], [1, 0])
@@ -165,7 +165,7 @@ def _check(
 
 @gluon.jit
 def _softmax(scores, top, total, multiplier):
-    """(exp2[M, N], what earlier ones count, new maximum, new sum); `top` is in units of log 2."""
+    """(exp2[M, N], factor of earlier terms, new maximum, new sum); `top` is in units of log 2."""
     higher = gl.maximum(top, gl.max(scores, 1) * multiplier)
     shift = gl.where(higher == -float("inf"), 0.0, higher)
     p = gl.exp2(scores * multiplier - shift[:, None])
@@ -182,7 +182,7 @@ def _sweep(
 ):  # fmt: skip
     """The state after the key blocks low, low + BLOCK_N, ... below high; MASKED: rows see keys up to last[M].
 
-    On the way are acc[M, E] without the block before, whose p[M, N] times its values is still to be added.
+    The state's acc[M, E] lacks the previous block: its p[M, N] times its values is still to be added.
     """
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])  # of scores
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -308,7 +308,7 @@ def _branch_attention_gluon_kernel(
     OWN: gl.constexpr, REPEAT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     OFFSETS: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Each program walks items, tiles of rows of one key head, at the distance of their number."""
+    """Each program walks items, tiles of rows of one key head, with the number of programs as the stride."""
     queries = gl.allocate_shared_memory(q.dtype, [2, BLOCK_M // 2 // REPEAT, REPEAT, HEAD_DIM], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [STAGES, BLOCK_N, 1, HEAD_DIM], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, 1, HEAD_DIM], v.layout)
@@ -389,7 +389,7 @@ def attend(
     (rows, heads, width), (capacity, kv_heads, _) = q.shape, prefix_k.shape
     repeat, own = heads // kv_heads, k is not None
     launch = tuning.branch_attention_gluon(q.dtype, width, repeat)
-    if launch["STAGES"] < 2:  # a block's values are held until the next one's are
+    if launch["STAGES"] < 2:  # a block's values are held until the next block's have come
         raise ValueError(
             f"branch_attention: expected 2 stages or more, got {launch['STAGES']}; delete the device's file and tune "
             "anew"
@@ -409,7 +409,7 @@ def attend(
 
 
 def _tiles(x: Tensor, rows: int, heads: int) -> TensorDescriptor:
-    """x[T, H, E] as the copies see it: in tiles of so many rows and heads, and zero past its ends."""
+    """x[T, H, E] as the TMA copies see it: in tiles of so many rows and heads, and zero past its ends."""
     block = [rows, heads, x.shape[2]]
     shared = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, shared)

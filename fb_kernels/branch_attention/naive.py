@@ -25,7 +25,7 @@ def branch_attention(
     Slice key j is at position j, row i of a branch at P + i; a row sees the last `window` positions up to its own.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    repeat = q.shape[1] // prefix_k.shape[-2]  # query heads of one key head
+    repeat = q.shape[1] // prefix_k.shape[-2]  # query heads per key head
     out, lse = q.clone(), q.new_empty(q.shape[1], q.shape[0])  # every row is written below
     for g in range(len(prefix_len)):
         length = int(prefix_len[g])

@@ -1,7 +1,7 @@
-"""`branch_attention` in plain PyTorch, on any device: flash attention in blocks of rows, whose states merge.
+"""`branch_attention` in plain PyTorch, on any device: flash attention in blocks of rows, with merged states.
 
-Everything is a sum over pieces, a block of rows against a stretch of keys with a mask; the states of the pieces merge.
-On the CPU the pieces follow the layout, which the host reads; elsewhere they are whole buffers, masked on the device.
+All work is split into pieces: a block of rows against a range of keys, with a mask; the pieces' states are merged. On
+the CPU the host reads the layout and makes pieces for it; elsewhere pieces are whole buffers, masked on the device.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fb_kernels.precision import accumulation_dtype
 SCORES = 1 << 22
 """Scores in memory at once."""
 ROW_BLOCK = 256
-OWN_BLOCK = 64  # rows against their own branches: most keys of a larger block are other branches'
+OWN_BLOCK = 64  # rows against their own branches; in a larger block most keys would belong to other branches
 
 
 class _Piece(NamedTuple):
-    """R rows against n keys: those of k and v, or of a flat prefix, that `keys` says (no matter which of pages)."""
+    """R rows against n keys; `keys` says which rows of k and v, or of a flat prefix, they are (unused for pages)."""
 
     rows: slice
     own: bool
     keys: slice
     k: Tensor  # [n, Hkv, E] in the accumulation dtype
     v: Tensor
-    visible: Tensor | None  # [R, n], None where all is
+    visible: Tensor | None  # [R, n]; None if everything is
 
 
 class _Layout(NamedTuple):
-    """The layout as the device knows it; where it is wrong, `sound` is False and indices are forced into range."""
+    """The layout on the device; where it is invalid, `sound` is False and indices are clamped into range."""
 
     row_start: Tensor  # [T]
     row_group: Tensor  # [T]
@@ -77,7 +77,7 @@ def branch_attention(
             lse = torch.empty(q.shape[1], q.shape[0], dtype=q.dtype)
         else:
             out, lse = _fast(q, k, v, prefix_k, prefix_v, plan, scale)
-        for group in single:  # the same bits whatever the other groups are
+        for group in single:  # the same bits whatever other groups there are
             _single_rows(q, k, v, prefix_k, prefix_v, plan, group, scale, out, lse)
         return out, lse
     out, lse = _exact(q, _pieces(q, k, v, prefix_k, prefix_v, plan, window), scale, softcap)
@@ -107,7 +107,7 @@ def branch_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dprefix_k, dprefix_v) with p = exp(s - lse), ds = p (dout . v - dout . out).
 
-    Without k and v their gradients are empty; so are those of the prefix, a flat one, where they are not wanted.
+    Without k and v their gradients are empty; so are those of the (flat) prefix if they are not needed.
     """
     layout = (cu_branch, cu_group, prefix_start, prefix_len, block_table)
     sound = None
@@ -137,7 +137,7 @@ def branch_attention_backward(
             scores, slope = _scores(q_rows, keys, scale, softcap)
             p = scores.sub_(lse_rows).exp_()
         ds = torch.baddbmm(-delta_rows, grad, piece.v.permute(1, 2, 0))
-        if not (finite and _finite(keys) and _finite(piece.v)):  # what masking keeps is spoilt by a row's gradient
+        if not (finite and _finite(keys) and _finite(piece.v)):  # 0 times a value that is not finite would be NaN
             p.add_(torch.where(grad.isfinite().all(-1, keepdim=True), 0.0, torch.nan))
             q_rows, grad, keys = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q_rows, grad, keys))
         ds.mul_(p)
@@ -160,7 +160,7 @@ def _host_reads(q: Tensor) -> bool:
 
 
 def _fold(x: Tensor, kv_heads: int) -> Tensor:
-    """[R, Hq, E] as [Hkv, rep R, E]: the query heads of one key head are so many more rows."""
+    """[R, Hq, E] as [Hkv, rep R, E]: the query heads of one key head become rows."""
     return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
@@ -193,7 +193,7 @@ def _attend(
     p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     if visible is None or (_host_reads(v) and _finite(v)):
         out = p @ v.transpose(0, 1)
-    else:  # 0 times what is not finite would show an unseen value
+    else:  # 0 times a value that is not finite would reveal an unseen one
         out = p @ v.nan_to_num(0.0, 0.0, 0.0).transpose(0, 1)
         for strange in (torch.inf, -torch.inf, torch.nan):
             found = v.isnan() if strange != strange else v == strange
@@ -203,7 +203,7 @@ def _attend(
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether every element is."""
+    """Whether every element is finite."""
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())  # the sum alone may overflow
 
 
@@ -217,11 +217,11 @@ def _exact(q: Tensor, pieces: Iterable[_Piece], scale: float, softcap: float | N
     return out, lse
 
 
-# --- by the layout's plan on the host ---------------------------------------------------------------------------------
+# --- on the CPU: by the layout's plan ---------------------------------------------------------------------------------
 
 
 def _slice(prefix: Tensor, group: Group) -> Tensor:
-    """The group's prefix, [P, Hkv, E]: a view wherever one page holds it."""
+    """The group's prefix, [P, Hkv, E]: a view if one page holds it."""
     if group.pages is None:
         keys = prefix
     elif len(group.pages) == 1:
@@ -240,7 +240,7 @@ def _pieces(
     plan: Plan,
     window: int | None,
 ) -> Iterator[_Piece]:
-    """Blocks of each group's rows: against its prefix, then against the rows from the first one's branch on."""
+    """Blocks of each group's rows: against its prefix, then against the rows from the start of their first branch."""
     dtype = accumulation_dtype(q.dtype)
     for group in plan.groups:
         keys, values = (_slice(x, group).to(dtype) if group.first < group.last else x for x in (prefix_k, prefix_v))
@@ -281,7 +281,7 @@ def _own_visible(row: Tensor, own: slice, start: Tensor, window: int | None) -> 
 def _fast(
     q: Tensor, k: Tensor | None, v: Tensor | None, prefix_k: Tensor, prefix_v: Tensor, plan: Plan, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash attention for the CPU: one call a run of equal branches, one a prefix; (out, lse).
+    """PyTorch's flash attention for the CPU: one call per run of equal branches, one per prefix; (out, lse).
 
     It turns some rows without a finite score into zeros and mixes unseen NaN into a causal block. So it gets finite
     inputs only, and the rows that see anything else are computed exactly.
@@ -306,7 +306,7 @@ def _fast(
                 _attend_self(q[rows], k[rows], v[rows], scale, out[rows], lse[:, rows])
             elif length:
                 _flash(q[rows], k[rows], v[rows], length, scale, out[rows], lse[:, rows])
-    exact_rows |= (lse == 0).any(0)  # also what flash says where every score is -inf
+    exact_rows |= (lse == 0).any(0)  # flash also gives 0 where every score is -inf
     for group in plan.groups:
         rows = slice(group.first, group.last)
         if group.first == group.last or not group.length:
@@ -359,7 +359,7 @@ def _single_rows(
         out[rows] = _unfold(result, rows.stop - first).to(q.dtype)
         lse[:, rows] = total.view(q.shape[1], -1)
     rows = slice(group.first, group.last)
-    if not _finite(out[rows]):  # no keys, or some that are not finite
+    if not _finite(out[rows]):  # no keys, or some are not finite
         pieces = _pieces(q, k, v, prefix_k, prefix_v, plan._replace(groups=[group]), None)
         exact_out, exact_lse = _exact(q, pieces, scale, None)
         out[rows], lse[:, rows] = exact_out[rows].to(q.dtype), exact_lse[:, rows]
@@ -374,7 +374,7 @@ def _attend_self(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: int | None, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Attention of all rows over all keys, or causal in runs of so many rows; writes out and lse."""
+    """Attention of all rows over all keys, or causal within runs of `causal` rows; writes out and lse."""
     heads = k.shape[1]
     length = causal or q.shape[0]
     q, target = (x.unflatten(1, (heads, -1)).unflatten(0, (-1, length)) for x in (q, out))  # [n, L, Hkv, rep, E]
@@ -406,11 +406,11 @@ def _layout(
     prefix_len: Tensor,
     block_table: Tensor | None,
 ) -> _Layout:
-    """The layout of every row, found without a sync; what does not fit makes rows unsound."""
+    """The layout of every row, found without a sync; rows of an invalid layout are marked unsound."""
     row = torch.arange(rows, device=prefix.device)
     starts, of_groups = cu_branch.long(), cu_group.long()
     branches, groups = starts.shape[0] - 1, of_groups.shape[0] - 1
-    if branches == 0 or groups == 0:  # such rows belong nowhere
+    if branches == 0 or groups == 0:  # rows without a branch
         nothing = starts.new_zeros(max(1, groups))
         return _Layout(row, torch.zeros_like(row), nothing, nothing, torch.zeros_like(row, dtype=torch.bool))
     sound = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts[-1] == rows)

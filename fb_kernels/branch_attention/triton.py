@@ -1,10 +1,10 @@
 """Triton kernels of `branch_attention`: tiles of a group's rows, and for branches of one row a split over the prefix.
 
-Rows are packed: the query heads of one key head are so many more rows. A tile holds rows of one group. Keys are met in
-blocks that begin at the slice's first key and at the first row of the row's own branch, never at a place that depends
-on other rows, and a masked score leaves a row's state as it was. So a row's bits depend on what it sees, on the kernel
-(the split where no branch is longer than a row), on `max_prefix_len` where it is too small, and on alignment; on no
-other row. gluon.py has a kernel of the tiles for Hopper alone; `tuning.branch_attention_form` chooses.
+Rows are packed: each query head of a key head is a row. A tile holds rows of one group. Keys are read in blocks that
+begin at the slice's first key and at the first row of the row's own branch, never at a place that depends on other
+rows, and a masked score leaves a row's state unchanged. So a row's bits depend on the keys that it sees, on the kernel
+(the split if no branch is longer than a row), on `max_prefix_len` if it is too small, and on alignment, but on no
+other row. gluon.py has a tile kernel for Hopper only; `tuning.branch_attention_form` chooses.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _attend(
 ):  # fmt: skip
     """The state (acc[M, E], top[M], total[M]) after the key blocks low, low + BLOCK_N, ... below high.
 
-    Without MASKED every row sees all of these keys; with it those below `size`, and BY_ROW those from first[M] to
-    last[M]; WINDOW says that there is a window. `top` is in units of log 2, as are scores times the multiplier.
+    Without MASKED every row sees all of these keys; with it, those below `size` and, with BY_ROW, those from first[M]
+    to last[M]. WINDOW: whether there is a window. `top` is in units of log 2, as are scores times the multiplier.
     """
     acc, top, total = state
     keys, key_row, key_page = keys
@@ -100,15 +100,15 @@ def _attend(
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None]
         top = new_top
-        if BY_ROW:  # 0 times what is not finite would show an unseen value
+        if BY_ROW:  # 0 times a value that is not finite would reveal an unseen one
             finite = tl.abs(v.to(tl.float32)) < float("inf")  # [N, E]
             acc = tl.dot(p.to(v.dtype), tl.where(finite, v, tl.zeros_like(v)), acc, input_precision="ieee")
             all_finite = tl.minimum(all_finite, tl.min(tl.min(finite.to(tl.int32), 1), 0))
         else:
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-            if WINDOW and not MASKED:  # a use, for a product under way behind another loop's makes all wait for each
+            if WINDOW and not MASKED:  # a use: a product in flight into the next loop would make each wait
                 acc = tl.where((total >= 0)[:, None], acc, total[:, None])
-    if BY_ROW and all_finite == 0:  # behind the loop, whose products would wait for each other
+    if BY_ROW and all_finite == 0:  # after the loop: inside it, products would wait for each other
         for i in range(low, tl.minimum(high, size)):
             again = values
             if PAGED:
@@ -133,9 +133,9 @@ def _attend_whole_blocks(
     WINDOW: tl.constexpr, PAGED: tl.constexpr, ALIGNED: tl.constexpr, SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The state after the keys from `begin`, a block's first, up to the end of the whole blocks, and that end.
+    """The state after the keys from `begin`, the start of a block, to the end of the whole blocks; and that end.
 
-    No row sees a key below `lowest`, every row those from `highest` below `whole`; only blocks of these are unmasked.
+    No row sees a key below `lowest`; every row sees keys `highest` to `whole` - 1, and only their blocks are unmasked.
     """
     if WINDOW:
         begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
@@ -267,7 +267,7 @@ def _branch_attention_tile_kernel(
         k += kv_head.to(tl.int64) * k_head
         v += kv_head.to(tl.int64) * v_head
         begin = tl.load(branches + first_branch)
-        alone = first_branch == last_branch  # only then do all rows see a key of theirs
+        alone = first_branch == last_branch  # only then can all rows see the same keys
         size = tl.where(alone, last_row + 1 - begin, 0)
         state, full = _attend_whole_blocks(
             state, query, (k + begin.to(tl.int64) * k_row, k_row, 0), (v + begin.to(tl.int64) * v_row, v_row, 0),
@@ -380,7 +380,7 @@ def _branch_attention_combine_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One row and one query head: what the pieces of the prefix say, BLOCK_S at a time, then the row's own keys."""
+    """One row and one query head: merges the pieces of the prefix, BLOCK_S at a time, then adds the row's own keys."""
     row, head = tl.program_id(0) // heads, (tl.program_id(0) % heads).to(tl.int64)
     column = tl.arange(0, BLOCK_E)
     inside = column < HEAD_DIM
@@ -434,7 +434,7 @@ def _branch_attention_combine_kernel(
 
 
 def _for_gluon(repeat: int, q: Tensor, *others: Tensor | None) -> bool:
-    """Whether gluon.py takes them: heads of 16-bit floats that do not overlap, which fill a tile, on a Hopper."""
+    """Whether gluon.py takes them: 16-bit floats, heads that do not overlap and that fill a tile, on a Hopper GPU."""
     width, half = q.shape[2], (torch.bfloat16, torch.float16)
     apart = all(x is None or min(x.stride()[:2]) >= width for x in (q, *others))
     fit = apart and q.dtype in half and 16 <= width <= 128 and width & (width - 1) == 0
@@ -470,7 +470,7 @@ def branch_attention(
     if q.numel() == 0:
         return out, lse
     repeat, block_e = heads // kv_heads, max(16, tuning.next_power_of_2(width))
-    windowed, everything = window is not None, rows + capacity + 1  # also where all keys are in it: a row has its bits
+    windowed, everything = window is not None, rows + capacity + 1  # also if it covers all keys, so that bits agree
     window = everything if window is None else min(window, everything)
     table = cu_branch[None] if block_table is None else block_table
     prefix_k, prefix_v = (x[None] if block_table is None else x for x in (prefix_k, prefix_v))
@@ -525,7 +525,7 @@ def branch_attention(
     if flat and tuning.branch_attention_form(q.dtype, width, repeat) == "gluon":
         given = (q, *((None, None) if k is None else (own_k, own_v)), prefix_k[0], prefix_v[0])
         if _for_gluon(repeat, *given):
-            from fb_kernels.branch_attention import gluon  # experimental: a Triton without it has no need of it
+            from fb_kernels.branch_attention import gluon  # experimental, and not in every Triton
 
             gluon.attend(*given, out, lse, indices, numbers[1])
             return out, lse

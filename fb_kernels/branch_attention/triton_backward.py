@@ -1,12 +1,12 @@
 """Triton kernels of `branch_attention`'s backward: dq over the prefix and the own branch, dk and dv of the branches.
 
-One launch holds two kinds of programs that need nothing of each other. Query programs own a tile of packed rows (rows
-times the query heads of one key head) and read a piece of the prefix: q . k, dout . v and dq += ds . k, no more. Key
-programs own a tile of the branches' keys and read the rows that see them. Pieces of dq are added in order by a second
-launch, if there is more than one. A row's p is exp(s - lse), ds = p (dout . v - dout . out).
+One launch holds two independent kinds of programs. Query programs own a tile of packed rows (rows times the query heads
+of one key head) and read a piece of the prefix, for q . k, dout . v and dq += ds . k. Key programs own a tile of the
+branches' keys and read the rows that see them. If dq has several pieces, a second launch adds them in order. A row's p
+is exp(s - lse), and ds = p (dout . v - dout . out).
 
-Where the prefix's gradients are wanted, a launch writes lse and dout . out of all rows, and one more has programs that
-own a tile of the prefix and read, group after group, the rows that see it.
+If the prefix needs gradients, one more launch writes lse and dout . out of all rows, and another has programs that own
+a tile of the prefix and read, group after group, the rows that see it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _finite(x):
-    """x[..] with zeros for what is not finite: 0 times that would show a value that is not seen."""
+    """x[..] with zeros for values that are not finite: 0 times those would reveal an unseen value."""
     wide = x.to(tl.float32)
     return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype)
 
@@ -74,7 +74,7 @@ def _load_rows(
 def _load_upstream(
     grad, out, lse, row, head, valid, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """All of it but q."""
+    """The results of `_load_rows` without q."""
     grad, grad_row, grad_head = grad
     out, out_row, out_head = out
     lse, lse_head, lse_row = lse
@@ -102,8 +102,8 @@ def _add_keys(
 ):  # fmt: skip
     """acc[M, E] + ds . k over the key blocks from `low` below `high`; those from `gap` on lie `skip` keys further.
 
-    Without MASKED every row sees all of these keys, and they are finite; with it those from first[M] to last[M], all
-    of them below `size`.
+    Without MASKED every row sees all of these keys, and they are finite; with it, a row sees those from first[M] to
+    last[M], all below `size`.
     """
     query, upstream, lse, delta = state
     keys, key_page, key_row = keys
@@ -161,7 +161,7 @@ def _branch_bounds(branches, row, first, last, last_row):
 
 @triton.jit
 def _find_rows(table, rows, tile, COLUMNS: tl.constexpr):
-    """`read_tile`, after whether the layout fits; one that does not is as one group of all rows."""
+    """Whether the layout is valid, then `read_tile`'s results; an invalid layout counts as one group of all rows."""
     group, place, first_row, end_row, first, last = read_tile(table, tile, COLUMNS)
     sound = group != -2
     place, first_row = tl.where(sound, place, tile), tl.where(sound, first_row, 0)
@@ -176,7 +176,7 @@ def _query_program(
     SOFTCAP: tl.constexpr, REPEAT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr,
     OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq[T, Hq, E] of a tile and a key head over a piece of the prefix, the last one also over the own branch."""
+    """dq[T, Hq, E] of a tile and a key head over a piece of the prefix; the last piece includes the own branch."""
     dq, q, grad, out, lse, own_k, own_v, prefix_k, prefix_v = tensors
     tile_table, branches, rows = layout
     prefix_start, prefix_len, block_table, capacity, page_size, pages, table_row, table_column = slices
@@ -200,7 +200,7 @@ def _query_program(
         )  # fmt: skip
         state = _load_rows(q, grad, out, lse, row, head, valid, ALIGNED, HEAD_DIM, BLOCK_E)
 
-        # The piece is the blocks from lowest below highest; every row sees all keys of those from middle below full.
+        # The piece is the blocks from lowest to highest; every row sees all keys of those from middle to full.
         first, last = tl.zeros_like(row), tl.zeros_like(row) + (length - 1)
         lowest, middle, highest = 0, 0, tl.cdiv(length, BLOCK_N)
         if WINDOW:
@@ -229,7 +229,7 @@ def _query_program(
             multiplier, inner, False, PAGED, ALIGNED, SOFTCAP, HEAD_DIM, BLOCK_E, BLOCK_N,
         )  # fmt: skip
         strange = ~(tl.abs(acc) < float("inf")) & (valid & (state[2] == state[2]))[:, None]
-        if tl.max(strange.to(tl.int32)) > 0:  # a key that is not finite: all of them once more, masked
+        if tl.max(strange.to(tl.int32)) > 0:  # a key is not finite: compute all again, masked
             acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)  # dq[M, E]
             full = middle
         acc = _add_keys(
@@ -326,9 +326,9 @@ def _branch_attention_bwd_kernel(
     OFFSETS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq[splits, T, Hq, E] of a tile, a key head and a piece of the prefix; behind these programs dk, dv of KEYS keys.
+    """dq[splits, T, Hq, E] of a tile, a key head and a piece of the prefix; later programs: dk, dv of KEYS keys.
 
-    A tile of BLOCK_M packed rows meets BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.
+    A tile of BLOCK_M packed rows reads BLOCK_N keys at a time, a tile of KEYS keys KEY_ROWS packed rows.
     """
     kv_head = tl.program_id(0) % kv_heads
     numbers = (window, scale, multiplier, inner)
@@ -369,7 +369,7 @@ def _branch_attention_bwd_state_kernel(
     grad, out, lse, state, rows, heads, grad_row, grad_head, out_row, out_head, lse_head, lse_row,
     ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """state[2, T, Hq]: lse and delta, as of `_load_upstream`, of ROWS heads of rows."""
+    """state[2, T, Hq]: lse and delta, as from `_load_upstream`, for ROWS heads of rows."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     size = rows.to(tl.int64) * heads
     grad, out, lse = (grad, grad_row, grad_head), (out, out_row, out_head), (lse, lse_head, lse_row)
@@ -382,7 +382,7 @@ def _branch_attention_bwd_state_kernel(
 
 @triton.jit
 def _covering(prefix_start, prefix_len, groups, capacity, low, high, OFFSETS: tl.constexpr):
-    """The first and last group with keys from `low` below `high`; of none (groups, -1)."""
+    """The first and last group with keys in [low, high); (groups, -1) if there is none."""
     first, last = groups, -1
     for g in range(0, groups, OFFSETS):
         g = g + tl.arange(0, OFFSETS)
@@ -404,7 +404,7 @@ def _add_rows(
     MASKED: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, REPEAT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(k_acc + ds q, v_acc + p dout) over packed rows from `low` below `high`, counted from a group's first row.
+    """(k_acc + ds q, v_acc + p dout) over packed rows in [low, high), counted from a group's first row.
 
     Without MASKED each of them sees all keys of the tile.
     """
@@ -453,9 +453,9 @@ def _add_groups(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr, KEY_ROWS: tl.constexpr,
     FULL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`_add_rows` of the groups `first` to `last`: whole blocks that see all of the tile, or, with MASKED, the rest.
+    """`_add_rows` for groups `first` to `last`: the whole blocks that see all of the tile or, with MASKED, the rest.
 
-    All is the rest if `careful`.
+    With `careful`, everything belongs to the rest.
     """
     branches, groups, rows = layout
     prefix_start, prefix_len, capacity = slices
@@ -493,13 +493,13 @@ def _branch_attention_bwd_prefix_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, OFFSETS: tl.constexpr,
     KEYS: tl.constexpr, KEY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients[Tp, Hkv, E] of KEYS keys of the prefix and a key head; zeros where no slice that fits lies."""
+    """The gradients[Tp, Hkv, E] of KEYS keys of the prefix and a key head; zeros outside all valid slices."""
     kv_head = tl.program_id(0) % kv_heads
     low = tl.program_id(0) // kv_heads * KEYS
     high = tl.minimum(low + KEYS, capacity)
     slot = low + tl.arange(0, KEYS)  # [KEYS]
     inside = (slot < capacity)[:, None] & (tl.arange(0, BLOCK_E) < HEAD_DIM)[None, :]
-    sound = tl.load(table) != -2  # as `read_tile` has it
+    sound = tl.load(table) != -2  # as in `read_tile`
     first, last = _covering(prefix_start, prefix_len, tl.where(sound, groups, 0), capacity, low, high, OFFSETS)
     k_at = _places(prefix_k + kv_head.to(tl.int64) * k_head, slot.to(tl.int64) * k_row, ALIGNED, BLOCK_E)
     v_at = _places(prefix_v + kv_head.to(tl.int64) * v_head, slot.to(tl.int64) * v_row, ALIGNED, BLOCK_E)
@@ -515,7 +515,7 @@ def _branch_attention_bwd_prefix_kernel(
             0, False, ALIGNED, WINDOW, SOFTCAP, REPEAT, HEAD_DIM, BLOCK_E, OFFSETS, KEY_ROWS, KEY_ROWS,
         )  # fmt: skip
         careful = tl.max((k_acc * 0.0 + v_acc * 0.0 != 0.0).to(tl.int32))
-        if careful > 0:  # a query that is not finite: all of them once more, masked
+        if careful > 0:  # a query is not finite: compute all again, masked
             k_acc, v_acc = tl.zeros([KEYS, BLOCK_E], tl.float32), tl.zeros([KEYS, BLOCK_E], tl.float32)
     k_acc, v_acc = _add_groups(
         k_acc, v_acc, k, v, slot, low, high, q, grad, state, layout, slices, numbers, kv_head, heads, first, last,
@@ -608,7 +608,7 @@ def branch_attention_backward(
             max(16, tuning.next_power_of_2(width)),
             tuning.branch_attention_backward_prefix(q.dtype, width, "aligned" if aligned else "unaligned"),
         )
-        some = max(1, (4096 if aligned else 1024) // block_e)  # addresses of their own take registers
+        some = max(1, (4096 if aligned else 1024) // block_e)  # unaligned addresses take registers
         _branch_attention_bwd_state_kernel[(triton.cdiv(rows * heads, some),)](
             grad, own_out, lse, state, rows, heads, *grad.stride()[:2], *own_out.stride()[:2], *lse.stride(),
             ALIGNED=aligned, HEAD_DIM=width, BLOCK_E=block_e, ROWS=some, num_warps=4,

@@ -1,7 +1,7 @@
-"""What a program of a `branch_attention` kernel reads of the layout: groups, branches and prefix slices, all checked.
+"""The layout as programs of `branch_attention` kernels read it: groups, branches and prefix slices, all checked.
 
-Offsets are searched and checked once a layout, by a launch of its own, into tables that the other kernels read. A
-layout that does not fit makes rows NaN; nothing is read or written by an index that was not checked.
+One launch per layout searches and checks the offsets, and writes tables that the other kernels read. An invalid layout
+makes rows NaN; nothing is read or written at an index that was not checked.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Tables(NamedTuple):
     """A layout for tiles of some packed rows."""
 
     tiles: Tensor  # [tiles, COLUMNS]
-    branches: Tensor  # [B + 1]: cu_branch, where it is sound
-    rows: Tensor  # [T, 2]: group and first row of its branch; [0, 2] where not asked for
+    branches: Tensor  # [B + 1]: cu_branch, if it is valid
+    rows: Tensor  # [T, 2]: each row's group and its branch's first row; [0, 2] if not requested
 
 
 def tables(indices: layout.Indices, rows: int, repeat: int, block: int, *, each_row: bool = False) -> Tables:
-    """What the layout keeps of itself for such tiles."""
+    """The tables of a layout for these tiles, made once per layout."""
 
     def make() -> Tables:
         cu_branch, cu_group = (x.contiguous() for x in indices[:2])
@@ -60,7 +60,7 @@ def aligned(*tensors: Tensor) -> bool:
 
 @triton.jit
 def rises(offsets, count, last, OFFSETS: tl.constexpr):
-    """Whether offsets[0 .. count] rise from 0 to `last`; false without any."""
+    """Whether offsets[0 .. count] rise from 0 to `last`; false if there are none."""
     falls = 0
     for first in range(0, count, OFFSETS):
         i = first + tl.arange(0, OFFSETS)
@@ -72,7 +72,7 @@ def rises(offsets, count, last, OFFSETS: tl.constexpr):
 
 @triton.jit
 def count_up_to(offsets, first, last, value, OFFSETS: tl.constexpr):
-    """How many of offsets[first + 1 .. last] are at most `value`; where these are ends, the first that holds it."""
+    """How many of offsets[first + 1 .. last] are at most `value`; if these are ends, the first whose range holds it."""
     found = 0
     for i in range(first, last, OFFSETS):
         i = i + tl.arange(0, OFFSETS)
@@ -83,7 +83,7 @@ def count_up_to(offsets, first, last, value, OFFSETS: tl.constexpr):
 
 @triton.jit
 def find_tile(cu_branch, cu_group, groups, tile, REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, OFFSETS: tl.constexpr):
-    """(group, tile of the group, counted from its last) of a flat tile; group -1 behind all tiles.
+    """(group, tile of the group, counted from its last) of a flat tile; group -1 after all tiles.
 
     Every group has as many tiles of BLOCK_M packed rows (rows times REPEAT heads) as it needs.
     """
@@ -109,7 +109,7 @@ def _branch_attention_layout_kernel(
     rows, branches, groups, tiles, copies,  # sizes
     REPEAT: tl.constexpr, BLOCK_M: tl.constexpr, OFFSETS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Programs for the tiles of `Tables`, behind them for the offsets of its branches, behind these for its rows."""
+    """Programs for the tiles of `Tables`, then for the offsets of its branches, then for its rows."""
     program = tl.program_id(0)
     sound = rises(cu_branch, branches, rows, OFFSETS) & rises(cu_group, groups, branches, OFFSETS)
     if program < tiles:
@@ -147,9 +147,9 @@ def _branch_attention_layout_kernel(
 
 @triton.jit
 def read_tile(table, tile, COLUMNS: tl.constexpr):
-    """(group, tile of the group, its first row and that behind it, the tile's first and last branch).
+    """(group, tile of the group, the group's first row and the one after its last, the tile's first and last branch).
 
-    The group is -1 behind all tiles, -2 in a layout that does not fit.
+    The group is -1 after all tiles, -2 in an invalid layout.
     """
     table += tl.cast(tile, tl.int64) * COLUMNS
     return (
@@ -164,7 +164,7 @@ def prefix_slice(
     group, capacity, page_size, pages, table_row, table_column,
     PAGED: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """(start, length, whether it fits) of a group's slice; one that does not fit counts as empty."""
+    """(start, length, whether it is valid) of a group's slice; an invalid one counts as empty."""
     start, length = tl.load(prefix_start + group).to(tl.int64), tl.load(prefix_len + group).to(tl.int64)
     fits = (start >= 0) & (length >= 0) & ((length == 0) | ((start <= capacity) & (length <= capacity - start)))
     length = tl.where(fits, length, 0).to(tl.int32)

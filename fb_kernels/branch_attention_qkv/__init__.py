@@ -99,7 +99,7 @@ def branch_attention_qkv(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     checks.shape(op, "qkv", qkv, (None, width), "[N, (Hq + 2 Hkv) E]", "concatenate the heads of q, k and v in a row")
     if k_cache.shape[-2] != num_kv_heads:
-        raise checks.error(op, "k_cache", f"{num_kv_heads} heads, as num_kv_heads says", k_cache, "view the cache so")
+        raise checks.error(op, "k_cache", f"{num_kv_heads} heads, as num_kv_heads says", k_cache, "reshape the cache")
     weights = (("q_weight", q_weight), ("k_weight", k_weight))
     for name, weight in weights:
         if weight is not None:
@@ -142,7 +142,7 @@ def are_sequences(
     window: object,
     scale: object,
 ) -> bool:
-    """Whether plain tensors are tables and caches of sequences, with as many rows of [N, ..] after each sequence."""
+    """Whether plain tensors are valid tables and caches of sequences, with equally many of the N rows for each."""
     return (
         checks.alike(rows, k_cache, v_cache)
         and checks.alike(cos, sin)
@@ -222,7 +222,7 @@ def check_sequences(
             expected = f"[G] with G of 1 or more that divides N = {count}"
             raise checks.error(op, "held", expected, held, "give every sequence as many rows")
         if not k_cache.shape[1]:
-            raise checks.error(op, "k_cache", "pages of one slot or more", k_cache, "view the cache so")
+            raise checks.error(op, "k_cache", "pages of one slot or more", k_cache, "reshape the cache")
         checks.index(op, "block_table", block_table, like=rows)
         checks.shape(op, "block_table", block_table, (groups, None), "[G, n]", "give one row to each sequence")
     if slots is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
-ROWS = 32  # of a sequence, the most
+ROWS = 32  # maximum rows of a sequence
 
 
 def branch_attention_qkv(
@@ -68,7 +68,7 @@ def branch_attention_qkv(
 def places(
     k_cache: Tensor, v_cache: Tensor, held: Tensor, slots: Tensor | None, block_table: Tensor | None
 ) -> tuple[int, ...] | None:
-    """Where keys and values lie and rows are kept, as the library takes it; None where that is not how it does."""
+    """Addresses, strides and slots as the library takes them; None for a memory layout that it does not take."""
     if block_table is None:
         (k_slot, k_head, k_step), (v_slot, v_head, v_step) = k_cache.stride(), v_cache.stride()
         k_page, v_page, pages, page = 0, 0, 1, k_cache.shape[0]

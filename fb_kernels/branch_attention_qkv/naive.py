@@ -26,7 +26,7 @@ def branch_attention_qkv(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[N, Hq, E]: every row sees what its sequence holds and itself; its k and v go to its slot of the caches."""
+    """[N, Hq, E]: every row sees its sequence's held tokens and itself; its k and v go to its slot of the caches."""
     if block_table is None:  # all slots are one page
         k_cache, v_cache, block_table = k_cache[None], v_cache[None], torch.zeros(1, 1, dtype=torch.long)
     q, k, v = qk_norm_rope(
@@ -36,7 +36,7 @@ def branch_attention_qkv(
         page, kept = k_cache.shape[1], slots[slots >= 0].long()
         k_cache[kept // page, kept % page] = k[slots >= 0]
         v_cache[kept // page, kept % page] = v[slots >= 0]
-    first = torch.zeros_like(held) if window is None else (held.long() + 1 - window).clamp(min=0)  # key that is seen
+    first = torch.zeros_like(held) if window is None else (held.long() + 1 - window).clamp(min=0)  # first key seen
     out, _ = branch_attention(
         *(q, k, v, k_cache, v_cache),
         cu_branch=torch.arange(len(q) + 1),

@@ -18,7 +18,7 @@ LARGEST = torch.iinfo(torch.int32).max
 
 
 class Sequence(NamedTuple):
-    """What the rows of a sequence see of it, as the host's numbers."""
+    """The keys of a sequence that its rows see, as numbers on the host."""
 
     first: int  # key
     held: int
@@ -75,7 +75,7 @@ def sound_slots(
     block_table: Tensor | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows whose position, sequence and slot are in range [N], slots with -1 for the others); the host never looks."""
+    """(rows whose position, sequence and slot are in range [N], slots with -1 for the others); without a sync."""
     rows, groups = len(positions), len(held)
 
     def of_rows(x: Tensor) -> Tensor:  # [N, ..] of [G, ..]
@@ -97,7 +97,7 @@ def sound_slots(
     if block_table is None:
         taken = slots < held
     else:
-        key = begin + (slots % page)[:, None]  # [N, n]: that would lie in the slot
+        key = begin + (slots % page)[:, None]  # [N, n]: index of the key that the slot would hold
         taken = (of_rows(block_table) == (slots // page)[:, None]) & (key >= of_rows(first))
         taken = (taken & (key < of_rows(held)[:, None])).any(1)
     sound = sound & ((slots < 0) | ~taken & (slots < size))
@@ -107,7 +107,7 @@ def sound_slots(
 def layout(
     qkv: Tensor, held: Tensor, block_table: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The indices of `branch_attention`: every row a branch, a sequence's rows a group over the keys that they see."""
+    """The indices of `branch_attention`: a row is a branch, a sequence's rows are a group over the keys they see."""
     rows, groups = qkv.shape[0], held.shape[0]
     bounds = torch.arange(rows + 1, dtype=held.dtype, device=qkv.device)
     of_groups = torch.arange(groups + 1, dtype=held.dtype, device=qkv.device) * (rows // groups)
@@ -142,7 +142,7 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows to their slots in pages that are not contiguous; the host never reads the slots."""
     page, written = cache.shape[1], slots >= 0
     any_written = written.any()
-    # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
+    # rows without a slot repeat the write of one that has; if none has, slot 0 is written with its own content
     source = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())
     target = torch.where(any_written, slots[source].long(), 0)
     cache[target // page, target % page] = torch.where(any_written, rows[source], cache[0, 0])
@@ -168,14 +168,14 @@ def check_sequences(
     for g, length in enumerate(held.tolist()):
         if not 0 <= length <= capacity:
             got = f"{length} of sequence {g}"
-            raise checks.error(op, "held", f"0 to {capacity}, what there is room for", got, "count a sequence's tokens")
+            raise checks.error(op, "held", f"0 to {capacity}, the room there is", got, "count a sequence's tokens")
         first, own = 0 if window is None else max(0, length + 1 - window), []
         if block_table is not None and first < length:
             own = block_table[g, first // page : (length - 1) // page + 1].tolist()
             for number in own:
                 if not 0 <= number < pages:
                     expected, got = f"pages from 0 below {pages} where tokens are held", f"{number} of sequence {g}"
-                    raise checks.error(op, "block_table", expected, got, "pad only behind what is held")
+                    raise checks.error(op, "block_table", expected, got, "pad only after the held tokens")
         found.append(Sequence(first, length, own))
     if slots is None:
         return found
@@ -184,13 +184,13 @@ def check_sequences(
     for row, slot in enumerate(used):
         g = row * len(found) // len(used)
         if slot >= 0 and _holds(found[g], slot, page if block_table is not None else None):
-            expected, got = "slots of no token that is held", f"{slot} of sequence {g}"
-            raise checks.error(op, "slots", expected, got, "keep what is held")
+            expected, got = "slots that hold none of the sequence's tokens", f"{slot} of sequence {g}"
+            raise checks.error(op, "slots", expected, got, "write only to free slots")
     return found
 
 
 def _holds(sequence: Sequence, slot: int, page: int | None) -> bool:
-    """Whether a key that the sequence's rows see lies in a slot, or in a flat cache one before them."""
+    """Whether a slot holds a key that the sequence's rows see or, in a flat cache, any key before those."""
     first, held, pages = sequence
     if page is None:
         return slot < held
@@ -213,7 +213,7 @@ def _on_host(
     q, k, v = kept(qk_norm_rope, qk_norm_rope_out, inputs, k_cache, v_cache, slots, options)
     if block_table is None:
         first, length, _ = sequences[0]
-        alone = slots is not None and len(q) == 1 and int(slots) == length  # its own key lies behind those it sees
+        alone = slots is not None and len(q) == 1 and int(slots) == length  # its own key directly follows them
         seen = [x[first : length + alone] for x in (k_cache, v_cache)]
         return _attend(q, None if alone else (k, v), seen[0], seen[1], scale)
     each, page, out = len(q) // len(sequences), k_cache.shape[1], torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""`branch_attention_qkv` from the kernels of its parts, where there is no compiled one."""
+"""`branch_attention_qkv` from the kernels of its parts, used if there is no compiled kernel."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu, segments
 
-SIZE = 1 << 18  # elements of hidden, the most: from there on torch's threads are ahead
+SIZE = 1 << 18  # maximum elements of hidden: above it torch's threads are faster
 
 
 def candidate_head(

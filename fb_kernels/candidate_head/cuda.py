@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cuda
 
-ROWS = GROUPS = 1024  # the most
+ROWS = GROUPS = 1024  # maximum
 
 
 def candidate_head(

@@ -17,7 +17,7 @@ def candidate_head(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The score rms_norm(x) . head_weight + head_bias, and in each group its softmax and argmax.
 
-    Returns (score[N], prob[N], best[G]); prob is 0 outside all groups, best -1 where there is nothing but NaN.
+    Returns (score[N], prob[N], best[G]); prob is 0 outside all groups, best is -1 if a group has nothing but NaN.
     """
     x = hidden if norm_weight is None else rms_norm(hidden, norm_weight, eps)[0]
     score = (x * head_weight).sum(1)
@@ -28,5 +28,5 @@ def candidate_head(
         prob[first:last] = score.detach()[first:last].softmax(0)
         values = score[first:last].tolist()
         numbers = [i for i, value in enumerate(values) if value == value]
-        best.append(max(numbers, key=values.__getitem__, default=-1))  # the first of equals
+        best.append(max(numbers, key=values.__getitem__, default=-1))  # ties to the first
     return score, prob, torch.tensor(best, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Triton kernels of `candidate_head`: a program takes a group, a few more take the rows of none."""
+"""Triton kernels of `candidate_head`: one program per group, and a few more for the rows of no group."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _candidate_head_fwd_kernel(
             top, total, winner = _include(t, more, first - start, top, total, winner, ROWS)
         tl.store(best + group, winner)
         tl.store(prob + start + place, tl.exp(s - top) / total, mask=inside)
-        for first in range(start + ROWS, end, ROWS):  # a second time: other threads wrote the scores
+        for first in range(start + ROWS, end, ROWS):  # read again: other threads wrote the scores
             more = first + place < end
             t = _score(
                 hidden, norm_weight, head_weight, head_bias, score, first + place, more, stride, width, eps, ROWS, BLOCK

@@ -47,7 +47,7 @@ def commit_(
     end(tokens, length, halt, budget, token, entropy, threshold, eos_ids, max_length)
     if outcome is not None:
         seen = torch.stack([values.to(outcome.dtype) for values in (halt, token, entropy)], 1)
-        outcome.copy_(seen, non_blocking=True)  # it may lie in pinned memory
+        outcome.copy_(seen, non_blocking=True)  # it may be in pinned memory
 
 
 def _on_device(
@@ -64,7 +64,7 @@ def _on_device(
     width = tokens.shape[1]
     running = halt == Halt.NONE
     full = (length >= max_length) | (length >= width) | (length < 0)
-    reasons = (  # the last one that holds counts
+    reasons = (  # the last one that holds wins
         (full, Halt.LENGTH),
         ((token[:, None] == eos_ids).any(1), Halt.EOS),
         ((entropy.double() > threshold.double()) & (budget > 0), Halt.EVENT),
@@ -94,7 +94,7 @@ def _on_host(
     eos_ids: Tensor,
     max_length: Tensor,
 ) -> None:
-    """The same by plain numbers, which are fewer operations for the few rows of a decode step."""
+    """The same with plain numbers, which takes fewer operations for the few rows of a decode step."""
     lengths, ends, width = length.tolist(), eos_ids.tolist(), tokens.shape[1]
     thresholds, limits = (x.tolist() if x.ndim else [x.item()] * len(lengths) for x in (threshold, max_length))
     if any(math.isnan(limit) for limit in thresholds):
@@ -116,7 +116,7 @@ def _on_host(
             halt[row] = Halt.LENGTH
         else:
             going.append((row, held, taken))
-    if len(going) == 1:  # of one sequence, where every operation counts
+    if len(going) == 1:  # one sequence, where every operation counts
         ((row, held, taken),) = going
         tokens[row, held] = taken
         length[row] = held + 1

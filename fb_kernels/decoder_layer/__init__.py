@@ -108,13 +108,13 @@ def decoder_layer(
         raise checks.error(op, "weights", "LayerWeights", kind, "build them from the layer's tensors", TypeError)
     (kv_heads, width), model = k_cache.shape[-2:], hidden.shape[1]
     if not kv_heads:
-        raise checks.error(op, "k_cache", "one head or more", k_cache, "view the cache so")
+        raise checks.error(op, "k_cache", "one head or more", k_cache, "reshape the cache")
     for (name, weight), needed in zip(weights._asdict().items(), NEEDED, strict=True):
         if weight is not None or needed:
             checks.floating(op, f"weights.{name}", weight, like=hidden)
     if weights.o.ndim != 2 or weights.o.shape[0] != model or weights.o.shape[1] % (kv_heads * width):
         expected = f"shape [D, Hq E] = [{model}, a multiple of {kv_heads * width}]"
-        raise checks.error(op, "weights.o", expected, weights.o, "pass the projection behind the attention")
+        raise checks.error(op, "weights.o", expected, weights.o, "pass the projection after the attention")
     checks.shape(op, "weights.down", weights.down, (model, None), "[D, F]", "pass the MLP's last projection")
     for (name, weight), sizes in zip(weights._asdict().items(), _sizes(model, weights, kv_heads, width), strict=True):
         if weight is not None:

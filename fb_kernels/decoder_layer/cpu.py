@@ -11,7 +11,7 @@ from fb_kernels import cpu
 from fb_kernels.branch_attention_qkv.cpu import places
 from fb_kernels.branch_attention_qkv.reference import check_sequences
 
-ROWS = 64  # the most; sums have one order at any number, so that no row's bits depend on the others
+ROWS = 64  # maximum; the order of sums does not depend on the number of rows, so a row's bits depend on no other
 POINTERS = ctypes.c_void_p * 12
 
 

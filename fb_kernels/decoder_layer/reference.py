@@ -1,4 +1,4 @@
-"""`decoder_layer` by the ops that it is made of: on the CPU in plain PyTorch, elsewhere by whatever runs them."""
+"""`decoder_layer` from the ops that it consists of: plain PyTorch on the CPU, their usual implementations elsewhere."""
 
 from __future__ import annotations
 

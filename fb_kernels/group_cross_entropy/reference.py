@@ -14,7 +14,7 @@ def group_cross_entropy(score: Tensor, target: Tensor, cu_group: Tensor) -> Tens
     groups = segments("group_cross_entropy", cu_group, score.shape[0])
     q = target.double()[:, None]  # [N, 1]
     shifted, _, total = exponentials(score.double()[:, None], groups)
-    terms = torch.where(q == 0, 0.0, q * (total.log() - shifted))  # 0 * inf is no term
+    terms = torch.where(q == 0, 0.0, q * (total.log() - shifted))  # 0 * inf counts as 0
     loss = reduce(terms, "sum", groups)[:-1, 0]
     return torch.where(groups.sound, loss, torch.nan).to(accumulation_dtype(score.dtype))
 

@@ -1,4 +1,4 @@
-"""`joint_pool` in plain PyTorch, on any device: all pairs are compared, so no shape depends on the contents."""
+"""`joint_pool` in plain PyTorch, on any device: all pairs are compared, so that no shape depends on values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def joint_pool(slm_ids: Tensor, llm_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     kept = (ids >= 0) & ~same.tril(-1).any(-1)  # first occurrences
     source = same[..., :split].any(-1).int() + 2 * same[..., split:].any(-1).int()
     count = kept.sum(-1, dtype=torch.int32)
-    ahead, behind = kept.cumsum(-1) - 1, (~kept).cumsum(-1) - 1
-    place = torch.where(kept, ahead, count[..., None] + behind)  # a permutation: kept ids move to the front
+    front, rest = kept.cumsum(-1) - 1, (~kept).cumsum(-1) - 1
+    place = torch.where(kept, front, count[..., None] + rest)  # a permutation: kept ids move to the front
     return (
         torch.empty_like(ids).scatter_(-1, place, ids.masked_fill(~kept, -1)),
         count,

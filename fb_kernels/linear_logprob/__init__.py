@@ -372,7 +372,7 @@ def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple
     top, sumexp, target_logit, lse = ctx.saved_tensors
     counted = (sumexp != 0).any(0)
     on_lse = torch.where(counted, grad_lse - grad_logprob, 0.0)
-    share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows that nobody asks about stay out
+    share = torch.where(on_lse == 0, 0.0, torch.exp(top - lse))  # NaN rows without an upstream gradient add nothing
     shard = torch.arange(top.shape[0], device=top.device)[:, None]
     owner = shard == (target_logit.argmax(0) if top.shape[0] else shard)  # [S, N]
     return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)

@@ -1,6 +1,6 @@
 """The compiled kernels of `linear_logprob` for CPU tensors: few float32 rows over a small vocabulary, and bfloat16.
 
-That one reads the head as it is, by products of bfloat16 where the processor has them, and sums in float32.
+The bfloat16 kernel reads the head as it is, multiplies in bfloat16 if the processor can, and sums in float32.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 from fb_kernels import cpu
 from fb_kernels.linear_logprob import reference
 
-LOGITS = 1 << 16  # the most: from there on torch's threads are ahead
-LEAST = 1e-30  # a soft-cap of which float32 has enough
+LOGITS = 1 << 16  # maximum: above it torch's threads are faster
+LEAST = 1e-30  # minimum soft-cap: float32 is exact enough above it
 
 
 def linear_logprob(
@@ -48,8 +48,8 @@ def linear_logprob(
     if narrow and width and not along:
         return NotImplemented
     if not narrow and not (width and along and rows <= cpu.ROWS):
-        x, x_stride, weight_at = linear(x, weight[:valid]), valid, 0  # its products, contiguous
-    logprob = torch.empty_like(target, dtype=torch.float32)  # quicker than from a shape
+        x, x_stride, weight_at = linear(x, weight[:valid]), valid, 0  # the products, contiguous
+    logprob = torch.empty_like(target, dtype=torch.float32)  # faster than from a shape
     lse, entropy, largest = torch.empty_like(logprob), torch.empty_like(logprob), torch.empty_like(logprob)
     code = found.fbcpu_linear_logprob(
         x.data_ptr(), x_stride, weight_at, weight_stride, bias_at, target.data_ptr(), target.dtype is torch.int64,
@@ -63,6 +63,6 @@ def linear_logprob(
 
 
 def _few(hidden: Tensor, rows: int, valid: int) -> bool:
-    """Whether the call is one of float32 that is quicker on few threads."""
+    """Whether a float32 call is small enough to be faster on few threads."""
     few = rows <= reference.FEW_ROWS and valid <= reference.VOCAB_BLOCK and rows * valid <= LOGITS
     return few and hidden.dtype is torch.float32

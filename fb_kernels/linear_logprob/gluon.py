@@ -1,7 +1,7 @@
 """Hopper's kernel of `linear_logprob`: persistent, one warp that loads, two warpgroups that multiply and reduce.
 
-It writes the statistics that the Triton kernels write, one for each split of the vocabulary, and shares their merge.
-Splits follow from the vocabulary alone, so the bits of a row know neither the other rows nor the GPU's size.
+It writes the same statistics as the Triton kernels, one per split of the vocabulary, and uses their merge. Splits
+depend only on the vocabulary, so a row's bits depend neither on other rows nor on the GPU's size.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def _consume(
 ):  # fmt: skip
     """One half of the rows: maximum, sum of exp and sum of (l - max) exp of a split, and the target's logit in it."""
     HALF: gl.constexpr = BLOCK_M // 2
-    LEAD: gl.constexpr = STAGES // 2  # blocks that the first half is ahead: one reduces while the other multiplies
+    LEAD: gl.constexpr = STAGES // 2  # blocks by which the first half leads: one reduces while the other multiplies
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_V, 16]
     )
     along: gl.constexpr = gl.SliceLayout(1, layout)
     columns = gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
-    logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)  # each tile's first product begins anew
+    logits = gl.full((HALF, BLOCK_V), 0.0, gl.float32, layout)  # a tile's first product starts from zero
     step = 0
     if WHICH == 1:
         mbarrier.wait(lead, 0)
@@ -104,7 +104,7 @@ def _consume(
                 logits = warpgroup_mma(
                     x.index(2 * stage + WHICH), w.index(stage).permute((1, 0)), logits, use_acc=k > 0, is_async=True
                 )
-                logits = warpgroup_mma_wait(1, deps=(logits,))  # of the product before this one, whose stage is free
+                logits = warpgroup_mma_wait(1, deps=(logits,))  # the previous product is done and its stage free
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
                 if WHICH == 0:
                     mbarrier.arrive(lead, pred=step == LEAD)
@@ -152,7 +152,7 @@ def _linear_logprob_gluon_kernel(
     TILES: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Each program walks items, TILES tiles of the vocabulary against BLOCK_M rows, at the distance of their number."""
+    """Each program walks items (TILES tiles of the vocabulary against BLOCK_M rows), one per round of all programs."""
     HALF: gl.constexpr = BLOCK_M // 2
     x = gl.allocate_shared_memory(hidden.dtype, [2 * STAGES, HALF, BLOCK_K], hidden.layout)
     w = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_V, BLOCK_K], weight.layout)
@@ -211,7 +211,7 @@ def statistics(
     """
     (rows, width), valid = hidden.shape, len(weight)
     launch = tuning.linear_logprob_gluon(hidden.dtype, valid, width)
-    if launch["STAGES"] < 2 or launch["TILES"] > 32:  # the ring would stop; a bit of 32 is for each tile
+    if launch["STAGES"] < 2 or launch["TILES"] > 32:  # with 1 stage the ring would deadlock; 32 bits mark the tiles
         raise ValueError(
             f"linear_logprob: expected 2 stages or more and at most 32 tiles, got {launch['STAGES']} and "
             f"{launch['TILES']}; delete the device's file and tune anew"
@@ -230,6 +230,6 @@ def statistics(
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x[N, D] as the copies see it: in tiles, and zero past its ends."""
+    """x[N, D] as the TMA copies see it: in tiles, and zero past its ends."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

@@ -1,4 +1,4 @@
-"""What becomes of a product before its softmax, and which rows and ids count."""
+"""How a product becomes a logit, and which rows and ids count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options(NamedTuple):
         return max(0, min(self.valid_vocab - vocab_start, weight.shape[0]))
 
     def multipliers(self) -> tuple[float, float, float]:
-        """Of products, of the bias and of a soft-cap's tanh: a logit is the sum of the first two, or tanh of it."""
+        """Factors of product, bias and tanh: a logit is the sum of the first two or, soft-capped, tanh of that sum."""
         if self.softcap is None:
             return self.logit_scale / self.temperature, 1 / self.temperature, 1.0
         return self.logit_scale / self.softcap, 1 / self.softcap, self.softcap / self.temperature

@@ -13,10 +13,10 @@ from fb_kernels.linear_logprob.options import Options
 from fb_kernels.precision import accumulation_dtype
 
 ROW_BLOCK = 1024
-VOCAB_BLOCK = 8192  # also bounds the copy of the head's rows in float32
-LOGITS = 1 << 20  # in memory at once: few enough that the passes over a block find it in the cache
+VOCAB_BLOCK = 8192  # also limits the float32 copy of the head's rows
+LOGITS = 1 << 20  # logits of a block: few enough to stay in the cache
 FEW_ROWS = 48
-FAR_BELOW = -1e4  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+FAR_BELOW = -1e4  # relative to the maximum: exp is already 0, and 0 * -inf must not enter the entropy
 
 
 def _logit_blocks(
@@ -35,7 +35,7 @@ def _logit_blocks(
         for column in range(0, valid, step):
             columns = slice(column, min(column + step, valid))
             head = weight[columns].to(dtype)
-            few = x.shape[0] <= FEW_ROWS  # a product of few rows is quicker the other way round
+            few = x.shape[0] <= FEW_ROWS  # a product of few rows is faster transposed
             logits = (head @ x.T).T.contiguous() if few else x @ head.T  # [rows, columns]
             if options.logit_scale != 1.0:
                 logits *= options.logit_scale
@@ -52,7 +52,7 @@ def _logit_blocks(
 
 
 def _outside(target: Tensor, limit: int | None) -> Tensor:
-    """Where an id is in no vocabulary of `limit` ids, or of any size for None."""
+    """Which ids are outside a vocabulary of `limit` ids; for None only negative ones are."""
     return target < 0 if limit is None else (target < 0) | (target >= limit)
 
 
@@ -91,7 +91,7 @@ def _statistics(
         picked[rows] = torch.where(inside, found, picked[rows])
         new_top = torch.maximum(top[rows], logits.amax(1))
         shift = torch.where(new_top == -torch.inf, torch.zeros_like(new_top), new_top)
-        fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays one
+        fall = torch.where(top[rows] == -torch.inf, 0.0, top[rows] - shift)  # an empty sum stays empty
         logits.sub_(shift[:, None]).clamp_(min=FAR_BELOW)
         exponentials = logits.exp()
         weighted[rows] = (weighted[rows] + total[rows] * fall) * fall.exp() + logits.mul_(exponentials).sum(1)
@@ -137,8 +137,8 @@ def _project_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to hidden, weight, bias of sum_n on_target * l[target] + on_exponential * exp(l - shift).
 
-    Where the shift is the lse (`normed`) and a block holds whole rows, the block's own is taken: a forward of another
-    kernel rounds its product differently, which shows where a probability is almost 1.
+    If the shift is the lse (`normed`) and a block holds whole rows, the block's own lse is used: the forward may have
+    been another kernel with other rounding, which matters where a probability is almost 1.
     """
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     dtype = accumulation_dtype(x.dtype)
@@ -211,14 +211,14 @@ def linear_logprob_partials(
     bias: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(max, sumexp, target logit) of one shard; ignored rows are empty in every shard, and no other row is."""
+    """(max, sumexp, target logit) of one shard; ignored rows are (-inf, 0, -inf) in every shard."""
     options = Options(*rest)
     check_targets("linear_logprob_partials", target, options.ignore_index, options.valid_vocab)
     ids = target.reshape(-1).long()
     x = hidden.reshape(ids.shape[0], hidden.shape[-1])
     valid = options.rows(weight_shard, vocab_start)
     top, total, _, picked = _statistics(x, weight_shard, ids - vocab_start, bias, options, valid)
-    total = total.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum itself, also of -inf alone
+    total = total.masked_fill(top == -torch.inf, float(valid > 0))  # the maximum's own term, also of -inf
     picked = picked.masked_fill(_outside(ids, options.valid_vocab), torch.nan)
     ignored = ids == options.ignore_index
     empty = ((top, -torch.inf), (total, 0.0), (picked, -torch.inf))

@@ -1,7 +1,7 @@
 """Triton kernels of `linear_logprob`: statistics of vocabulary tiles, merged in a fixed order.
 
-Two forms of the forward pass write the same statistics: "fused" keeps each tile of logits in registers, "chunked" lets
-cuBLAS write one chunk of them that stays in the L2 cache and reads it once. gluon.py has a third, for Hopper alone.
+Two forms of the forward pass write the same statistics: "fused" keeps each tile of logits in registers; "chunked" has
+cuBLAS write a chunk of logits that stays in the L2 cache, and reads it once. gluon.py has a third, for Hopper only.
 `tuning.linear_logprob_form` chooses.
 """
 
@@ -25,7 +25,7 @@ LARGEST_ID = torch.iinfo(torch.int64).max
 
 @triton.jit
 def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.constexpr):
-    """(logits[M, V] from products and the bias of these columns, the soft-cap's argument or nothing of use)."""
+    """(logits[M, V] from products and the bias of these columns, the soft-cap's argument, unused without one)."""
     x = products * on_products
     if bias is not None:
         x += tl.load(bias + tl.arange(0, inside.shape[0]), mask=inside, other=0.0).to(tl.float32)[None, :] * on_bias
@@ -37,7 +37,7 @@ def _logits(products, bias, inside, on_products, on_bias, on_cap, SOFTCAP: tl.co
 
 @triton.jit
 def _left(end, first, most: tl.constexpr):
-    """How many places from `first` to `end`, in 32 bits."""
+    """Compute end - first, at most `most`, in 32 bits."""
     return tl.minimum(end - first, most).to(tl.int32)
 
 
@@ -76,7 +76,7 @@ def _store_statistics(
         column = tl.where(found, local, -1).to(tl.int32)
         target_logit = tl.sum(tl.where(column[:, None] == tl.arange(0, TILE)[None, :], x, 0.0), 1)
         tl.store(picked + row, target_logit, mask=found)
-    if first + TILE > valid:  # the last tile alone
+    if first + TILE > valid:  # only the last tile
         x = tl.where((tl.arange(0, TILE) < _left(valid, first, TILE))[None, :], x, -float("inf"))
     top = tl.max(x, 1)
     fallen = tl.maximum(x - shift_of(top)[:, None], FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
@@ -100,7 +100,7 @@ def _linear_logprob_fwd_kernel(
     SOFTCAP: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows fastest in the grid, so that the weight streams from memory once.
+    """Rows vary fastest in the grid, so that the weight streams from memory once.
 
     A row holds row_vectors of 16 bytes, and the next one starts hidden_vectors or weight_vectors of them later.
     """
@@ -113,7 +113,7 @@ def _linear_logprob_fwd_kernel(
     x_pointer = tl.multiple_of(hidden + first_row * hidden_stride, 16)
     w_pointer = tl.multiple_of(weight + first_column * weight_stride, 16)
     k = tl.arange(0, BLOCK_K)
-    x_row = tl.minimum(tl.arange(0, BLOCK_M), _left(rows, first_row, BLOCK_M) - 1)  # past the end, the last one again
+    x_row = tl.minimum(tl.arange(0, BLOCK_M), _left(rows, first_row, BLOCK_M) - 1)  # past the end, repeat the last row
     w_row = tl.minimum(tl.arange(0, BLOCK_V), _left(valid, first_column, BLOCK_V) - 1)
     x_offsets, w_offsets = x_row[:, None] * hidden_stride + k[None, :], w_row[:, None] * weight_stride + k[None, :]
     SWAP: tl.constexpr = BLOCK_M < 128  # the tensor cores' longer side belongs to the vocabulary
@@ -138,7 +138,7 @@ def _linear_logprob_fwd_kernel(
             products, bias, target, statistics, picked, row, first_column, tile, rows, valid, vocab_start, tiles,
             on_products, on_bias, on_cap, SOFTCAP, TILE,
         )  # fmt: skip
-    else:  # one half after the other, for fewer registers
+    else:  # one half after the other takes fewer registers
         left, right = tl.split(tl.permute(tl.reshape(products, (BLOCK_M, 2, TILE)), (0, 2, 1)))
         _store_statistics(
             left, bias, target, statistics, picked, row, first_column, 2 * tile, rows, valid, vocab_start, tiles,
@@ -176,7 +176,7 @@ def _merge_statistics_kernel(
 ):  # fmt: skip
     """The tiles' statistics in their order; ids end with `last`.
 
-    As (log-prob, lse, entropy, largest log-prob) or, where nothing is to hold the last, a shard's partials.
+    Writes (log-prob, lse, entropy, largest log-prob) or, if largest_out is None, a shard's partials.
     """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     in_row = row < rows
@@ -212,7 +212,7 @@ def _merge_statistics_kernel(
         tl.store(largest_out + row, tl.where(ignored, 0.0, top - lse), mask=in_row)
     else:
         one = tl.where(ignored, -float("inf"), top)
-        held = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)  # the maximum's own 1
+        held = tl.where(top == -float("inf"), tl.where(valid > 0, 1.0, 0.0), total)  # exp of the maximum minus itself
         two = tl.where(ignored, 0.0, held)
         three = tl.where(ignored, -float("inf"), tl.where(bad, float("nan"), target_logit))
     tl.store(first_out + row, one, mask=in_row)
@@ -245,7 +245,7 @@ def _dlogits_kernel(
     grad += tl.where(here[None, :] == (local - first)[:, None], picks[:, None], 0.0)
     if SOFTCAP:
         fallen = tl.exp(-2 * tl.abs(ratio))
-        grad *= on_cap * (4 * fallen / ((1 + fallen) * (1 + fallen)))  # 1 - tanh^2, without its cancellation
+        grad *= on_cap * (4 * fallen / ((1 + fallen) * (1 + fallen)))  # 1 - tanh^2 without cancellation
     used = (picks != 0) | (scale != 0)  # the logits of other rows may be inf or NaN
     grad = tl.where(used[:, None] & inside[None, :], grad, 0.0)
     if d_bias is not None:
@@ -358,7 +358,7 @@ def linear_logprob_partials_backward(
 
 
 def _rows(hidden: Tensor, rows: int) -> Tensor:
-    """[rows, D] with columns next to each other, without a copy where the strides allow one stride a row."""
+    """[rows, D] with adjacent columns; a copy only if the rows have no common stride."""
     x = hidden.reshape(rows, hidden.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -374,7 +374,7 @@ def _vectors(*operands: Tensor) -> bool:
 
 
 def _for_gluon(*operands: Tensor) -> bool:
-    """Whether gluon.py takes them: 16-bit floats in rows that do not overlap, on a Hopper."""
+    """Whether gluon.py takes them: 16-bit floats in rows that do not overlap, on a Hopper GPU."""
     half = (torch.bfloat16, torch.float16)
     fit = all(x.dtype in half and x.numel() and x.stride(0) >= x.shape[1] for x in operands)
     return fit and HAS_GLUON and tuning.hopper()
@@ -382,7 +382,7 @@ def _for_gluon(*operands: Tensor) -> bool:
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
     """Write a @ b to out, or add it there, accumulated and kept in float32."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA widens results
+    if a.device.type != "cuda" or a.dtype == torch.float32:  # only CUDA has products with wider results
         out.addmm_(a.float(), b.float(), beta=float(add))
     elif add:
         torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
@@ -411,7 +411,7 @@ def _forward(
     if hidden.dtype == torch.float64:
         return NotImplemented
     rows, (_, width), valid = target.numel(), weight.shape, options.rows(weight, vocab_start)
-    last = valid - 1 if whole else LARGEST_ID if options.valid_vocab is None else options.valid_vocab - 1  # a good id
+    last = valid - 1 if whole else LARGEST_ID if options.valid_vocab is None else options.valid_vocab - 1  # a valid id
     x, ids = _rows(hidden, rows), target.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
     results = tuple(x.new_empty(target.shape, dtype=torch.float32) for _ in range(4 if whole else 3))
@@ -421,7 +421,7 @@ def _forward(
     picked = x.new_empty(rows, dtype=torch.float32)
     form = tuning.linear_logprob_form(x.dtype, rows, valid, width) if _vectors(x, weight) else "chunked"
     if form == "gluon" and _for_gluon(x, weight[:valid]):
-        from fb_kernels.linear_logprob import gluon  # experimental: a Triton without it has no need of it
+        from fb_kernels.linear_logprob import gluon  # experimental, and not in every Triton
 
         statistics = gluon.statistics(x, weight[:valid], bias, ids, picked, vocab_start, options)
         tiles = statistics.shape[1]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu
 
-SIZE = 1 << 16  # elements of a state, the most: from there on torch's threads are ahead
+SIZE = 1 << 16  # maximum elements of a state: above it torch's threads are faster
 
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

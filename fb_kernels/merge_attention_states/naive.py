@@ -1,4 +1,4 @@
-"""What `merge_attention_states` means: each state is one key with its lse for a score and its out for a value."""
+"""What `merge_attention_states` means: each state acts as one key whose score is its lse and whose value is its out."""
 
 import torch
 from torch import Tensor

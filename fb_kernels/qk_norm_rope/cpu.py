@@ -8,7 +8,7 @@ from torch import Tensor
 from fb_kernels import cpu
 from fb_kernels.qk_norm_rope import reference
 
-SIZE = 1 << 17  # elements of qkv, the most: from there on torch's threads are ahead
+SIZE = 1 << 17  # maximum elements of qkv: above it torch's threads are faster
 
 
 def qk_norm_rope(

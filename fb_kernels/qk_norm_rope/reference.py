@@ -25,7 +25,7 @@ def _gather(table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         inside = (positions >= 0) & (positions < table.shape[0])
         rows = table[positions.clamp(0, table.shape[0] - 1).long()].to(dtype)
         return torch.where(inside[:, None], rows, torch.nan)[:, None]
-    one = len(positions) == 1  # and they are checked
+    one = len(positions) == 1  # positions were checked already
     rows = table[int(positions)].view(1, 1, -1) if one else table.index_select(0, positions)[:, None]
     return rows if rows.dtype == dtype else rows.to(dtype)
 
@@ -49,7 +49,7 @@ def _host_reads(index: Tensor) -> bool:
 
 
 def check_positions(positions: Tensor, limit: int, op: str = OP) -> None:
-    """Every position a row of the tables, where the host reads them; `op` is named in errors."""
+    """Raise unless every position is a row of the tables, if the host reads them; `op` is named in errors."""
     if not _host_reads(positions) or not len(positions):
         return
     low, high = (int(positions),) * 2 if len(positions) == 1 else map(int, positions.aminmax())
@@ -59,7 +59,7 @@ def check_positions(positions: Tensor, limit: int, op: str = OP) -> None:
 
 
 def check_slots(slots: Tensor, size: int, op: str = OP) -> list[int] | None:
-    """The slots, each in the cache and no two the same but for negative ones; None where the host does not read them.
+    """The slots, checked: in the cache, none twice except negative ones; None if the host does not read them.
 
     `op` is named in errors.
     """
@@ -145,7 +145,7 @@ def qk_norm_rope_out(
     elif size and slots.shape[0]:
         written = (slots >= 0) & (slots < size)
         any_written = written.any()
-        # rows without a slot repeat one that has; where none has, slot 0 receives what it holds
+        # rows without a slot repeat the write of one that has; if none has, slot 0 is written with its own content
         source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), written.int().argmax())
         target = torch.where(any_written, slots[source].long(), 0)
         for cache, rows in ((k_cache, k), (v_cache, v)):

@@ -1,4 +1,4 @@
-"""Triton kernels of `qk_norm_rope`: a program takes HEADS neighbouring heads of a row, be they q's, k's or v's."""
+"""Triton kernels of `qk_norm_rope`: a program takes HEADS adjacent heads of a row, of q, k or v."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fb_kernels.triton.rows import as_rows
 
 @triton.jit
 def _head_of(q, k, v, row, heads, num_heads, num_kv_heads, is_q, is_k, head_dim):
-    """[HEADS, 1] pointers to the heads' first elements in whichever of q[T, Hq, E], k and v[T, Hkv, E] has them."""
+    """[HEADS, 1] pointers to the first elements of heads, each in q[T, Hq, E], k or v[T, Hkv, E]."""
     k_heads = row * num_kv_heads + heads - num_heads
     in_q, in_k = q + (row * num_heads + heads) * head_dim, k + k_heads * head_dim
     in_v = v + (k_heads - num_kv_heads) * head_dim
@@ -43,7 +43,7 @@ def _weights(q_weight, k_weight, is_q, is_k, columns, inside):
 def _inverse_rms(first, second, q_weight, k_weight, is_q, is_k, half, eps):
     """[HEADS, 1], 1 for heads that are not normed."""
     inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half) + eps)
-    normed = is_q & is_k  # none
+    normed = is_q & is_k  # all False
     if q_weight is not None:
         normed = normed | is_q
     if k_weight is not None:
@@ -241,7 +241,7 @@ def qk_norm_rope_backward(
     eps: float,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to qkv, q_weight and k_weight; the weights' are sums a program, then added up in order."""
+    """Gradients to qkv, q_weight and k_weight; the weights' are summed per program, then added in order."""
     if torch.float64 in (qkv.dtype, cos.dtype):
         return NotImplemented
     rows, cos, sin = as_rows(qkv), as_rows(cos), as_rows(sin)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu
 
-SIZE = 1 << 16  # elements, the most: from there on torch's threads are ahead
+SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Triton kernels of `rms_norm`: a row is one block, or several programs that each sum the others' squares too."""
+"""Triton kernels of `rms_norm`: a row is one block, or several programs that each sum all squares of the row."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 def rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor, summed: Tensor, weight: Tensor, eps: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients to the sum and weight; each program adds up the weight's over its rows, then all are added in order."""
+    """Gradients to the sum and weight; each program sums the weight's over its rows; sums are added in order."""
     if summed.dtype == torch.float64:
         return NotImplemented
     rows, upstream, width = as_rows(summed), as_rows(grad_normed), summed.shape[-1]

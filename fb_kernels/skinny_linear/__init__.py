@@ -76,7 +76,7 @@ def skinny_linear(
             checks.shape(op, name, value, expected, letters, remedy)
     checks.positive(op, "eps", eps, "pass the model's rms_norm_eps")
     if swiglu and residual is not None:
-        raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the projection behind")
+        raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the next projection")
     if swiglu and outputs % 2:
         raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
     checks.no_grad(op, x=x, weight=weight, bias=bias, norm_weight=norm_weight, residual=residual)

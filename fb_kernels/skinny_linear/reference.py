@@ -1,4 +1,4 @@
-"""`skinny_linear` in plain PyTorch, on any device, by whichever product is the quickest there."""
+"""`skinny_linear` in plain PyTorch, on any device, by the fastest product of that device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def _is_intel() -> bool:
 
 
 BLAS = torch.backends.mkl.is_available() and _is_intel()  # MKL is 1.1 to 1.2 times as fast there, and slow elsewhere
-ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and not BLAS  # in float32, as the compiler uses it
-SMALL = 1 << 20  # elements of a weight from which that holds for a single row
+ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and not BLAS  # in float32, as torch.compile does
+SMALL = 1 << 20  # elements of a weight from which oneDNN is faster for a single row
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[..., M] of x[..., K] and weight[M, K]."""
-    if x.is_cpu and x.dtype == torch.bfloat16 and (tail := -x.shape[-1] % 32):  # oneDNN's tiles read on in the next row
+    if x.is_cpu and x.dtype == torch.bfloat16 and (tail := -x.shape[-1] % 32):  # oneDNN's tiles read into the next row
         x, weight = (torch.nn.functional.pad(each, (0, tail)) for each in (x, weight))
     if ONEDNN and x.is_cpu and x.dtype == torch.float32 and weight.numel() > (0 if len(x) > 1 else SMALL):
-        bias = None if bias is None else bias.contiguous()  # oneDNN takes its elements for neighbours
+        bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
 

@@ -1,4 +1,4 @@
-"""`skinny_linear` from the kernels of its parts and cuBLAS's product, where there is no compiled one."""
+"""`skinny_linear` from the kernels of its parts and cuBLAS's product, used if there is no compiled kernel."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu
 
-SIZE = 1 << 16  # elements, the most: from there on torch's threads are ahead
+SIZE = 1 << 16  # maximum elements: above it torch's threads are faster
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fb_kernels import cpu
 
-ROWS, K = 8, 64  # the most
+ROWS, K = 8, 64  # maximum
 
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,7 +21,7 @@ def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     if x.stride(1) != 1 and width > 1:
         return NotImplemented
     values = x.new_empty(*leading, k, dtype=torch.float32)
-    indices = torch.empty_like(values, dtype=torch.int64)  # quicker than from a shape
+    indices = torch.empty_like(values, dtype=torch.int64)  # faster than from a shape
     entropy = values.new_empty(*leading) if leading else values.new_empty(())
     found.fbcpu_topk_entropy(
         x.data_ptr(),

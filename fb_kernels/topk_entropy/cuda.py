@@ -7,14 +7,14 @@ from torch import Tensor
 
 from fb_kernels import cuda
 
-ROWS, K, GROUPS = 32, 64, 2048  # the most; rows are few, for Triton does many as well
+ROWS, K, GROUPS = 32, 64, 2048  # maximum; for more rows Triton is as fast
 
 
 def topk_entropy(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(entropy[...], values[..., k], indices[..., k])."""
     shape, width = logits.shape[:-1], logits.shape[-1]
     rows = shape.numel()
-    if logits.dtype not in cuda.DTYPES or rows > ROWS or k > K:  # before anything of that size is allocated
+    if logits.dtype not in cuda.DTYPES or rows > ROWS or k > K:  # before tensors of that size are allocated
         return NotImplemented
     entropy = logits.new_empty(shape, dtype=torch.float32)
     values = logits.new_empty((*shape, k), dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""Triton kernel of `topk_entropy` for many rows: a program reads its row once and then few groups of it again.
+"""Triton kernel of `topk_entropy` for many rows: a program reads its row once, then a few groups of it again.
 
 Columns fall into groups. The K largest elements of a row lie in the K groups whose maxima are the largest, since each
-of these maxima is larger than any element of another group. So the maxima are the first answer, and the rest of their
-groups mends it: few loads, no survivors to count, and nothing that could overflow.
+of these maxima is larger than any element of another group. So the maxima are a first answer, and the other elements of
+their groups correct it: few loads, no candidates to count, and nothing that could overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_K = 128
 
 @triton.jit
 def _order(x, inside):
-    """Int32 that rises with float32 x: one zero, one NaN above +inf; less than any where not `inside`."""
+    """Int32 that rises with float32 x: one zero, one NaN above +inf; below all of these if not `inside`."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & LOW
     order = tl.where(bits < 0, -magnitude, magnitude)

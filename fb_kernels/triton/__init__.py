@@ -1,10 +1,10 @@
-"""What Triton kernels share; those of an op are in its folder, and none is imported before it is wanted."""
+"""What Triton kernels share; an op's kernels are in its folder and imported on first use."""
 
 import os
 
-import triton  # where it is absent, the package is
+import triton  # without Triton this package cannot be imported
 
-HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # as the files gluon.py know it
+HAS_GLUON = triton.__version__.split(".")[:2] in (["3", "6"], ["3", "7"])  # that gluon.py is written for
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from fb_kernels.triton import interpreter

@@ -7,7 +7,7 @@ import math
 import triton
 import triton.language as tl
 
-FAR_BELOW = tl.constexpr(-1e4)  # of the maximum: exp is 0 here already, and 0 * -inf is no term of the entropy
+FAR_BELOW = tl.constexpr(-1e4)  # relative to the maximum: exp is already 0, and 0 * -inf must not enter the entropy
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -23,5 +23,5 @@ def tanh(x):
 
 @triton.jit
 def shift_of(top):
-    """What is taken off the logits before exp: their maximum where it is finite, so that only a NaN makes a NaN."""
+    """What is subtracted from the logits before exp: their maximum if finite, so that only a NaN makes a NaN."""
     return tl.where(tl.abs(top) == float("inf"), 0.0, top)

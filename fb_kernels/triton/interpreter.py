@@ -1,7 +1,7 @@
-"""Mends of Triton's interpreter: bfloat16 as a GPU computes it, masks, and loop bounds that numpy 2.4 cannot convert.
+"""Patches of Triton's interpreter: bfloat16 as a GPU computes it, masks, and loop bounds that numpy 2.4 cannot convert.
 
-Imported under TRITON_INTERPRET=1 alone, ahead of the kernels. Each mend looks at what this Triton does with this numpy
-and replaces only what is wrong there: where bfloat16 is kept as 16-bit integers, Triton multiplies and rounds those.
+Imported only under TRITON_INTERPRET=1, before the kernels. Each patch tests this Triton with this numpy and replaces
+only what is wrong: if bfloat16 is kept as 16-bit integers, for example, Triton would multiply and round the integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def mend() -> None:
-    """Replace what is wrong; a second time changes nothing."""
+    """Apply the patches that are needed; a second call changes nothing."""
     builder = InterpreterBuilder
     if builder.cast_impl.__module__ != __name__ and _integers_for_bfloat16():
         builder.cast_impl = _cast(builder.cast_impl)
@@ -30,20 +30,20 @@ def mend() -> None:
 
 
 def _integers_for_bfloat16() -> bool:
-    """Whether a bfloat16 value is handled as the integer of its bits."""
+    """Whether a bfloat16 value is handled as an integer with its bits."""
     number = TensorHandle(np.ones(1, np.float32), tl.float32)
     return np.issubdtype(InterpreterBuilder().cast_impl(number, tl.bfloat16).data.dtype, np.integer)
 
 
 class _Attributes(dict):
-    """Takes what would be set on a class while a kernel runs."""
+    """Records the attributes that Triton sets on a class while a kernel runs."""
 
     def set_attr(self, _: Any, name: str, value: Any) -> None:
         self[name] = value
 
 
 def _reads_bounds() -> bool:
-    """Whether a scalar, of one element in one dimension here, is taken for the bound of a loop."""
+    """Whether a scalar (one element in one dimension here) is accepted as the bound of a loop."""
     patched, scalar = _Attributes(), tl.core.tensor(TensorHandle(np.ones(1, np.int32), tl.int32), tl.int32)
     interpreter._patch_lang_tensor(tl.core.tensor, patched)
     try:
@@ -54,7 +54,7 @@ def _reads_bounds() -> bool:
 
 
 def _takes_integer_masks() -> bool:
-    """Whether a mask may be what a truth value becomes when it is spread over a tile: integers, which 3.9 refuses."""
+    """Whether a mask may hold integers, as a boolean broadcast to a tile does; Triton 3.9 refuses them."""
     number = np.ones(1, np.float32)
     try:
         interpreter._interpreter.load(
@@ -66,7 +66,7 @@ def _takes_integer_masks() -> bool:
 
 
 def _masked(original: Callable, place: int) -> Callable:
-    """With the mask, the argument at that place, as truth values."""
+    """The function with its mask, the argument at that place, converted to booleans."""
 
     def masked(self: Any, *given: Any) -> Any:
         mask = TensorHandle(given[place].data.astype(bool), tl.int1)

@@ -196,7 +196,7 @@ def test_separable_outcomes_keep_theta_finite() -> None:
         ({"terms": [torch.zeros(6)] * 25}, ValueError, r"got \[6\]"),
         ({"terms": [torch.full((2, 6), math.nan)] * 25}, ValueError, "with 12 that are not"),
         ({"terms": [torch.full((2, 6), math.inf)] * 25}, ValueError, "with 12 that are not"),
-        ({"terms": [torch.zeros(3, 6)] * 25}, ValueError, r"one outcome a candidate, \[3\], got \[2\]"),
+        ({"terms": [torch.zeros(3, 6)] * 25}, ValueError, r"one outcome per candidate, \[3\], got \[2\]"),
         ({"outcomes": [torch.tensor([1.0, 0.0])] * 25}, TypeError, "bool outcomes, got torch.float32 in state 0"),
         ({"minimum_mixed": 0}, ValueError, "minimum_mixed"),
         ({"penalty": 0.0}, ValueError, "penalty"),

@@ -163,8 +163,8 @@ def test_on_token_sees_every_token_and_its_event(pair):
         ({"max-new-tokens": 0}, "max_new_tokens"),
         ({"adapter": "no-adapter"}, "no-adapter"),
         ({"flavour": "tgi"}, "flavour"),
-        ({"certainty": 0.6}, "certainty: expected --adapter beside it"),
-        ({"api-key-variable": "KEY"}, "api_key_variable: expected --server beside it"),
+        ({"certainty": 0.6}, "certainty: expected --adapter with it"),
+        ({"api-key-variable": "KEY"}, "api_key_variable: expected --server with it"),
         (
             {"llm": None, "server": "http://127.0.0.1:9", "api-key-variable": "NO_KEY"},
             "expected NO_KEY in the environment",

@@ -306,7 +306,7 @@ def test_greedy_asks_nobody_and_options_come_from_the_recipe(run, chosen_setting
     loaded = replace(loaded, options=loaded.options | {"span": Span(4, frozenset({9}), agree=True)})
     loaded.save(direct)
     assert deployment_of(direct, slm, span=0).options["span"] == Span(None, frozenset({9}), agree=True)
-    with pytest.raises(ValueError, match=r"certainty: expected none beside the recipe in .* \(direct LLM score\)"):
+    with pytest.raises(ValueError, match=r"certainty: expected none with the recipe in .* \(direct LLM score\)"):
         deployment_of(direct, slm, certainty=0.5)
 
 

@@ -128,7 +128,7 @@ def test_more_processes_than_microbatches_are_refused(undisturbed, tmp_path):
     for rank, process in enumerate(both(called, tmp_path)):
         process.join(HANG)
         assert process.exitcode == 2
-        assert "expected at most one a microbatch" in (tmp_path / str(rank) / "stderr").read_text()
+        assert "expected at most one per microbatch" in (tmp_path / str(rank) / "stderr").read_text()
 
 
 @pytest.mark.slow

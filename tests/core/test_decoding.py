@@ -423,7 +423,7 @@ def test_candidate_pool_clamps_and_copes_with_foreign_ids():
     (large,) = candidate_pool(logits[:1], Fixed(([9, 2], None)), two[:1], "llm", 2, 99)
     assert asked == [(4, None)]
     assert (large.ids.tolist(), large.sources.tolist(), large.llm_logprob.tolist()) == ([2], [2], [-2.0])
-    with pytest.raises(ValueError, match="llm: expected a candidate among the 4 common ids, got none"):
+    with pytest.raises(ValueError, match="llm: expected a candidate among the 4 shared ids, got none"):
         candidate_pool(logits[:1], Fixed(([9], None)), two[:1], "llm", 2, 1)
     with pytest.raises(ValueError, match="llm: expected log-probabilities of the 2 score_ids, got None"):
         candidate_pool(logits[:1], Fixed(([2], None)), two[:1], "joint", 2, 1)

@@ -243,9 +243,7 @@ def test_what_cannot_be_scored_is_refused(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str
 ) -> None:
     lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
-    with pytest.raises(
-        ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored behind it, got"
-    ):
+    with pytest.raises(ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored after it, got"):
         lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
 
 
@@ -269,7 +267,9 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         assert [call[1:] for call in lm.cache_hook.calls] == list(zip(asked, wanted, strict=True))
         assert lm.engine.load.pages == 0
     sampled = requests("generate_until", ("Kate", {"until": [], "do_sample": True, "temperature": 1.0}))
-    with pytest.raises(ValueError, match=r"^do_sample: expected false, as a pair decodes, got true; use --model hf$"):
+    with pytest.raises(
+        ValueError, match=r"^do_sample: expected false, since a pair decodes greedily, got true; use --model hf$"
+    ):
         lm.generate_until(sampled, disable_tqdm=True)
     found = simple_evaluate(
         model="futurebridge",
@@ -281,7 +281,7 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
         device="cpu",
     )
     assert found["n-samples"]["fb_generate"]["effective"] == 3
-    with pytest.raises(ValueError, match=r"^adapter: expected an llm beside it"):
+    with pytest.raises(ValueError, match=r"^adapter: expected an llm with it"):
         FutureBridgeLM(model, tokenizer=words, adapter="folder")
 
 

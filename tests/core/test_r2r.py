@@ -398,8 +398,8 @@ def test_labels_of_nothing():
     ("options", "error", "message"),
     [
         ({"mode": "other"}, ValueError, "mode: expected 'token', 'events' or 'entropy'"),
-        ({"mode": "events"}, ValueError, "policy: expected one in mode 'events' alone"),
-        ({"policy": RequestPolicy(1.0)}, ValueError, "policy: expected one in mode 'events' alone"),
+        ({"mode": "events"}, ValueError, "policy: expected one in mode 'events' only"),
+        ({"policy": RequestPolicy(1.0)}, ValueError, "policy: expected one in mode 'events' only"),
         ({"threshold": math.nan}, ValueError, "threshold: expected a number"),
         ({"threshold": "high"}, ValueError, "threshold: expected a number"),
         ({"router": None}, TypeError, "router: expected an R2RRouter in mode 'token', got NoneType"),

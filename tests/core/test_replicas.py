@@ -256,7 +256,7 @@ def test_the_end_lets_a_stream_finish_and_leaves_no_process(seen):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--replicas", "2"], "replicas: expected --engine ray beside it, got none"),
+        (["--replicas", "2"], "replicas: expected --engine ray with it, got none"),
         (["--engine", "slurm"], "engine: expected local or ray, got 'slurm'"),
         (["--engine", "ray", "--device", "cuda:1"], "device: expected auto, cpu or cuda with --engine ray, got cuda:1"),
     ],

@@ -746,7 +746,7 @@ def test_a_call_from_inside_a_generation_is_refused_and_the_decoder_goes_on(tmp_
 
     def on_token(token, event):
         for call in (lambda: decoder.generate(ids, 2), lambda: decoder.load_adapter(tmp_path)):
-            with pytest.raises(ValueError, match="expected a decoder at rest, got a call from inside") as no:
+            with pytest.raises(ValueError, match="expected an idle decoder, got a call from inside") as no:
                 call()
             refused.append(no)
 

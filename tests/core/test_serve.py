@@ -169,7 +169,7 @@ def test_stop_strings_limits_and_overrides(server, problems, expected):
 
 
 REFUSED = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "expected 0, or nothing, got 0.5; this server heeds no other"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "expected 0, or nothing, got 0.5; this server supports no other"),
     ({"presence_penalty": -1}, "presence_penalty", "expected 0"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "expected {}, or nothing"),
     ({"echo": True, "logprobs": 1}, "echo", "expected false, or nothing, got true"),
@@ -179,7 +179,7 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format", 'expected {"type": "text"}'),
     ({"temperature": 0.7}, "temperature", "expected 0"),
     ({"top_p": 0.5}, "top_p", "expected 1"),
-    ({"guided_json": {}}, "guided_json", "expected a parameter that this server heeds"),
+    ({"guided_json": {}}, "guided_json", "expected a parameter that this server supports"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -188,7 +188,7 @@ REFUSED = [
     ({"stop": ["a"] * 17}, "stop", "at most 16 strings"),
     ({"stop": "a" * 257}, "stop", "of at most 256 characters"),
     ({"stop": [7]}, "stop", "expected a string or a list of them, got [7]"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "with stream true alone"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream true"),
     ({"stream": True, "stream_options": {"all": 1}}, "stream_options.all", "expected a parameter"),
     ({"prompt": [10**6]}, "prompt", "expected ids from 0 below 34, got 1000000"),
     ({"prompt": []}, "prompt", "expected a string, token ids from 0, or a list of such, not empty"),
@@ -210,7 +210,7 @@ REFUSED = [
     ({"futurebridge": 7}, "futurebridge", "object"),
 ]
 REFUSED_CHATS = [
-    ({"top_logprobs": 2}, "top_logprobs", "expected it with logprobs true alone"),
+    ({"top_logprobs": 2}, "top_logprobs", "expected it only with logprobs true"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "expected it or max_tokens, got both"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.role", "'system', 'user' or 'assistant'"),

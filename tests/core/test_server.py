@@ -461,7 +461,7 @@ def test_answers_are_bounded(monkeypatch, chunked):
         ({"completion_probabilities": []}, "an answer that does not fit .IndexError"),
         ({"completion_probabilities": [None]}, "an answer that does not fit .TypeError"),
         ({"completion_probabilities": [{"top_logprobs": [[1, 2]]}]}, "an answer that does not fit"),
-        (probs((4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores behind 2 tokens, got 2 and no score"),
+        (probs((4, -1.5), (3, -0.5)), "expected 3 candidates and 0 scores after 2 tokens, got 2 and no score"),
         (probs((4, -1.5), (4, -1.5), (3, -0.5)), "token id 4 comes twice"),
         (probs((4, math.nan)), "log-probability nan of id 4 is not a number up to 0"),
         (probs((4, 0.01)), "log-probability 0.01 of id 4 is not a number up to 0"),
@@ -668,7 +668,7 @@ def test_a_most_likely_token_that_nothing_speaks_for_is_no_answer(flavour, value
 )
 def test_completions_that_do_not_fit(flavour, wrap):
     for ids, sentence in (
-        ([], "expected 1 to 4 tokens behind 2, got none"),
+        ([], "expected 1 to 4 tokens after 2, got none"),
         ([5, V], "token id 50 is not one"),
         (None, "None is not a list of token ids"),
         ("56", "'56' is not a list of token ids"),

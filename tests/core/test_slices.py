@@ -119,7 +119,7 @@ def test_a_slice_is_frozen_and_travels(tmp_path):
     }
     assert counted(pickle.loads(pickle.dumps(part))) == counted(part)
     for where, name in ((part, "verify"), (part.collect, "slm_k"), (part.collect, "top_k")):
-        with pytest.raises(AttributeError, match="expected to be read alone"):
+        with pytest.raises(AttributeError, match="expected to be only read"):
             setattr(where, name, 1)
     with pytest.raises(AttributeError):
         _ = part.collect.top_k

@@ -261,8 +261,8 @@ def test_a_run_with_spans_from_the_scores_to_the_benchmarks(run, pair, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"score": {"future": "own"}}, "score.future: expected 'llm' beside futures.span, got 'own'"),
-        ({"train": {"hindsight": 2}}, "train.hindsight: expected 0 beside futures.span, got 2"),
+        ({"score": {"future": "own"}}, "score.future: expected 'llm' with futures.span, got 'own'"),
+        ({"train": {"hindsight": 2}}, "train.hindsight: expected 0 with futures.span, got 2"),
     ],
 )
 def test_what_spans_cannot_go_with(changes, words):

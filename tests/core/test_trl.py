@@ -307,11 +307,11 @@ def mixture() -> MixtralForCausalLM:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        (tiny, {"entropy_coef": 0.1}, "entropy_coef: expected a setting without it, got it in use; pass 0"),
-        (tiny, {"use_adaptive_entropy": True}, "entropy_coef: expected a setting without it"),
-        (tiny, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected a setting without it"),
-        (tiny, {"torch_compile": True}, "torch_compile: expected a setting without it"),
-        (mixture, {}, "router_aux_loss_coef: expected a setting without it"),
+        (tiny, {"entropy_coef": 0.1}, "entropy_coef: expected it to be off, got it in use; pass 0"),
+        (tiny, {"use_adaptive_entropy": True}, "entropy_coef: expected it to be off"),
+        (tiny, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32: expected it to be off"),
+        (tiny, {"torch_compile": True}, "torch_compile: expected it to be off"),
+        (mixture, {}, "router_aux_loss_coef: expected it to be off"),
         (tiny, {"peft_config": adapter(lora_dropout=0.1)}, "expected no dropout, got 0.1 in .*; pass disable_dropout"),
         (
             lambda: tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),

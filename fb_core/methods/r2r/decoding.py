@@ -42,22 +42,22 @@ def r2r(
         llm: the large one.
         router: trained for this SLM, in eval mode; None in mode "entropy".
         prompts: [P] int64 each, of any lengths.
-        max_new_tokens: the most tokens of a generation.
+        max_new_tokens: maximum tokens of a generation.
         threshold: of the router's probability, or of the entropy in nats in mode "entropy"; reaching it routes.
         mode: "token" asks the router at every token; "events" only where the policy would ask the LLM; "entropy" is the
             switch without a router.
-        policy: of mode "events", and only of it.
-        max_events: the first so many events of a generation are served, then the SLM decodes alone; None for all.
+        policy: for mode "events" only.
+        max_events: maximum events of a generation, after which the SLM decodes alone; None for no limit.
         tokenizer: as in `CollaborativeDecoder`.
-        batch_tokens: the most tokens, padding and new ones included, that one batch may hold.
+        batch_tokens: maximum tokens of one batch, padding and new ones included.
 
     Returns:
-        One generation a prompt, in order. Each routed token is an event: its pool is the SLM's token and the LLM's (one
-        entry where they agree), the LLM's chosen. In mode "events" an admitted state that the router leaves to the SLM
-        is one too: its pool is the SLM's token alone, its llm_logprob NaN, and the LLM was not asked.
+        One generation per prompt, in order. Each routed token is an event: its pool has the SLM's token and the LLM's
+        (one entry if they agree), and the LLM's is chosen. In mode "events" an admitted state that the router leaves to
+        the SLM is an event too: its pool has the SLM's token alone, its llm_logprob is NaN, and the LLM was not asked.
 
     Raises:
-        TypeError: as `CollaborativeDecoder`, or a router that is none.
+        TypeError: as `CollaborativeDecoder`, or a router that is not an R2RRouter.
         ValueError: as `CollaborativeDecoder` and its `generate`, an unknown mode, a policy without its mode or the
             reverse, a router of another SLM or in training mode, or a NaN threshold.
         OSError: the LLM did not answer.
@@ -66,7 +66,7 @@ def r2r(
         raise ValueError(f"mode: expected 'token', 'events' or 'entropy', got {mode!r}; 'token' is the method's own")
     if (policy is not None) != (mode == "events"):
         raise ValueError(
-            f"policy: expected one in mode 'events' alone, got {policy} in mode {mode!r}; add or drop the policy"
+            f"policy: expected one in mode 'events' only, got {policy} in mode {mode!r}; add or drop the policy"
         )
     if not isinstance(threshold, int | float) or math.isnan(threshold):
         raise ValueError(f"threshold: expected a number, got {threshold!r}; use inf to never route")
@@ -122,7 +122,7 @@ class Switch(RequestPolicy):
         return torch.special.entr(logits.softmax(-1)).sum(-1)
 
     def asks(self, entropy: Tensor) -> Tensor:
-        """Equality asks, too."""
+        """Whether the entropy reaches the threshold; equality asks too."""
         return entropy >= self.threshold
 
 

@@ -20,14 +20,14 @@ from fb_core.llm import Ids, checked_prompts
 
 WEIGHTS, DESCRIPTION, FORMAT = "router.safetensors", "router.json", 2
 LARGEST = {"logits_size": 1 << 20, "width": 1 << 16, "blocks": 256}
-EXPANSION = 4  # inner width of a block by its width
+EXPANSION = 4  # inner width of a block, as a multiple of its width
 
 
 class RouterFeatures(NamedTuple):
     """What the router sees at n positions."""
 
-    hidden: Tensor  # [n, D] float32, behind the final norm
-    logits: Tensor  # [n, L] float32, the largest, falling
+    hidden: Tensor  # [n, D] float32, after the final norm
+    logits: Tensor  # [n, L] float32, the largest, in descending order
     embedding: Tensor  # [n, E] float32, of `token`
     token: Tensor  # [n] int64, the SLM's likeliest
 
@@ -137,7 +137,7 @@ class R2RRouter(nn.Module):
                 f"{folder / DESCRIPTION}: expected format {FORMAT} with its settings, got something else; load it with "
                 "the version that wrote it"
             )
-        with torch.device("meta"):  # a stated size costs no memory before the weights agree with it
+        with torch.device("meta"):  # no memory is allocated before the weights match the stated sizes
             router = cls(slm, **settings)
         if description.get("base") != router.base:
             raise ValueError(
@@ -171,8 +171,8 @@ def router_features(
         slm: the small model, in eval mode.
         trajectories: (prompt [P], response [n]) token ids of each.
         logits_size: number of largest logits, clamped to the vocabulary.
-        vocabulary: ids from here on never count; None for all of the model's.
-        batch_tokens: the most tokens, padding included, of one batch.
+        vocabulary: ids from this one on never count; None if all of the model's do.
+        batch_tokens: maximum tokens of one batch, padding included.
 
     Returns:
         The n rows of every trajectory, row i before response[i].
@@ -189,7 +189,7 @@ def router_features(
     checked_prompts("trajectory", joined, slm, room=0)
     found: dict[int, RouterFeatures] = {}
     for rows in hf.batches([len(ids) for ids in joined], 0, batch_tokens):
-        ids = pad_sequence([joined[row] for row in rows], batch_first=True)  # causal: nobody sees the padding behind
+        ids = pad_sequence([joined[row] for row in rows], batch_first=True)  # causal: padding after a row is not seen
         for row, hidden in zip(rows, slm.base_model(input_ids=ids, use_cache=False).last_hidden_state, strict=True):
             read = hidden[len(prompts[row]) - 1 : len(joined[row]) - 1]
             parts = [

@@ -1,4 +1,4 @@
-"""R2R's router trained: labels of divergent positions, AdamW, and the threshold of a recall."""
+"""Training of R2R's router: labels of divergent positions, AdamW, and the threshold for a recall."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fb_core.verify import Verifier
 class Divergence(NamedTuple):
     """The labels of one trajectory, for every token of its response."""
 
-    differs: Tensor  # [n] bool: SLM and LLM would write another token here
-    divergent: Tensor  # [n] bool: and behind the SLM's the LLM no longer finds the right answer
+    differs: Tensor  # [n] bool: SLM and LLM would write different tokens here
+    divergent: Tensor  # [n] bool: and after the SLM's token the LLM no longer finds the right answer
 
 
 def divergence_labels(
@@ -34,10 +34,10 @@ def divergence_labels(
     verifier: Verifier,
     max_new_tokens: int = 4096,
 ) -> list[Divergence]:
-    """Where the SLM's token instead of the LLM's costs the right answer.
+    """Where taking the SLM's token instead of the LLM's costs the right answer.
 
-    The LLM is asked for its token before every token of a response, and for its continuation behind the SLM's token
-    where both differ; where that ends wrong, also for the continuation behind its own.
+    The LLM gives its token at every place of a response. Where the SLM's token differs, the LLM continues after the
+    SLM's token; where that answer is wrong, it also continues after its own.
 
     Args:
         slm: the small model, in eval mode.
@@ -46,7 +46,7 @@ def divergence_labels(
         golds: the right answer of each.
         tokenizer: the one both models use.
         verifier: judges the answers.
-        max_new_tokens: the most tokens of an answer, the response up to the position included.
+        max_new_tokens: maximum tokens of an answer, the response up to the position included.
 
     Returns:
         The labels of every trajectory, in order.
@@ -115,7 +115,7 @@ def train_router(
         batch_size: positions of one step.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
-        recall_factor: times the number of negatives by that of positives is the weight of a positive.
+        recall_factor: the weight of a positive is this times negatives / positives.
         seed: of the order and of dropout.
 
     Returns:
@@ -167,12 +167,12 @@ def train_router(
 
 
 def recall_threshold(probability: Tensor, divergent: Tensor, min_recall: float = 0.95) -> float:
-    """The highest threshold at which enough of the divergent positions are routed, equality routing.
+    """The highest threshold that routes enough of the divergent positions; equality routes.
 
     Args:
         probability: [n] the router's at held-out positions.
         divergent: [n] bool, their labels.
-        min_recall: the least share of divergent positions that are routed, above 0 and at most 1.
+        min_recall: minimum share of divergent positions that are routed, above 0 and at most 1.
 
     Returns:
         one of the probabilities; every position that reaches it is routed, tied ones included.
