@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -127,8 +128,19 @@ def last_outputs(
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    found = model(input_ids=ids, output_hidden_states=hidden, **options)
+    with _contiguous_input(model.get_output_embeddings()):
+        found = model(input_ids=ids, output_hidden_states=hidden, **options)
     return found.logits[:, -1].float(), found.hidden_states[-1][:, -1] if hidden else None
+
+
+def _contiguous_input(head: nn.Module | None) -> AbstractContextManager[object]:
+    """While it lasts, the LM head reads contiguous rows.
+
+    The last position of each row is a slice [B, 1, D], for which F.linear makes B copies of the weight on a CPU.
+    """
+    if head is None:
+        return nullcontext()
+    return head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
 
 
 @torch.no_grad()
