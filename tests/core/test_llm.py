@@ -102,7 +102,7 @@ def test_batches_equal_single_queries(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_head_of_a_batch_reads_contiguous_rows(family):
-    """F.linear of a slice [B, 1, D] makes B copies of the weight: 14 GB for 250 prompts of a model of 135M parameters."""
+    """F.linear of a slice [B, 1, D] copies the weight B times: 14 GB for 250 prompts and 135M parameters."""
     model, seen = tiny(family), []
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, out: seen.append(inputs[0]))
     prompts = [torch.arange(3, 3 + length) for length in (9, 5, 7)]
