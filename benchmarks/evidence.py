@@ -319,7 +319,7 @@ def accuracies(cells: Cells) -> list[str]:
 
 def best_in_hindsight(cells: Cells, cell: Mapping[str, Any]) -> str:
     """The best recipe on a cell's test problems; takeover does not count."""
-    names = [GREEDY.label, DIRECT.label, PUBLISHED.label, *cell["tried"]]
+    names = (name for name in cell["rows"] if name != TAKEOVER)
     return max(names, key=lambda name: cells.correct(cell, name).mean())
 
 
@@ -506,8 +506,8 @@ def page(cells: Cells) -> str:
         *goals(cells, choice.delta, choice.level),
         "",
         "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
-        f"{problems} problems. The best recipe in hindsight is the best of a dozen on the same problems that judge it, "
-        "which favours it.",
+        f"{problems} problems. The best recipe in hindsight is the best of all that were decoded, takeover left out. It "
+        "is picked on the same problems that judge it, which favours it.",
         "",
         "## Never worse?",
         "",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
-from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, points, times_below
+from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
@@ -115,6 +115,12 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its table of recipes regenerated."""
     found = root / ROWS
     return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
+
+
+def render_evidence(text: str, root: Path = ROOT) -> str:
+    """docs/evidence.md, all of it."""
+    found = root / CELLS
+    return page(Cells(json.loads(found.read_text()))) if found.is_file() else text
 
 
 def render_benchmarks(text: str, root: Path = ROOT) -> str:
@@ -273,6 +279,7 @@ LAYOUT = "docs/branch_layout.svg"
 RENDERED = {  # by file
     "README.md": render,
     "docs/worlds.md": render_worlds,
+    "docs/evidence.md": render_evidence,
     "docs/benchmarks.md": render_benchmarks,
     "docs/cost.md": render_cost,
     "docs/ops.md": render_ops,
