@@ -506,8 +506,8 @@ def page(cells: Cells) -> str:
         *goals(cells, choice.delta, choice.level),
         "",
         "A cell's own difference is an estimate: two equally good recipes sometimes differ by 2 points or more on "
-        f"{problems} problems. The best recipe in hindsight is the best of all that were decoded, takeover left out. It "
-        "is picked on the same problems that judge it, which favours it.",
+        f"{problems} problems. The best recipe in hindsight is the best of all that were decoded, takeover left out. "
+        "It is picked on the same problems that judge it, which favours it.",
         "",
         "## Never worse?",
         "",

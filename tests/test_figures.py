@@ -43,16 +43,7 @@ def root(tmp_path: Path) -> Path:
     for name in ("experiments", "evidence"):
         if (ROOT / "docs" / name).exists():
             shutil.copytree(ROOT / "docs" / name, tmp_path / "docs" / name)
-    for name in (
-        "scale.md",
-        "cost.md",
-        "ops.md",
-        "settings.md",
-        "worlds.md",
-        "benchmarks.md",
-        "serving.md",
-        "shared_prefix.md",
-    ):
+    for name in (name.removeprefix("docs/") for name in figures.RENDERED if name.startswith("docs/")):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     shutil.copy(ROOT / "benchmarks" / "NOTES.md", tmp_path / "benchmarks")
     return tmp_path
