@@ -97,7 +97,7 @@ def _why_not_take_over(cells: Cells) -> str:
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
     """Five results, each at the longest-running shape that was timed, next to the fastest alternative."""
     lines = ["| what | shape | ours | fastest alternative | its time / ours |", "|---|---|---|---|---|"]
-    device = ""
+    where: dict[str, list[str]] = {}  # a machine, and when and at which commits
     for label, file, op, said in SPEED:
         cases = [case for case in results.get(file, {}).get("cases", ()) if case["op"] == op and said in case["shape"]]
         best = roofline.best_peers(cases)
@@ -107,8 +107,11 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
             peer = best[op, case["shape"]]
             time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
             lines.append(f"| {label} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
-            device = device or f"{results[file]['device']}, torch {results[file]['torch']}"
-    return [*lines, "", f"*Measured on {device}.*"]
+            made = results[file]
+            stamp = f"{made['date'][:10]} at {made['commit'][:7]}"
+            where.setdefault(f"{made['device']}, torch {made['torch']}", []).append(stamp)
+    found = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
+    return [*lines, "", f"*Measured on {'; '.join(found)}.*"]
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:

@@ -97,7 +97,7 @@ def test_gpu_results_are_shown(gpu_root: Path) -> None:
     assert reached in (gpu_root / "benchmarks" / "NOTES.md").read_text()
     readme = (gpu_root / "README.md").read_text()
     assert "| one decode step | P=256, mean of 32 steps (cold L2) | 40.0 ms | good peer | 2.00x |" in readme
-    assert "*Measured on NVIDIA Made-Up, torch 2.11.*" in readme
+    assert "*Measured on NVIDIA Made-Up, torch 2.11 (2026-01-01 at 0123456).*" in readme
     for name, rendered in figures.RENDERED.items():
         text = (gpu_root / name).read_text()
         assert rendered(text, gpu_root) == text
