@@ -108,7 +108,8 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
             time, ratio = case["median_us"] / 1e3, peer["median_us"] / case["median_us"]
             lines.append(f"| {label} | {case['shape']} | {time:.1f} ms | {peer['impl']} | {ratio:.2f}x |")
             made = results[file]
-            stamp = f"{made['date'][:10]} at {made['commit'][:7]}"
+            changed = "+" * made["commit"].endswith("+")  # of a tree with changes of its own
+            stamp = f"{made['date'][:10]} at {made['commit'][:7]}{changed}"
             where.setdefault(f"{made['device']}, torch {made['torch']}", []).append(stamp)
     found = (f"{machine} ({', '.join(dict.fromkeys(stamps))})" for machine, stamps in where.items())
     return [*lines, "", f"*Measured on {'; '.join(found)}.*"]

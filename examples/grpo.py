@@ -1,7 +1,7 @@
 """GRPO with TRL where each prompt of a batch runs once: a tiny model learns to write tokens with even ids.
 
 `SharedPrefixGRPOTrainer` replaces `trl.GRPOTrainer`; nothing else changes. Run it with
-`python examples/grpo.py [--steps N] [--own]` (`pip install 'futurebridge[trl]'`). --own trains with TRL's own trainer,
+`python examples/grpo.py [--steps N] [--own]` (`pip install '.[trl]'`). --own trains with TRL's own trainer,
 which gets the same rewards.
 """
 

@@ -33,7 +33,7 @@ def write_file(path: Path, data: bytes) -> None:
             f"{path}: expected to write {len(data)} bytes, got: {problem.strerror}; {remedy} and run the command "
             "again, finished shards are kept",
         ) from problem
-    with suppress(OSError):  # not every file system can sync a folder sync a folder
+    with suppress(OSError):  # not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

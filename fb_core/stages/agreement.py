@@ -261,13 +261,16 @@ def _percent(value: Interval | None) -> str:
 def agreement_table(settings: RunSettings, run: Path) -> str:
     """Agreement and coverage on the held-out states in Markdown."""
     states = judged_states(settings, run)
-    head = ("pairwise accuracy, %", "pairs", "top-1 success, %", "states", "top-1 success, mixed states, %")
+    head = (
+        *("pairwise accuracy, % [95%]", "pairs", "top-1 success, % [95%]", "states"),
+        "top-1 success, mixed states, % [95%]",
+    )
     lines = [f"| events | score | {' | '.join(head)} | mixed states |", "|---|---|---|---|---|---|---|---|"]
     for row in agreement_rows(states):
         pairwise, top1, mixed = (_percent(row[name]) for name in ("pairwise", "top1", "top1_mixed"))
         cells = (row["kind"], row["score"], pairwise, row["pairs"], top1, row["states"], mixed, row["mixed_states"])
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "| pool | mean size | coverage, % | states | coverage, mixed states, % | mixed states |"]
+    lines += ["", "| pool | mean size | coverage, % [95%] | states | coverage, mixed states, % [95%] | mixed states |"]
     lines.append("|---|---|---|---|---|---|")
     for row in coverage_rows(states):
         lines.append(

@@ -134,5 +134,6 @@ def _check_choice(settings: RunSettings) -> None:
     if settings.problems.certification and not settings.rollouts.train:
         raise ValueError(
             "rollouts.train: expected more than 0 with problems.certification, since gates and value heads are fitted "
-            "to rollouts of training states, got 0; 0.2 is the default"
+            "to rollouts of training states, got 0; leave it at 0.2, or set problems.certification to 0 to choose no "
+            "recipe"
         )

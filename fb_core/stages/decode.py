@@ -1,4 +1,4 @@
-"""Decoding problems with methods: the row format and the stage that selection, evaluation and comparison build on."""
+"""Decoding problems with methods: rows, and the stage under selection, choice, evaluation, comparison and costs."""
 
 from __future__ import annotations
 

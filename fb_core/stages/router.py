@@ -25,7 +25,7 @@ HELD_OUT = 5  # every fifth solution is held out to set the threshold
 
 
 class RouterLabelStage(Stage):
-    """The LLM's solutions of training problems, and the steps at which the SLM's token would change the answer."""
+    """The LLM's solutions of training problems, and the steps at which the SLM's token would cost the right answer."""
 
     name = "router-labels"
     command = "experiment"

@@ -203,7 +203,7 @@ def possible(choice: ChoiceSettings, trained: Sequence[str]) -> list[Recipe]:
         for value in (None, *choice.values):
             for scores in ("slm", "llm", *trained):
                 for certainty in (None, *choice.certainties):
-                    idle = scores == "slm" and (value is not None or certainty is None)  # takes the SLM's token anyway
+                    idle = scores == "slm" and (value is not None or certainty is None)  # no scores to weigh
                     doubled = (
                         scores == "llm" and value is None and certainty is not None
                     )  # takes the LLM's token anyway
