@@ -86,16 +86,16 @@ class ValueHead:
         """
         if self.form == "gate":
             terms = gate_terms(pool, scores, entropy)
-            gain = terms @ _on(terms.device, self.weights)
+            gain = terms @ _weights_on(terms.device, self.weights)
             acts = (gain > 0) | scores.isnan().any()  # NaN scores are passed on, so that they are noticed
             return torch.where(acts, scores.float(), pool.slm_logprob.float())
         terms = listwise_terms(pool, scores, entropy)
-        return (terms @ _on(terms.device, self.weights)).float()
+        return (terms @ _weights_on(terms.device, self.weights)).float()
 
 
 @lru_cache(maxsize=64)
-def _on(device: torch.device, weights: tuple[float, ...]) -> Tensor:
-    """float64 [n], copied once: a copy from the host waits for all that the device was given before."""
+def _weights_on(device: torch.device, weights: tuple[float, ...]) -> Tensor:
+    """float64 [n], copied to a device once: a copy from the host synchronises with the device."""
     return torch.tensor(weights, dtype=torch.float64, device=device)
 
 

@@ -128,15 +128,15 @@ def last_outputs(
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    with _contiguous_input(model.get_output_embeddings()):
+    with _contiguous_input(model.get_output_embeddings() if min(ids.shape) > 1 else None):
         found = model(input_ids=ids, output_hidden_states=hidden, **options)
     return found.logits[:, -1].float(), found.hidden_states[-1][:, -1] if hidden else None
 
 
 def _contiguous_input(head: nn.Module | None) -> AbstractContextManager[object]:
-    """While it lasts, the LM head reads contiguous rows.
+    """Make the LM head's input contiguous while the context is open; None changes nothing.
 
-    The last position of each row is a slice [B, 1, D], for which F.linear makes B copies of the weight on a CPU.
+    The last positions of a prefill are a slice [B, 1, D], for which F.linear copies the weight B times on a CPU.
     """
     if head is None:
         return nullcontext()

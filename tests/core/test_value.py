@@ -58,7 +58,7 @@ def test_a_gate_that_sees_no_gain_keeps_the_slms_token():
 
 
 class NothingFromTheHost(TorchDispatchMode):
-    """Refuses tensors made of Python numbers: on a device, their copy waits for all that it was given before."""
+    """Refuses tensors made from Python numbers, whose copy to a device synchronises with it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten.lift_fresh.default
