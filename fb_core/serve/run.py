@@ -119,11 +119,10 @@ def serve(
     config = uvicorn.Config(
         made.app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain + int(LAST)
     )
+    # As SIGTERM's: uvicorn raises it again when all is closed, and no thread that waits for an LLM keeps the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         Server(config, made.service.end, drain).run(sockets=[listening])
-    except KeyboardInterrupt:  # as SIGTERM: exit at once, or threads that wait for a large model keep the process
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
     finally:
         made.engine.close()
 
