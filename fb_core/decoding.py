@@ -377,11 +377,11 @@ class CollaborativeDecoder:
         """One token per row: the next of a span, the selector's where the policy asks (kept as an event), or greedy."""
         logits = step.logits[:, : self.vocabulary]
         entropy, asking = gate(self.policy, step, logits, self.max_events)
-        asking = [place for place in asking if not step.rows[place].ahead]
+        asking = [place for place in asking if not step.rows[place].pending]
         tokens: list[int] = logits.argmax(-1).tolist()  # the first of equal ones
         for place, row in enumerate(step.rows):
-            if row.ahead:
-                tokens[place] = row.ahead.pop(0)
+            if row.pending:
+                tokens[place] = row.pending.pop(0)
         if not asking:
             return tokens
         kv, states = hf.PrefixKV.from_cache(step.cache, step.slots), []
@@ -393,7 +393,7 @@ class CollaborativeDecoder:
         for place, event in zip(asking, self.intervention(states, logits[asking]), strict=True):
             row = step.rows[place]
             row.events.append(event)
-            tokens[place], *row.ahead = event.tokens
+            tokens[place], *row.pending = event.tokens
         return tokens
 
     def _together(self, prompts: Sequence[Tensor], stop: hf.Stop) -> list[hf.Running]:

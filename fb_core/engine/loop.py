@@ -325,9 +325,9 @@ class Loop:
     def _append(self, task: Task, tokens: Sequence[int], known: Sequence[Ranked | None], halted: bool) -> None:
         """Append the step's token, or the tokens with which a halted row goes on."""
         row, begin = task.row, len(task.row.tokens)
-        row.ahead = list(tokens)
+        row.pending = list(tokens)
         for ranks in known:
-            row.tokens.append(row.ahead.pop(0))
+            row.tokens.append(row.pending.pop(0))
             if task.ranking and ranks is not None:
                 task.ranks.append(ranks)
             try:

@@ -34,7 +34,7 @@ class Running:
     tokens: list[int]  # prompt and what was generated
     prompt: int  # its length
     events: list[Event] = field(default_factory=list)  # of a decoder that makes events
-    ahead: list[int] = field(default_factory=list)  # tokens of its last event that are still to be appended
+    pending: list[int] = field(default_factory=list)  # tokens of its last event that are still to be appended
 
     @property
     def new(self) -> list[int]:
@@ -54,7 +54,7 @@ class Stop:
 
     def __call__(self, row: Running) -> bool:
         heard = self.told is not None and self.told(row)
-        ended = row.tokens[-1] in self.ends or (len(row.events) >= self.events and not row.ahead)
+        ended = row.tokens[-1] in self.ends or (len(row.events) >= self.events and not row.pending)
         return heard or ended or len(row.tokens) >= self.length(row)
 
     def length(self, row: Running) -> int:

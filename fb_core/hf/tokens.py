@@ -111,11 +111,11 @@ def text_group(tokenizer: Tokenizer, prefix: str, candidates: Sequence[str], fut
                 f"{where}future: expected the same tokens after every candidate, got others after candidates[0] and "
                 f"candidates[{k}]; begin it with a space or another character that is not joined to it"
             )
-    special = _put_ahead(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])
+    special = _leading_special(tokenizer, prefix + texts[0] + future, [*first, *found[0][0], *found[0][1]])
     return TextGroup([*special, *first], [candidate for candidate, _ in found], found[0][1])
 
 
-def _put_ahead(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
+def _leading_special(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
     """The special tokens that a tokenizer puts before a text with these ids; none if the text begins with them."""
     marked = text_ids(tokenizer, text)
     places = [n for n in range(len(marked)) if marked[n : n + len(ids)] == ids]
@@ -123,8 +123,8 @@ def _put_ahead(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
         raise ValueError(
             "tokenizer: expected special tokens only around a text, got some inside; pass token ids to score"
         )
-    ahead = marked[: places[0]]
-    return [] if ids[: len(ahead)] == ahead else ahead
+    leading = marked[: places[0]]
+    return [] if ids[: len(leading)] == leading else leading
 
 
 def _check_text(name: str, text: object) -> None:

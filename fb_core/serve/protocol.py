@@ -49,7 +49,7 @@ OFF: dict[str, tuple[Any, ...]] = {
 LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # they change no answer
 
 
-def _heeded(body: Any) -> Any:
+def _supported(body: Any) -> Any:
     """A request without nulls, labels and the parameters in `OFF`.
 
     Raises:
@@ -157,8 +157,8 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_heeded(cls, body: Any) -> Any:
-        return _heeded(body)
+    def _only_supported(cls, body: Any) -> Any:
+        return _supported(body)
 
     @model_validator(mode="after")
     def _fitting(self) -> Request:

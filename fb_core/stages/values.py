@@ -203,13 +203,12 @@ def possible(choice: ChoiceSettings, trained: Sequence[str]) -> list[Recipe]:
         for value in (None, *choice.values):
             for scores in ("slm", "llm", *trained):
                 for certainty in (None, *choice.certainties):
-                    idle = scores == "slm" and (value is not None or certainty is None)  # no scores to weigh
-                    doubled = (
-                        scores == "llm" and value is None and certainty is not None
-                    )  # takes the LLM's token anyway
+                    if scores == "slm" and (value is not None or certainty is None):
+                        continue  # the SLM has no scores to weigh, and alone it never takes another token than its own
+                    if scores == "llm" and value is None and certainty is not None:
+                        continue  # it takes the LLM's token anyway
                     given = {"scores": scores, "value": value, "certainty": certainty, "ask": ask}
-                    recipe = Recipe.model_validate(given)
-                    if not idle and not doubled and recipe != DIRECT:
+                    if (recipe := Recipe.model_validate(given)) != DIRECT:
                         found.append(recipe)
     return found
 

@@ -228,7 +228,7 @@ REFUSED_CHATS = [
     ("path", "changes", "name", "words"),
     [*(("completions", *each) for each in REFUSED), *(("chat/completions", *each) for each in REFUSED_CHATS)],
 )
-def test_what_is_not_heeded_is_refused_by_the_clients_name(server, problems, path, changes, name, words):
+def test_what_is_not_supported_is_refused_by_the_clients_name(server, problems, path, changes, name, words):
     chat = {"messages": [{"role": "user", "content": problems[0].prompt}]}
     body = {"max_tokens": 9} | ({"prompt": problems[0].prompt} if path == "completions" else chat) | changes
     answer = httpx.post(f"{server.url}/v1/{path}", json=body)
