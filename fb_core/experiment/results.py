@@ -43,6 +43,7 @@ class _Decoded:
 
     outcomes: dict[str, dict[str, float]]  # share of right runs, by benchmark and problem
     llm_tokens: dict[str, dict[str, float]]  # mean over runs, by benchmark and problem
+    calls: dict[str, dict[str, float]]  # likewise
     means: dict[str, dict[str, float]]  # by field of `Result` and benchmark
     written: dict[tuple[str, str, int | None], list[int]]  # token ids by benchmark, problem and seed
 
@@ -119,6 +120,7 @@ class Results:
                 accuracy=self._interval(members, variant.path),
                 minus={name: self._interval(members, variant.path, path) for name, path in others.items()},
                 llm_tokens=statistics.average_interval([list(found.llm_tokens[name].values()) for name in members]),
+                calls=statistics.average_interval([list(found.calls[name].values()) for name in members]),
                 above_line=self._distance(
                     members,
                     variant.path,
@@ -159,11 +161,13 @@ def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
         return None
     outcomes: dict[str, dict[str, list[bool]]] = {}
     llm_tokens: dict[str, dict[str, list[int]]] = {}
+    calls: dict[str, dict[str, list[int]]] = {}
     counts: dict[str, dict[str, list[int]]] = {}
     written = {}
     for row in CompareStage(settings_of_variant(plan.settings, variant), plan.run / variant.path).rows():
         outcomes.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.correct)
         llm_tokens.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.llm_tokens)
+        calls.setdefault(row.benchmark, {}).setdefault(row.problem, []).append(row.calls)
         for name, value in _counted(row).items():
             counts.setdefault(name, {}).setdefault(row.benchmark, []).append(value)
         written[row.benchmark, row.problem, row.seed] = row.tokens
@@ -172,6 +176,7 @@ def _decoded(plan: Plan, variant: Variant) -> _Decoded | None:
     return _Decoded(
         {name: _means(found) for name, found in outcomes.items()},
         {name: _means(found) for name, found in llm_tokens.items()},
+        {name: _means(found) for name, found in calls.items()},
         {field: _means(found) for field, found in counts.items()},
         written,
     )
@@ -184,7 +189,7 @@ def _means(counts: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def _counted(row: Row) -> dict[str, int]:
     """What decoding a problem took, by field of `Result`."""
     left = sum(sum(map(len, event.tails or ())) - len(event.tokens) + 1 for event in row.events)
-    counts = {"events": len(row.events), "calls": row.calls, "tokens": len(row.tokens)}
+    counts = {"events": len(row.events), "tokens": len(row.tokens)}
     return counts | {"llm_written": row.llm_tokens + left}
 
 

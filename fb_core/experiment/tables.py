@@ -115,21 +115,19 @@ class Table:
         title: of its section in the report.
         varies: what differs between its rows; the first sentence is the section's brief description.
         rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
-        figure: the kind of figure in its section; `caption` is its caption.
+        figure: the kind of figure in its section, "tokens" also for columns of LLM tokens; `caption` is its caption.
         beside: rows that others are compared with, besides `REFERENCES`.
         judged: whether its rerankers are compared with the rollouts.
-        spans: whether the columns of LLM tokens are shown.
     """
 
     name: str
     title: str
     varies: str
     rows: Callable[[Plan], list[Variant]]
-    figure: Literal["accuracy", "horizon", "sweep"] | None = None
+    figure: Literal["accuracy", "horizon", "sweep", "tokens"] | None = None
     caption: str = ""
     beside: tuple[Beside, ...] = ()
     judged: bool = False
-    spans: bool = False
 
     @property
     def shown(self) -> Experiment:
@@ -326,7 +324,8 @@ TABLES = {
             "Spans",
             "How much the LLM offers at an event: one token, or also the tokens that it would write next.",
             _spans,
-            spans=True,
+            "tokens",
+            "Accuracy against LLM tokens by kind of span, next to greedy decoding and takeover, with 95% intervals.",
         ),
         Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
         Table(

@@ -78,6 +78,11 @@ def number_column(key: str, head: str, decimals: int = 0) -> Column:
     return Column(head, lambda row: number(getattr(row, key), decimals))
 
 
+def mean_column(key: str, head: str, decimals: int = 0) -> Column:
+    """A column of the means of intervals."""
+    return Column(head, lambda row: number(interval.mean if (interval := getattr(row, key)) else None, decimals))
+
+
 def interval_column(key: str, head: str, signed: bool = False) -> Column:
     """A column of shares or differences in percent, with their intervals."""
     return Column(head, lambda row: percent(getattr(row, key), signed))

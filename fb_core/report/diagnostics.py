@@ -264,13 +264,14 @@ def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]
     rows = primary(found)
     seconds: dict[str, str] = {}
     for one in (findings.costs and findings.costs.deployment) or ():  # of the fast loop if there are both
-        seconds.setdefault(one.key, f"{number(one.seconds, 4)}{f', {one.loop}' if one.loop else ''}")
+        times = f"{spread(one.relative, 2)} × greedy" if one.relative else ""
+        seconds.setdefault(one.key, ", ".join(filter(None, (number(one.seconds, 3), times, one.loop))))
     columns = [
         text_column("label"),
         interval_column("accuracy", "accuracy, % [95%]"),
         Column("LLM tokens per problem [95%]", lambda row: spread(row.llm_tokens)),
-        number_column("calls", "LLM calls per problem", 2),
-        *([Column("seconds per problem, loop", lambda row: seconds.get(row.key, ""))] if seconds else []),
+        Column("LLM calls per problem [95%]", lambda row: spread(row.calls, 2)),
+        *([Column("seconds per problem [95%], loop", lambda row: seconds.get(row.key, ""))] if seconds else []),
         interval_column("above_line", "above the line to takeover, pp [95%]", signed=True),
     ]
     note = (
@@ -278,7 +279,7 @@ def _frontier(findings: Findings, found: Sequence[values.Result]) -> list[Block]
         "joins greedy decoding and takeover: it is the accuracy if the LLM takes over a random share of the problems, "
         f"at the same number of LLM tokens. {'Seconds are from the table of costs. ' * bool(seconds)}"
     )
-    caption = f"Accuracy and LLM tokens on {rows[0].benchmark}"
+    caption = f"Accuracy and the LLM's work on {rows[0].benchmark}"
     table = column_table(caption, rows, columns, note + made_with(findings, rows))
     return [*_worth(rows), table]
 
@@ -289,7 +290,7 @@ def _worth(rows: Sequence[values.Result]) -> list[Block]:
     points: list[Text] = []
     stand = [
         f"{row.label} is right on {percent(row.accuracy)}% of the problems with {spread(row.llm_tokens)} LLM tokens "
-        f"and {number(row.calls, 2)} LLM calls per problem"
+        f"and {spread(row.calls, 2)} LLM calls per problem"
         for row in (known.get("takeover"), known.get(values.DEPLOYED, known.get(values.OURS)))
         if row
     ]
@@ -391,14 +392,14 @@ class Diagnostic(NamedTuple):
 ROLLOUTS = "futurebridge rollouts"
 DIAGNOSTICS = {  # by attribute of the findings
     "frontier": Diagnostic(
-        "Accuracy against LLM tokens",
+        "Accuracy against the LLM's work",
         "Is a method better than handing a share of the problems to the LLM?",
         "futurebridge experiment methods repairs",
         "methods",
         _frontier,
         figures.frontier,
-        "Accuracy against LLM tokens, both with 95% intervals. A method above the dashed line is more accurate than "
-        "takeover on a share of the problems with the same number of LLM tokens.",
+        "Accuracy against LLM tokens and LLM calls, all with 95% intervals. A method above the dashed line is more "
+        "accurate than takeover on a share of the problems with the same number of LLM tokens, or of calls.",
     ),
     "turned": Diagnostic(
         "Problems with changed outcomes",

@@ -13,6 +13,7 @@ from fb_core.report.columns import (
     column_table,
     flipped,
     made_with,
+    mean_column,
     number,
     number_column,
     percent,
@@ -140,10 +141,10 @@ def _rows_table(findings: Findings, rows: Sequence[Result], shown: Experiment, b
     columns.append(Column("accuracy, % [95%]", lambda row: percent(row.accuracy) or "see below" * bool(row.note)))
     beside = dict.fromkeys(["greedy", "direct", OURS, *(name for row in rows for name in row.minus)])
     columns += [_minus_column(name) for name in beside]
-    columns += [number_column("events", "events per problem", 2), number_column("calls", "LLM calls per problem", 2)]
+    columns += [number_column("events", "events per problem", 2), mean_column("calls", "LLM calls per problem", 2)]
     columns.append(number_column("tokens", "tokens per problem", 1))
-    if shown.spans:
-        columns.append(Column("LLM tokens per problem", lambda row: number(row.llm_tokens and row.llm_tokens.mean, 1)))
+    if shown.figure == "tokens":
+        columns.append(mean_column("llm_tokens", "LLM tokens per problem", 1))
         columns.append(number_column("llm_written", "LLM tokens with unchosen spans", 1))
     unequal = len({row.problems for row in rows if row.problems}) > 1
     columns += [number_column("problems", "problems")] if unequal else []

@@ -338,36 +338,52 @@ def cost(findings: Findings, theme: Theme) -> Figure | None:
 
 @pictured
 def frontier(findings: Findings, theme: Theme) -> Figure | None:
-    """Accuracy against LLM tokens on the primary benchmark, with the line from greedy decoding to takeover."""
-    rows = primary(findings.frontier)
-    points = sorted(
-        ((row.llm_tokens, row.accuracy, row) for row in rows if row.llm_tokens and row.accuracy),
-        key=lambda point: point[1].mean,
-    )
-    if not points:
+    """Accuracy of all methods and recipes against the LLM's tokens, and against its calls, on the primary benchmark."""
+    return _against(primary(findings.frontier), theme, {"llm_tokens": "LLM tokens", "calls": "LLM calls"})
+
+
+@pictured
+def tokens(findings: Findings, theme: Theme, table: str) -> Figure | None:
+    """Accuracy of a table's rows, greedy decoding and takeover against the LLM's tokens, on the primary benchmark."""
+    rows = findings.of(table)
+    ends = [row for row in findings.of("methods") if row.key in ("greedy", "takeover")]
+    return _against(primary([*ends, *rows]), theme, {"llm_tokens": "LLM tokens"}) if rows else None
+
+
+def _against(rows: Sequence[Result], theme: Theme, costs: Mapping[str, str]) -> Figure | None:
+    """Accuracy against costs per problem, a panel each, with the line from greedy decoding to takeover.
+
+    Args:
+        rows: of one benchmark; those without an accuracy or a cost are left out, and costs that no row has.
+        theme: of the page.
+        costs: field of `Result` and its name.
+    """
+    costs = {cost: name for cost, name in costs.items() if any(getattr(row, cost) for row in rows)}
+    shown = [row for row in rows if costs and row.accuracy and all(getattr(row, cost) for cost in costs)]
+    known = sorted(shown, key=_mean)
+    if not known:
         return None
-    height = max(COST_HEIGHT, 0.24 * len(points) + 1.0)
-    figure, (axis,) = _panels(1, 1, height)
-    axis.set_xscale("function", functions=(_root, _square))  # most methods cost far less than takeover, some nothing
-    _limit(axis, [interval for _, interval, _ in points])
-    ends = {row.key: (tokens.mean, 100 * interval.mean) for tokens, interval, row in points}
-    if "greedy" in ends and "takeover" in ends:
-        share = np.linspace(0, 1, 100)[:, None] ** 2
-        line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
-        axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
-    labels = []
-    for tokens, interval, row in points:
-        marker, colour = _look(theme, row.key, row.ours)
-        _cross(axis, tokens, interval, fmt=marker, color=colour)
-        labels.append((tokens.mean, 100 * interval.mean, _shown(row.label), colour))
-    _beside(axis, labels, height, theme)
-    most, ticks = max(tokens.high for tokens, *_ in points), [0]
-    for tick in (step * 10**power for power in range(7) for step in (1, 2, 4)):
-        if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:  # room for its number
-            ticks.append(tick)
-    axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(xlabel="LLM tokens per problem (square-root scale)", ylabel=f"accuracy on {_shown(rows[0].benchmark)}, %")
+    height = max(COST_HEIGHT, 0.24 * len(known) + 1.0)
+    figure, axes = _panels(len(costs), 1, height)
+    for axis, (cost, name) in zip(axes, costs.items(), strict=True):
+        points = [(getattr(row, cost), row.accuracy, row) for row in known if row.accuracy]
+        axis.set_xscale("function", functions=(_root, _square))  # most cost far less than takeover
+        _limit(axis, [interval for _, interval, _ in points])
+        ends = {row.key: (x.mean, 100 * interval.mean) for x, interval, row in points}
+        if "greedy" in ends and "takeover" in ends:
+            share = np.linspace(0, 1, 100)[:, None] ** 2
+            line = (1 - share) * np.array(ends["greedy"]) + share * np.array(ends["takeover"])
+            axis.plot(*line.T, color=theme.faint, linestyle="--", linewidth=1, zorder=1)
+        labels = []
+        for x, interval, row in points:
+            marker, colour = _look(theme, row.key, row.ours)
+            _cross(axis, x, interval, fmt=marker, color=colour)
+            labels.append((x.mean, 100 * interval.mean, _shown(row.label), colour))
+        _beside(axis, labels, height, theme)
+        _root_ticks(axis, max(x.high for x, *_ in points))
+        axis.set(
+            xlabel=f"{name} per problem (square-root scale)", ylabel=f"accuracy on {_shown(known[0].benchmark)}, %"
+        )
     key = [
         Line2D([], [], color=theme.ours, marker="o", linestyle="none", label="FutureBridge and its repairs"),
         Line2D([], [], color=theme.others, marker="s", linestyle="none", label="other methods"),
@@ -375,6 +391,20 @@ def frontier(findings: Findings, theme: Theme) -> Figure | None:
     ]
     figure.legend(handles=key, loc="outside upper left", ncols=3, fontsize=8)
     return figure
+
+
+def _mean(row: Result) -> float:
+    return row.accuracy.mean if row.accuracy else 0.0
+
+
+def _root_ticks(axis: Axes, most: float) -> None:
+    """Round numbers up to `most`, with room for each on a square-root scale."""
+    ticks = [0.0]
+    for tick in (step * 10.0**power for power in range(-2, 7) for step in (1, 2, 4)):
+        if tick <= most and tick**0.5 - ticks[-1] ** 0.5 > 0.05 * most**0.5:
+            ticks.append(tick)
+    axis.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.xaxis.set_minor_locator(NullLocator())
 
 
 def _root(x: NDArray[np.float64]) -> NDArray[np.float64]:

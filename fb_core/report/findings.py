@@ -80,14 +80,13 @@ class Experiment(_Values):
 
     Attributes:
         varies: what it varies, in sentences.
-        spans: whether the columns of LLM tokens are shown.
+        figure: the kind of figure; "tokens" also has columns of LLM tokens.
     """
 
     name: str
     title: str
     varies: str
-    spans: bool = False
-    figure: Literal["accuracy", "horizon", "sweep"] | None = None
+    figure: Literal["accuracy", "horizon", "sweep", "tokens"] | None = None
     caption: str = ""
 
 
@@ -100,7 +99,8 @@ class Result(_Values):
         quantile: the request quantile, if the table varies it; `threshold` is the same in nats.
         seeds: of the rerankers; empty for a method that runs once.
         minus: paired differences of accuracy to other methods on the same problems at the same quantile, by name.
-        events: mean number per problem, like `calls` of the LLM and `tokens`.
+        events: mean number per problem, like `tokens`.
+        calls: mean number per problem of requests to the LLM.
         llm_tokens: mean number per problem of the answer's tokens that the LLM wrote or that were chosen when it was
             asked.
         llm_written: the same, with the tails of spans that were not chosen.
@@ -122,7 +122,7 @@ class Result(_Values):
     accuracy: Interval | None = None
     minus: dict[str, Interval] = {}
     events: float | None = None
-    calls: float | None = None
+    calls: Interval | None = None
     tokens: float | None = None
     llm_tokens: Interval | None = None
     above_line: Interval | None = None

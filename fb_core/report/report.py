@@ -33,6 +33,7 @@ EXPERIMENT_FIGURES: Mapping[str, Callable[[Findings, str], Picture | None]] = {
     "accuracy": figures.accuracy,
     "horizon": figures.horizon,
     "sweep": figures.sweep,
+    "tokens": figures.tokens,
 }
 
 

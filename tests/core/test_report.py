@@ -115,8 +115,9 @@ ENDS = ("greedy", "takeover")  # of the line
 
 
 def written(tokens: float, accuracy: float | None) -> dict:
-    """The LLM's tokens of a row, and how far it is above the line."""
-    found = {"llm_tokens": [tokens, max(tokens - 0.1, 0.0), tokens + 0.1]}
+    """The LLM's tokens and calls of a row, and how far it is above the line."""
+    calls = 1.0 if tokens > 10 else tokens
+    found = {"llm_tokens": [tokens, max(tokens - 0.1, 0.0), tokens + 0.1], "calls": [calls, 0.9 * calls, 1.1 * calls]}
     if accuracy is not None:
         (low, high), share = (METHODS[end][1] for end in ENDS), tokens / LLM_TOKENS["takeover"]
         found["above_line"] = around(accuracy - low - share * (high - low))
@@ -524,7 +525,13 @@ def test_the_page_is_one_file_that_loads_nothing_and_runs_what_its_policy_names(
 
 
 TITLES = [
-    *("The run", "The paper's orderings", "Methods", "Accuracy against LLM tokens", "Problems with changed outcomes"),
+    *(
+        "The run",
+        "The paper's orderings",
+        "Methods",
+        "Accuracy against the LLM's work",
+        "Problems with changed outcomes",
+    ),
     *("Deployed recipe", "Costs", "Candidate pools", "Pool coverage", "Horizon", "Futures", "Future quality"),
     *("Hybrid targets", "Adapter scope", "Target temperature", "Agreement with rollouts", "Advice", "Calibration"),
     *("Spans", "Repairs", "Request quantiles", "Choices by kind of event", "One trajectory", "One event in full"),
@@ -593,7 +600,7 @@ def test_one_order_of_methods_in_every_table_and_figure(single):
     shuffled["rows"] = shuffled["rows"][::-1]
     document = render([shuffled])
     order = ["Greedy", "Maj@8", "Random choice", "S2T", "Direct LLM score", "R2R", "FutureBridge", "Takeover"]
-    for caption in ("Methods on demo:plans", "Accuracy and LLM tokens on demo:plans"):
+    for caption in ("Methods on demo:plans", "Accuracy and the LLM's work on demo:plans"):
         assert [name for name in rows_of(table(document, caption)) if name in order] == order
     figure = drawn("forest", [read(shuffled)])
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == order
@@ -674,7 +681,7 @@ def test_every_number_of_a_table_is_in_the_findings(page):
 def test_rows_of_methods_are_as_found(single):
     found = table(single, "Methods on demo:plans")
     assert rows_of(found)["FutureBridge"] == [
-        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "", "41.8")
+        *("95.8 [92.8, 98.8]", "+24.6 [+20.9, +28.3]", "+8.8 [+5.1, +12.5]", "", "1.91", "1.91", "41.8")
     ]
     assert rows_of(found)["GRPO"] == ["see below", *[""] * 6]
     (methods,) = [section for section in single.sections if section.title == "Methods"]
@@ -701,16 +708,17 @@ def test_unequal_problem_counts_are_shown():
 
 @pytest.mark.usefixtures("pictureless")
 def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
-    found = table(single, "Accuracy and LLM tokens on demo:plans")
+    found = table(single, "Accuracy and the LLM's work on demo:plans")
     rows = rows_of(found)
-    assert found.head[-2:] == ["seconds per problem, loop", "above the line to takeover, pp [95%]"]
+    assert found.head[-2:] == ["seconds per problem [95%], loop", "above the line to takeover, pp [95%]"]
     distance = 95.8 - 71.2 - 1.91 / 40.2 * 28
     ours = rows["FutureBridge"]
-    assert ours[:2] == ["95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]"]
+    assert ours[:3] == ["95.8 [92.8, 98.8]", "1.9 [1.8, 2.0]", "1.91 [1.72, 2.10]"]
+    assert ours[3] == "0.048, 1.55 [1.50, 1.61] × greedy, fast"
     assert ours[-1] == f"{distance:+.1f} [{distance - 3:+.1f}, {distance + 3:+.1f}]"
     assert (rows["Greedy"][-1], rows["Takeover"][-1]) == ("", "")
     assert {"With features", "Calibrated target"} < rows.keys()
-    (section,) = [one for one in single.sections if one.title == "Accuracy against LLM tokens"]
+    (section,) = [one for one in single.sections if one.title == "Accuracy against the LLM's work"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
     takeover, worth = map(plain, items.texts)
     assert takeover.startswith("Takeover is right on 99.2 [96.2, 100.0]% of the problems with 40.2 [40.1, 40.3] LLM ")
@@ -722,7 +730,7 @@ def test_the_frontier_tells_what_is_worth_more_than_taking_over(single):
     assert "FutureBridge;" in more
     assert less == "Random choice; S2T. Not significantly different: Maj@8."
     lost = render([tiny(shift=0.5)])
-    (section,) = [one for one in lost.sections if one.title == "Accuracy against LLM tokens"]
+    (section,) = [one for one in lost.sections if one.title == "Accuracy against the LLM's work"]
     (items,) = [block for block in section.blocks if isinstance(block, Items)]
     assert "FutureBridge" in plain(items.texts[1]).split("Significantly worse: ")[1]
 
@@ -733,25 +741,35 @@ def test_without_tokens_or_takeover_nothing_is_promised():
     for row in found["rows"]:
         row.pop("llm_tokens", None)
     document = render([found])
-    assert "Accuracy against LLM tokens" not in [section.title for section in document.sections]
+    assert "Accuracy against the LLM's work" not in [section.title for section in document.sections]
     found = tiny()
     found["rows"] = [row for row in found["rows"] if row["key"] != "takeover"]
     for row in found["rows"]:
         row.pop("above_line", None)
-    (section,) = [one for one in render([found]).sections if one.title == "Accuracy against LLM tokens"]
+    (section,) = [one for one in render([found]).sections if one.title == "Accuracy against the LLM's work"]
     assert not [block for block in section.blocks if isinstance(block, Items)]
 
 
 def test_the_frontier_is_that_of_the_average_where_there_is_one():
     found = read(tiny(benchmarks=("one", "other", "average")))
-    (axis,) = drawn("frontier", found).axes
-    assert axis.get_ylabel() == "accuracy on average, %"
-    assert len(axis.containers) == len({*METHODS, *(key for key, *_ in VARIANTS["repairs"])})
+    axes = drawn("frontier", found).axes
+    assert [axis.get_xlabel().partition(" per")[0] for axis in axes] == ["LLM tokens", "LLM calls"]
+    for axis in axes:
+        assert axis.get_ylabel() == "accuracy on average, %"
+        assert len(axis.containers) == len({*METHODS, *(key for key, *_ in VARIANTS["repairs"])})
+
+
+def test_the_figure_of_the_spans_has_the_ends_of_the_line_too():
+    (axis,) = drawn("tokens", read(tiny())).axes
+    labels = {text.get_text() for text in axis.texts}
+    assert labels == {"Greedy", "Takeover", *(label for _, label, *_ in VARIANTS["spans"])}
 
 
 def test_the_line_of_the_frontier_ends_at_greedy_and_takeover():
     figure = drawn("frontier", read(tiny()))
-    (axis,) = figure.axes
+    axis, calls = figure.axes
+    (of_calls,) = [one for one in calls.lines if one.get_linestyle() == "--"]
+    assert of_calls.get_xdata()[-1] == pytest.approx(1.0)
     (line,) = [one for one in axis.lines if one.get_linestyle() == "--"]
     xs, ys = line.get_data()
     assert (xs[0], xs[-1]) == (0.0, pytest.approx(40.2))
@@ -907,7 +925,7 @@ def test_what_was_not_run_is_named_with_its_command():
     for name, title, command in SHOWN:
         without = {**whole, "rows": [row for row in whole["rows"] if row["table"] != name]}
         if name == "frontier":  # is of the rows
-            without["rows"] = [{**row, "llm_tokens": None} for row in whole["rows"]]
+            without["rows"] = [{**row, "llm_tokens": None, "calls": None} for row in whole["rows"]]
         elif name in DIAGNOSTICS:
             without[name] = None
         sections = {section.title: section for section in render([without]).sections}
@@ -1099,7 +1117,10 @@ def test_cells_say_how_many_test_sets_and_models_they_are_of():
     assert "they use 1 test set and 1 SLM, and" in caveats(runs[1:], recipes(runs[1:])[1])
 
 
-DRAWN = ["accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep", "frontier"]
+DRAWN = [
+    *("accuracy", "forest", "agreement", "horizon", "quality", "trajectory", "event", "cost", "sweep"),
+    *("frontier", "tokens"),
+]
 
 
 def shown_by(name, found):
@@ -1107,7 +1128,7 @@ def shown_by(name, found):
     return [found] if name == "forest" else found
 
 
-OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"]}
+OF_TABLE = {"accuracy": ["methods"], "horizon": ["horizons"], "sweep": ["quantiles"], "tokens": ["spans"]}
 
 
 @pytest.mark.parametrize("name", DRAWN)
