@@ -13,7 +13,9 @@ from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page
 from benchmarks.harness import OURS, read_results
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
+from fb_core.files import write_file
 from fb_core.recipe import DIRECT, GREEDY
+from fb_core.report import figures as report_figures
 from fb_core.report.columns import percent
 from fb_core.report.findings import Findings, read_findings
 from fb_core.report.page import markdown_table
@@ -119,6 +121,16 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its table of recipes regenerated."""
     found = root / ROWS
     return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
+
+
+def draw_worlds(root: Path) -> None:
+    """The frontier and the spans of every world, next to the rows that they are drawn from."""
+    for findings in read_findings(root / ROWS):
+        drawn = {"frontier": report_figures.frontier(findings), "spans": report_figures.tokens(findings, "spans")}
+        for name, picture in drawn.items():
+            if picture is not None:
+                file = (root / ROWS).parent / f"{name}-{SHOWN.get(findings.name, findings.name)}.svg"
+                write_file(file, picture.alone.encode())
 
 
 def render_evidence(text: str, root: Path = ROOT) -> str:
@@ -307,6 +319,8 @@ def main(root: Path = ROOT) -> None:
         serving.plot(load_test, root / "docs" / "serving.svg")
     if (root / event.EVENT).is_file():
         event.draw(root)
+    if (root / ROWS).is_file():
+        draw_worlds(root)
     (root / LAYOUT).write_text(reference.layout_picture())
     for name, rendered in RENDERED.items():
         file = root / name
