@@ -50,12 +50,14 @@ SPEED = (  # label, result file, op, pattern of the shape
 def render(readme: str, root: Path = ROOT) -> str:
     """The README with its two tables regenerated."""
     if (root / CELLS).is_file():
-        readme = _replace(readme, "accuracy", accuracy(Cells(json.loads((root / CELLS).read_text()))), CELLS)
+        cells = Cells(json.loads((root / CELLS).read_text()))
+        worlds = read_findings(root / ROWS) if (root / ROWS).is_file() else []
+        readme = _replace(readme, "accuracy", accuracy(cells, worlds), CELLS)
     results = next(filter(None, (load(root, device) for device in GPUS)), None) or load(root, "cpu")
     return _replace(readme, "speed", speed(results))
 
 
-def accuracy(cells: Cells) -> list[str]:
+def accuracy(cells: Cells, worlds: Sequence[Findings]) -> list[str]:
     """Mean accuracy of ways to decode over the runs of the evidence, with the large model's tokens per problem."""
     head = ["accuracy, % (LLM tokens per problem)", *(SHOWN[world] for world in cells.worlds)]
     rows = [[label, *(_accuracy(cells, world, name) for world in cells.worlds)] for label, name in ACCURACY]
@@ -71,7 +73,7 @@ def accuracy(cells: Cells) -> list[str]:
         f"whose accuracies are {plain}, in {theirs} ([full results](docs/evidence.md)). The pairs are tiny and their "
         "worlds were made by hand: this shows when the method works, not what it gains on real models.*"
     )
-    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}"]
+    return [*markdown_table(head, rows), "", f"{note} {_why_not_take_over(cells)}{_times(worlds)}"]
 
 
 def _accuracy(cells: Cells, world: str, name: str) -> str:
@@ -93,6 +95,26 @@ def _why_not_take_over(cells: Cells) -> str:
         "large model then writes the answer. With the LLM tokens that FutureBridge uses, takeover could answer "
         f"{', '.join(shares)} of the problems; FutureBridge is {', '.join(above)} points above that mix. In calls, "
         f"takeover is cheap: one per problem, against {', '.join(calls)} for FutureBridge."
+    )
+
+
+def _times(worlds: Sequence[Findings]) -> str:
+    """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
+    times: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
+    for one in worlds:
+        fastest: dict[str, float] = {}
+        for cost in (one.costs and one.costs.deployment) or ():
+            fastest[cost.key] = min(cost.seconds, fastest.get(cost.key, cost.seconds))
+        for key, found in times.items():
+            if key in fastest and "greedy" in fastest:
+                found.append(f"{fastest[key] / fastest['greedy']:.1f}")
+    if not all(times.values()):
+        return ""
+    theirs, ours = (", ".join(found) for found in times.values())
+    return (
+        f" So it is in seconds where both models are as small as here: one problem at a time, it takes {theirs} times "
+        f"as long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
+        "seconds](docs/worlds.md#accuracy-against-the-llms-work))."
     )
 
 

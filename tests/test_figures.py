@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import event, figures, roofline, summary, targets
 from benchmarks.evidence import Cells
-from fb_core.report.findings import Findings, Policy, Result
+from fb_core.report.findings import Costs, DeploymentCost, Findings, Policy, Result
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,7 +280,7 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
         rows["takeover"] = row(9, 40.0, 1.0)
         return {"world": "tiny", "seed": seed, "quantile": 0.9, "deployed": "plain", "rows": rows}
 
-    lines = figures.accuracy(Cells([cell(1, 7), cell(2, 9)]))
+    lines = figures.accuracy(Cells([cell(1, 7), cell(2, 9)]), [])
     (ours,) = (line for line in lines if line.startswith("| **FutureBridge**"))
     assert re.fullmatch(r"\| \*\*FutureBridge\*\*, .* \| 80\.0 \[\d+\.\d, \d+\.\d\] \(4\.0\) \|", ours)
     said = "*2 runs: 2 seeds of problems, training sets and rerankers, 1 request quantiles of each, 10 test"
@@ -289,6 +289,25 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
     assert "more accurate in 1 of 1 worlds" in lines[-1]
     assert "takeover could answer 10% of the problems; FutureBridge is +26.0 [" in lines[-1]  # 80 - (50 + 10% of 40)
     assert lines[-1].endswith("one per problem, against 4.0 for FutureBridge.")
+    timed = [("greedy", "plain", 2.0), ("takeover", "plain", 1.5), ("deployed", "plain", 3.0), ("greedy", "fast", 1.0)]
+    deployment = tuple(
+        DeploymentCost(method=key, key=key, loop=loop, problems=5, calls=1, appended=1, suffix=0, seconds=seconds)
+        for key, loop, seconds in [*timed, ("deployed", "fast", 1.74)]
+    )
+    (with_times,) = figures.accuracy(Cells([cell(1, 7)]), [Findings(name="x", costs=Costs(deployment=deployment))])[-1:]
+    assert "it takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times  # the fastest loop of each
+
+
+def test_the_worlds_frontier_and_spans_are_drawn_from_the_committed_rows(root: Path) -> None:
+    folder = (root / figures.ROWS).parent
+    for file in folder.glob("*.svg"):
+        file.unlink()
+    figures.draw_worlds(root)
+    for name, page in (("frontier", "worlds.md"), ("spans", "experiments.md")):
+        for world in ("plans", "helpful", "control"):
+            assert (folder / f"{name}-{world}.svg").is_file()
+            assert f"](experiments/{name}-{world}.svg)" in (ROOT / "docs" / page).read_text()
+            assert (ROOT / "docs" / "experiments" / f"{name}-{world}.svg").is_file()
 
 
 def test_the_readmes_event_is_drawn_from_its_file(root: Path) -> None:
