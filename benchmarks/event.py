@@ -60,6 +60,7 @@ def made(run: Path, problem: str) -> dict[str, Any]:
                 }
             )
     return {
+        "from": {"run": run.name, "problem": problem, "row": row["method"], "seed": row["seed"]},
         "problem": one.text,
         "before": models.tokenizer.decode(row["tokens"][: event["step"]]),
         "entropy": event["entropy"],

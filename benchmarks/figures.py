@@ -17,7 +17,7 @@ from fb_core.files import write_file
 from fb_core.recipe import DIRECT, GREEDY
 from fb_core.report import figures as report_figures
 from fb_core.report.columns import percent
-from fb_core.report.findings import Findings, read_findings
+from fb_core.report.findings import DeploymentCost, Findings, read_findings
 from fb_core.report.page import markdown_table
 from fb_core.report.recipes import COUNTED, caveats, counted
 from fb_core.report.recipes import recipes as recipes_of
@@ -102,12 +102,10 @@ def _times(worlds: Sequence[Findings]) -> str:
     """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
     times: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
     for one in worlds:
-        fastest: dict[str, float] = {}
-        for cost in (one.costs and one.costs.deployment) or ():
-            fastest[cost.key] = min(cost.seconds, fastest.get(cost.key, cost.seconds))
+        fastest = _fastest(one)
         for key, found in times.items():
             if key in fastest and "greedy" in fastest:
-                found.append(f"{fastest[key] / fastest['greedy']:.1f}")
+                found.append(f"{fastest[key].seconds / fastest['greedy'].seconds:.1f}")
     if not all(times.values()):
         return ""
     theirs, ours = (", ".join(found) for found in times.values())
@@ -116,6 +114,15 @@ def _times(worlds: Sequence[Findings]) -> str:
         f"as long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
         "seconds](docs/worlds.md#accuracy-against-the-llms-work))."
     )
+
+
+def _fastest(findings: Findings) -> dict[str, DeploymentCost]:
+    """The time of every method in its fastest loop, by key, the slowest method first."""
+    found: dict[str, DeploymentCost] = {}
+    for one in (findings.costs and findings.costs.deployment) or ():
+        if one.key not in found or one.seconds < found[one.key].seconds:
+            found[one.key] = one
+    return dict(sorted(found.items(), key=lambda item: item[1].seconds, reverse=True))
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -142,7 +149,22 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 def render_worlds(text: str, root: Path = ROOT) -> str:
     """docs/worlds.md with its table of recipes regenerated."""
     found = root / ROWS
-    return _replace(text, "recipes", recipes(read_findings(found)), ROWS) if found.is_file() else text
+    if not found.is_file():
+        return text
+    worlds = read_findings(found)
+    return _replace(_replace(text, "recipes", recipes(worlds), ROWS), "times", times(worlds), ROWS)
+
+
+def times(worlds: Sequence[Findings]) -> list[str]:
+    """Milliseconds per problem of every method that was timed in all worlds."""
+    found = {SHOWN.get(one.name, one.name): _fastest(one) for one in worlds}
+    first = next(iter(found.values()))
+    rows = []
+    for key in reversed(first):  # the fastest first
+        if all(key in known for known in found.values()):
+            seconds = (known[key].seconds for known in found.values())
+            rows.append([f"{first[key].method}, {first[key].loop}", *(f"{1000 * each:.1f}" for each in seconds)])
+    return markdown_table(["milliseconds per problem, loop", *found], rows)
 
 
 def draw_worlds(root: Path) -> None:
