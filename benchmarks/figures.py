@@ -100,18 +100,18 @@ def _why_not_take_over(cells: Cells) -> str:
 
 def _times(worlds: Sequence[Findings]) -> str:
     """The time of takeover and of the deployed recipe next to greedy decoding; empty if they were not timed."""
-    times: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
+    relative: dict[str, list[str]] = {TAKEOVER: [], DEPLOYED: []}
     for one in worlds:
         fastest = _fastest(one)
-        for key, found in times.items():
+        for key, found in relative.items():
             if key in fastest and "greedy" in fastest:
                 found.append(f"{fastest[key].seconds / fastest['greedy'].seconds:.1f}")
-    if not all(times.values()):
+    if not all(relative.values()):
         return ""
-    theirs, ours = (", ".join(found) for found in times.values())
+    theirs, ours = (", ".join(found) for found in relative.values())
     return (
-        f" So it is in seconds where both models are as small as here: one problem at a time, it takes {theirs} times "
-        f"as long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
+        f" In seconds too, since both models are small here: one problem at a time, takeover takes {theirs} times as "
+        f"long as the SLM alone, FutureBridge {ours} times ([accuracy against tokens, calls and "
         "seconds](docs/worlds.md#accuracy-against-the-llms-work))."
     )
 
@@ -147,7 +147,7 @@ def speed(results: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def render_worlds(text: str, root: Path = ROOT) -> str:
-    """docs/worlds.md with its table of recipes regenerated."""
+    """docs/worlds.md with its tables of recipes and times regenerated."""
     found = root / ROWS
     if not found.is_file():
         return text

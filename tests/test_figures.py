@@ -295,9 +295,7 @@ def test_the_readme_shows_the_means_of_all_cells() -> None:
         for key, loop, seconds in [*timed, ("deployed", "fast", 1.74)]
     )
     (with_times,) = figures.accuracy(Cells([cell(1, 7)]), [Findings(name="x", costs=Costs(deployment=deployment))])[-1:]
-    assert (
-        "it takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times
-    )  # the fastest loop of each
+    assert "takeover takes 1.5 times as long as the SLM alone, FutureBridge 1.7 times" in with_times  # fastest loops
 
 
 def test_the_worlds_frontier_and_spans_are_drawn_from_the_committed_rows(root: Path) -> None:
