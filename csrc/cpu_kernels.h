@@ -1232,7 +1232,7 @@ static int merge_attention_states(
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t head = 0; head < heads; ++head) {
       const int64_t at = head * rows + row, first = (row * heads + head) * width;
-      const float a = lse_a[at], b = lse_b[at];
+      const float a = lse_a[at] == INFINITY ? -INFINITY : lse_a[at], b = lse_b[at] == INFINITY ? -INFINITY : lse_b[at];
       float top = a > b || a != a ? a : b;  // NaN where one is
       if (top == -INFINITY) top = 0;
       float weight_a = std::exp(a - top), weight_b = std::exp(b - top);

@@ -21,8 +21,8 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
 
     Args:
         out_a: [T, Hq, E] float.
-        lse_a: [Hq, T] float32 (float64 for float64 out), natural log; -inf marks a state without keys, whose out is
-            not read.
+        lse_a: [Hq, T] float32 (float64 for float64 out), natural log; -inf, or +inf as other libraries write it, marks
+            a state without keys, whose out is not read.
         out_b: like out_a.
         lse_b: like lse_a.
 
@@ -80,7 +80,7 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...
     weight_a, weight_b, _ = reference.merge_weights(lse_a, lse_b)  # [Hq, T]
     grad = grad_out.to(lse_a.dtype)
     dot_a, dot_b = (
-        torch.where(lse == -torch.inf, 0.0, torch.linalg.vecdot(grad, out.to(grad.dtype)).T)
+        torch.where(lse.isinf(), 0.0, torch.linalg.vecdot(grad, out.to(grad.dtype)).T)
         for out, lse in ((out_a, lse_a), (out_b, lse_b))
     )
     spread = weight_a * weight_b * (dot_a - dot_b)  # moves weight from b to a

@@ -8,6 +8,7 @@ from torch import Tensor
 
 def merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(weight of a, weight of b, merged lse), [Hq, T] each; an empty state weighs 0."""
+    lse_a, lse_b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_a, lse_b))
     top = torch.maximum(lse_a, lse_b)
     top = top.masked_fill(top == -torch.inf, 0.0)
     a, b = torch.exp(lse_a - top), torch.exp(lse_b - top)
@@ -20,7 +21,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     """(out[T, Hq, E] in out_a's dtype, lse[Hq, T]), added up in lse's dtype; an empty state's out is never read."""
     weight_a, weight_b, lse = merge_weights(lse_a, lse_b)
     parts = [
-        (out * weight.T[..., None]).masked_fill_(own.T[..., None] == -torch.inf, 0.0)  # [T, Hq, E]
+        (out * weight.T[..., None]).masked_fill_(own.isinf().T[..., None], 0.0)  # [T, Hq, E]
         for out, own, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b))
     ]
     return parts[0].add_(parts[1]).to(out_a.dtype).contiguous(), lse.contiguous()

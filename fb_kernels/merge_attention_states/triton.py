@@ -30,6 +30,7 @@ def _merge_attention_states_kernel(
     tile = real[:, None] & (column < head_dim)
     a = tl.load(lse_a + head * a_lse_head + token * a_lse_token, mask=real, other=0.0)
     b = tl.load(lse_b + head * b_lse_head + token * b_lse_token, mask=real, other=0.0)
+    a, b = tl.where(a == float("inf"), -float("inf"), a), tl.where(b == float("inf"), -float("inf"), b)
     top = tl.where(a > b, a, b)  # NaN in either makes the total NaN
     top = tl.where(top == -float("inf"), 0.0, top)
     weight_a, weight_b = tl.exp(a - top), tl.exp(b - top)

@@ -17,13 +17,15 @@ from fb_kernels.testing import magnitude
 NAMES = ("out_a", "lse_a", "out_b", "lse_b")
 
 
-def make(rows: int, heads: int, width: int, shift: float = 0.0, empty: int = 0, seed: int = 0) -> Case:
-    """The lses around `shift`; of the first rows, `empty` states in all, one or both hold nothing."""
+def make(
+    rows: int, heads: int, width: int, shift: float = 0.0, empty: int = 0, mark: float = -math.inf, seed: int = 0
+) -> Case:
+    """The lses around `shift`; of the first rows, `empty` states in all, one or both hold nothing and have lse `mark`."""
     shapes = ((rows, heads, width), (heads, rows)) * 2
     arguments = dict(zip(NAMES, normal(seed, *shapes), strict=True))
     for place, name in enumerate(("lse_a", "lse_b")):
         arguments[name] = 3 * arguments[name] + shift
-        arguments[name][:, place : place + empty] = -math.inf
+        arguments[name][:, place : place + empty] = mark
     return Case("merge_attention_states", arguments, gradients=NAMES, outputs=(0, 1))
 
 
@@ -50,6 +52,7 @@ def sizes(least: int, widths: st.SearchStrategy[int]) -> st.SearchStrategy:
             "width": widths,
             "shift": st.sampled_from([0.0, 1e4, -1e4]),
             "empty": st.sampled_from([0, 0, 2]),
+            "mark": st.sampled_from([-math.inf, math.inf]),
             "seed": seeds,
         }
     )
