@@ -48,6 +48,10 @@ class Metrics(Collector):
             if token.seconds is not None:
                 self.event_seconds.observe(token.seconds)
 
+    def unread(self, status: int) -> None:
+        """Count a request that could not be read."""
+        self.requests.labels("other", str(status)).inc()
+
     def collect(self) -> Iterator[Metric]:
         """The engine's gauges."""
         load = self.engine.load

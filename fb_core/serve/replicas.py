@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import uvicorn
 from starlette.types import Message, Scope
 
 from fb_core.config import PairSettings
 from fb_core.serve.app import LAST
+from fb_core.serve.connection import configured
 from fb_core.serve.run import Room, Server, check_key, listen, room, show_log
 from fb_core.stages.cluster import LOOPBACK, connect
 
@@ -139,14 +139,7 @@ def serve_replicas(
             show_log()
             print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
             front = Front(handle, replicas * queue, body_limit)
-            config = uvicorn.Config(
-                front,
-                lifespan="off",
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=drain + int(LAST),
-            )
+            config = configured(front, drain + int(LAST), lifespan="off")
             Server(config, front.end, drain).run(sockets=[listening])
     finally:
         ray.shutdown()

@@ -18,6 +18,7 @@ from fb_core.engine.pages import SIZE
 from fb_core.intervention import OnError
 from fb_core.loading import load
 from fb_core.serve.app import LAST, LOG, application
+from fb_core.serve.connection import configured
 from fb_core.serve.service import Service
 
 
@@ -116,9 +117,7 @@ def serve(
     made = room(settings, key=key, max_batch=max_batch, **others)
     holds = f"{max_batch} sequences, {made.tokens} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
-    config = uvicorn.Config(
-        made.app, log_level="warning", access_log=False, timeout_graceful_shutdown=drain + int(LAST)
-    )
+    config = configured(made.app, drain + int(LAST), made.service.metrics.unread)
     # As SIGTERM's: uvicorn raises it again when all is closed, and no thread that waits for an LLM keeps the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -1,0 +1,153 @@
+"""A client's connection: how much it may send, how long that may take, and that its end is noticed at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fb_core.serve.app import LOG
+from fb_core.serve.protocol import problem_fields
+
+HEAD, HEADERS = 16 << 10, 100  # bytes of a request's head, header lines
+HEAD_SECONDS, BODY_SECONDS = 10.0, 60.0  # for a request's head, and then for its body
+STALL_SECONDS = 60.0  # that a client may take nothing of an answer that waits for it
+AHEAD = 64 << 10  # bytes that a client may send before its last request is answered
+
+
+def configured(app: ASGIApp, drain: int, count: Callable[[int], None] = lambda _: None, **more: Any) -> uvicorn.Config:
+    """How the server listens.
+
+    Args:
+        app: answers the requests.
+        drain: seconds that requests in progress get at the end.
+        count: called with the status of each request that does not reach `app`.
+        more: further arguments of uvicorn's.
+    """
+    made: Any = partial(_Connection, count=count)
+    return uvicorn.Config(
+        app, http=made, ws="none", log_level="error", access_log=False, timeout_graceful_shutdown=drain, **more
+    )
+
+
+class _Head(h11.Connection):
+    """Reads requests; one whose head is too large is refused, also where it comes at once."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+            if size > HEAD or len(event.headers) > HEADERS:
+                raise h11.RemoteProtocolError("too large", error_status_hint=431)
+        return event
+
+
+class _Connection(H11Protocol):
+    def __init__(self, *arguments: Any, count: Callable[[int], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _Head(h11.SERVER, HEAD)
+        self.count = count
+        self._awaited: Any = None  # the state of the client that the clock is for
+        self._clock: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for clock in (self._clock, self._stall):
+            if clock is not None:
+                clock.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), HEAD):  # a head is measured while it is read
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + HEAD])
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.DONE:  # the next request waits; reading goes on, to see that the client leaves
+            self.flow.resume_reading()
+            if len(self.conn.trailing_data[0]) > AHEAD:
+                self.transport.abort()
+        self._time()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._time()
+
+    def _time(self) -> None:
+        """Start the clock of what the client has to send now."""
+        state = self.conn.their_state
+        if state is self._awaited:
+            return
+        self._awaited = state
+        if self._clock is not None:
+            self._clock.cancel()
+        seconds = {h11.IDLE: HEAD_SECONDS, h11.SEND_BODY: BODY_SECONDS}.get(state)
+        self._clock = None if seconds is None else self.loop.call_later(seconds, self._late, seconds)
+
+    def _late(self, seconds: float) -> None:
+        if self._awaited is h11.IDLE and not self.conn.trailing_data[0]:
+            self.transport.close()  # it has sent nothing
+        else:
+            self._refuse(408, f"request: expected it within {seconds:.0f} s, got a part of it; send it at once")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request; uvicorn calls this while it handles the parser's error."""
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        if status == 431:
+            words = f"headers: expected at most {HEADERS} of {HEAD} bytes together, got more; send fewer"
+        else:
+            words = "request: expected one of HTTP/1.1, got what is none; see the server's documentation"
+        self._refuse(status, words)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error in OpenAI's format, if nothing was answered yet, and close."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = json.dumps(problem_fields(message, "invalid_request_error")).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+        self.count(status)
+        LOG.info(json.dumps({"path": "other", "status": status}))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is answered without the upgrade."""
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(None)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
+    def _watch(self, before: int | None) -> None:
+        """Close the connection if the client has taken nothing since it was watched last."""
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            self.transport.abort()
+        else:
+            self._stall = self.loop.call_later(STALL_SECONDS, self._watch, left)

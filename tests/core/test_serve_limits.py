@@ -1,0 +1,216 @@
+"""What clients may do to a server over HTTP without holding up others: heads, bodies, prompts, answers, leaving."""
+
+import json
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from limits import HANG
+from test_engine import Slow
+from test_serve import MODEL, Server
+
+from fb_core.demo.pairs import load_pair
+from fb_core.engine.engine import Engine
+from fb_core.pair import Pair
+from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
+from fb_core.serve import connection
+from fb_core.serve.app import application
+from fb_core.serve.connection import configured
+from fb_core.serve.run import Server as Uvicorn
+from fb_core.serve.run import listen
+from fb_core.serve.service import Service
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = Server()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def problem(pair):
+    return pair.world.problems(1, 3, "validation")[0]
+
+
+@contextmanager
+def here(service, **options):
+    """The server in this process, on a socket of its own; yields its URL."""
+    listening, url = listen("127.0.0.1", 0)
+    app = application(service, key=None, body_limit=1 << 20, **options)
+    running = Uvicorn(configured(app, 5, service.metrics.unread), service.end, 0)
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        until(lambda: running.started)
+        yield url
+    finally:
+        running.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def hanging(pair, **options):
+    """A service whose large model answers only once it is told to, and that model."""
+    slow = Slow(pair.llm)
+    with Engine(Pair(pair.slm, slow), LLMPreference(), RequestPolicy(-1.0), max_length=256) as engine:
+        try:
+            yield Service(engine, pair.world.tokenizer, MODEL, 64, 60, 256), slow
+        finally:
+            slow.go.set()
+
+
+def until(condition, seconds=60):
+    stop = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < stop
+        time.sleep(0.01)
+
+
+def connected(url):
+    return socket.create_connection(httpx.URL(url).netloc.decode().split(":"), timeout=60)
+
+
+def raw(path, body=None, *headers):
+    """The bytes of a request."""
+    text = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "Host: localhost", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(text)}", "", ""]).encode() + text
+
+
+def received(client):
+    """All that comes until the server closes."""
+    got = b""
+    try:
+        while part := client.recv(65536):
+            got += part
+    except ConnectionError:
+        pass
+    return got
+
+
+def counted(url, path, status):
+    """How many requests of a path got that status, by the server's metrics."""
+    found = re.search(
+        rf'requests_total\{{path="{path}",status="{status}"\}} (\d+)', httpx.get(f"{url}/metrics", timeout=HANG).text
+    )
+    return int(found[1]) if found else 0
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", [b"X-A: " + b"a" * 1000 + b"\r\n", b"a" * 1000, b"a:b\r\n"])
+def test_a_head_without_end_is_refused_and_counted(server, line):
+    before, sent = counted(server.url, "other", 431), 0
+    with connected(server.url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + (b"X-A: " if line[0] == 97 else b""))
+        try:
+            while sent < 8 << 20:
+                client.sendall(line * 16)
+                sent += 16 * len(line)
+        except ConnectionError:
+            pass
+        assert sent < 8 << 20
+    until(lambda: counted(server.url, "other", 431) == before + 1)
+
+
+@pytest.mark.parametrize("headers", [["X-A: b"] * 101, ["X-A: " + "b" * 17000], ["X-A: " + "b" * 200] * 90])
+def test_a_whole_head_that_is_too_large_is_refused(server, headers):
+    with connected(server.url) as client:
+        client.sendall(raw("/health", None, *headers))
+        head, _, body = received(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["message"] == (
+        "headers: expected at most 100 of 16384 bytes together, got more; send fewer"
+    )
+    assert httpx.get(f"{server.url}/health", headers={f"x-{n}": "a" * 100 for n in range(90)}).status_code == 200
+
+
+def test_what_is_no_request_is_refused_in_openais_form_and_counted(server):
+    before = counted(server.url, "other", 400)
+    for nonsense in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/1.1\r\n\r\n", b"hello\r\n\r\n"):
+        with connected(server.url) as client:
+            client.sendall(nonsense)
+            head, _, body = received(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert counted(server.url, "other", 400) == before + 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"POST /v1/completions HT", b"HTTP/1.1 408 "),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: b\r\n", b"HTTP/1.1 408 "),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
+    ],
+)
+def test_a_request_that_does_not_come_is_not_waited_for(pair, monkeypatch, sent, answer):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "BODY_SECONDS", 0.4)
+    with hanging(pair) as (service, _), here(service) as url:
+        with connected(url) as client:
+            client.sendall(sent)
+            assert received(client).startswith(answer)
+        with connected(url) as client:  # a byte from time to time does not help
+            began = time.monotonic()
+            try:
+                for byte in [*(sent or b"GET"), *b"x" * 1000]:
+                    client.sendall(bytes([byte]))
+                    time.sleep(0.01)
+            except ConnectionError:
+                pass
+            assert time.monotonic() - began < 5
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [2, 60])
+def test_pipelined_requests_are_cancelled_with_their_connection(pair, problem, caplog, apart, stream, count):
+    body = {"prompt": problem.prompt, "max_tokens": 40, "stream": stream}
+    with hanging(pair) as (service, slow), here(service) as url:
+        with connected(url) as client:
+            client.sendall(raw("/v1/completions", body) * (1 if apart else count))
+            until(lambda: slow.asked)
+            if apart:
+                for _ in range(count - 1):
+                    client.sendall(raw("/v1/completions", body))
+                    time.sleep(0.01)
+        until(lambda: service.requests == 0 and service.engine.load.running == 0)
+        assert len(slow.asked) == 1
+        until(lambda: counted(url, "/v1/completions", 499) == 1)
+    assert "Traceback" not in caplog.text
+
+
+def test_pipelined_requests_are_answered_one_after_another(server, problem):
+    first, second = ({"prompt": problem.prompt, "max_tokens": count} for count in (3, 5))
+    with connected(server.url) as client:
+        client.sendall(raw("/v1/completions", first) + raw("/v1/completions", second, "Connection: close"))
+        got = received(client)
+    assert [int(n) for n in re.findall(rb'"completion_tokens": ?(\d+)', got)] == [3, 5]
+
+
+def test_what_a_client_sends_ahead_is_bounded(pair, problem):
+    body = {"prompt": problem.prompt, "max_tokens": 40}
+    with hanging(pair) as (service, slow), here(service) as url, connected(url) as client:
+        client.sendall(raw("/v1/completions", body))
+        until(lambda: slow.asked)
+        with pytest.raises(ConnectionError):
+            client.sendall(raw("/v1/completions", body | {"user": "x" * 60000}) * 1000)
+        until(lambda: service.requests == 0)
