@@ -40,7 +40,7 @@ def made(run: Path, problem: str) -> dict[str, Any]:
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     row = next(row for row in rows if row["problem"] == problem)  # of the first seed
     event = row["events"][0]
-    (prompt,) = models.prompts([one], settings.problems.prompt)
+    (prompt,) = models.prompts([one], settings.problems.prompt, settings.problems.thinking)
     prefix = [*prompt.tolist(), *row["tokens"][: event["step"]]]
     greedy = CollaborativeDecoder(models.slm, None, None, RequestPolicy(0.0), max_events=0, tokenizer=models.tokenizer)
     share = torch.tensor(event["scores"]).softmax(0).tolist()

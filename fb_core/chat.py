@@ -32,7 +32,7 @@ class Chat:
 
     def __init__(self, settings: PairSettings) -> None:
         self.settings = settings
-        pair, self.tokenizer, selector, policy, options = load(settings)
+        pair, self.tokenizer, selector, policy, options, self.thinking = load(settings)
         self.decoder = LowLatencyDecoder(
             pair.slm,
             pair.llm,
@@ -65,10 +65,10 @@ class Chat:
     def _prompt(self, messages: list[dict[str, str]], console: Console) -> list[int]:
         settings, positions = self.settings, hf.max_positions(self.decoder.slm) or math.inf
         most, wanted, turns = min(settings.max_length, positions), settings.max_new_tokens, len(messages)
-        ids = hf.chat_ids(self.tokenizer, messages)
+        ids = hf.chat_ids(self.tokenizer, messages, self.thinking)
         while len(ids) + wanted > most and len(messages) > 1:
             del messages[:2]  # what was said and its answer
-            ids = hf.chat_ids(self.tokenizer, messages)
+            ids = hf.chat_ids(self.tokenizer, messages, self.thinking)
         if len(messages) < turns:
             why = "--max-length" if most == settings.max_length else "the model's positions"
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"

@@ -391,17 +391,26 @@ RecipeOption = Annotated[
     str, typer.Option(help="chosen: the recipe that train chose for the adapter; published: the paper's.")
 ]
 ThresholdOption = Annotated[
-    float | None, typer.Option(help="Entropy in nats above which the LLM is asked; default the recipe's, else 1.")
+    float | None,
+    typer.Option(help="Entropy in nats above which the LLM is asked; default the adapter's, or 1 without an adapter."),
 ]
 SpanOption = Annotated[
     int | None,
     typer.Option(
-        help="Most tokens that the LLM offers at an event; 0 for no limit; default the recipe's, else 1. While an LLM "
+        help="Most tokens that the LLM offers at an event; 0 for no limit; default the adapter's, else 1. While an LLM "
         "in this process writes a long span, all other sequences wait."
     ),
 ]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="Whether an answer begins with thinking, if the chat template can switch it; default the adapter's, else "
+        "not.",
+    ),
+]
 TokensOption = Annotated[int, typer.Option(help="Most tokens per answer.")]
-EventsOption = Annotated[int | None, typer.Option(help="Most events per answer; default the recipe's, else 8.")]
+EventsOption = Annotated[int | None, typer.Option(help="Most events per answer; default the adapter's, else 8.")]
 LengthOption = Annotated[int, typer.Option(help="Most tokens of prompt and answer; memory is reserved for them.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto takes the checkpoint's.")]
@@ -421,6 +430,7 @@ def generate(
     certainty: CertaintyOption = None,
     span: SpanOption = None,
     threshold: ThresholdOption = None,
+    thinking: ThinkingOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,
     max_length: LengthOption = 8192,
@@ -452,6 +462,7 @@ def chat(
     certainty: CertaintyOption = None,
     span: SpanOption = None,
     threshold: ThresholdOption = None,
+    thinking: ThinkingOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,
     max_length: LengthOption = 8192,
@@ -504,6 +515,7 @@ def serve(
     certainty: CertaintyOption = None,
     span: SpanOption = None,
     threshold: ThresholdOption = None,
+    thinking: ThinkingOption = None,
     max_new_tokens: TokensOption = 512,
     max_events: EventsOption = None,
     max_length: LengthOption = 8192,

@@ -45,13 +45,16 @@ class PairSettings(BaseModel):
         flavour: the kind of server.
         api_key_variable: environment variable that holds the server's key, if the server needs one.
         adapter: folder of a reranker; without one, the LLM's own preference decides.
-        recipe: for an adapter with a recipe that `train` chose, that recipe or the published one.
+        recipe: for an adapter that `train` wrote, the recipe that it chose or the published one.
         certainty: probability above which the LLM's token is taken without asking the adapter; None for never. An
             adapter with a chosen recipe has its own.
-        span: maximum tokens that the LLM offers at an event, chosen together; 0 for any number. If left out, the chosen
-            recipe's, or 1.
-        threshold: entropy in nats above which the LLM is asked. If left out, the chosen recipe's, or 1.
-        max_events: maximum events of an answer. If left out, the chosen recipe's, or 8.
+        span: maximum tokens that the LLM offers at an event, chosen together; 0 for any number. If left out, the
+            adapter's, or 1.
+        threshold: entropy in nats above which the LLM is asked. If left out, the adapter's, or 1 without an adapter; an
+            adapter that names none needs it.
+        thinking: whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as
+            the adapter was trained, or not.
+        max_events: maximum events of an answer. If left out, the adapter's, or 8.
         max_length: maximum tokens of prompt and answer; memory is allocated for this many.
     """
 
@@ -67,6 +70,7 @@ class PairSettings(BaseModel):
     certainty: float | None = Field(default=None, ge=0, le=1)
     span: int | None = Field(default=None, ge=0)
     threshold: float | None = None
+    thinking: bool | None = None
     max_new_tokens: int = Field(default=512, ge=1)
     max_events: int | None = Field(default=None, ge=0)
     max_length: int = Field(default=8192, ge=2)
@@ -144,6 +148,7 @@ class ProblemSettings(BaseModel):
             score before one is deployed; with 0 there is no test, and the run's own recipe is deployed.
         seed: of the split into training, validation and certification problems.
         prompt: the user's turn; "{problem}" stands for the problem.
+        thinking: whether answers begin with thinking, where the chat template can switch it (Qwen3, DeepSeek, Granite).
         per_shard: problems per shard, the most that a killed process loses.
     """
 
@@ -156,6 +161,7 @@ class ProblemSettings(BaseModel):
     certification: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
     prompt: str = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    thinking: bool = False
     per_shard: int = Field(default=64, ge=1)
 
     @model_validator(mode="after")

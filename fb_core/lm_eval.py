@@ -34,7 +34,7 @@ from fb_core import hf
 from fb_core.engine.engine import Engine, Handle, Token
 from fb_core.llm import LLM
 from fb_core.pair import Pair
-from fb_core.recipe import Wanted, deployment_of
+from fb_core.recipe import Wanted, deployment_of, thinking_of
 from fb_core.scorer import CompatibilityScorer
 from fb_core.scorer import token_budget as rows_in_memory
 from fb_core.serve.text import Text
@@ -62,8 +62,9 @@ class FutureBridgeLM(HFLM):
         certainty: probability above which the large model's token is taken without asking the adapter; only for an
             adapter without a chosen recipe.
         recipe: for an adapter with a recipe that `train` chose, that recipe or the published one.
-        threshold: entropy in nats above which the large model is asked. If left out, the recipe's, or 1.
-        max_events: maximum events of one generation. If left out, the recipe's, or 8.
+        threshold: entropy in nats above which the large model is asked. If left out, the adapter's, or 1 without an
+            adapter; an adapter that names none needs it.
+        max_events: maximum events of one generation. If left out, the adapter's, or 8.
         max_batch: sequences that the pair continues together.
         options: as for `hf`, except those that change the plain forward of a whole model.
 
@@ -104,6 +105,8 @@ class FutureBridgeLM(HFLM):
         selector, policy, others = deployment_of(
             adapter, self.model, recipe=recipe, certainty=certainty, threshold=threshold, max_events=max_events
         )
+        if adapter is not None:
+            self.chat_template_args = hf.thinking_switch(thinking_of(adapter)) | self.chat_template_args
         self.engine = Engine(
             Pair(self.model, llm, tokenizers),
             selector,

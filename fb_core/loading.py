@@ -9,7 +9,7 @@ from fb_core.config import PairSettings
 from fb_core.llm import LLM
 from fb_core.pair import Pair, known_ids
 from fb_core.policy import RequestPolicy
-from fb_core.recipe import deployment_of
+from fb_core.recipe import deployment_of, thinking_of
 from fb_core.selectors import Selector
 from fb_core.server import ServerLLM, key_in
 from fb_core.stages.inputs import load_model
@@ -23,6 +23,7 @@ class Loaded(NamedTuple):
     selector: Selector | None
     policy: RequestPolicy
     options: dict[str, Any]  # of a decoder or an engine
+    thinking: bool  # of a chat's answers
 
 
 def load(settings: PairSettings) -> Loaded:
@@ -42,10 +43,11 @@ def load(settings: PairSettings) -> Loaded:
         max_events=settings.max_events,
         span=settings.span,
     )
+    thinking = thinking_of(settings.adapter) if settings.thinking is None else settings.thinking
     if deployment.selector is None:  # the recipe never asks the LLM
-        return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment)
+        return Loaded(Pair(slm, None, tokenizer), tokenizer, *deployment, thinking)
     llm, other = _llm(settings, tokenizer)
-    return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment)
+    return Loaded(Pair(slm, llm, (tokenizer, other)), tokenizer, *deployment, thinking)
 
 
 def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.CausalLM, hf.Tokenizer]:

@@ -33,7 +33,7 @@ from fb_core.value import Form, ValueHead
 
 Trained = Literal["features", "calibrated", "calibrated-features"]
 Wanted = Literal["chosen", "published"]
-THRESHOLD = 1.0  # nats, if no other is given
+THRESHOLD = 1.0  # nats, if no other is given and there is no adapter
 PUBLISHED = "published"  # folder of the published recipe's adapter, inside that of another one
 ASK, WEIGHT = "ask.safetensors", "weight"
 LARGEST = (1 << 31) - 1
@@ -67,6 +67,11 @@ class Recipe(BaseModel):
     def trained(self) -> bool:
         """Whether a reranker decides."""
         return self.scores not in ("slm", "llm")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the run's own reranker decides, without heads; the LLM may still override it."""
+        return self.scores == "own" and self.value is None and not self.ask
 
     @property
     def label(self) -> str:
@@ -192,6 +197,7 @@ class _Stored(BaseModel):
     top_k: int = Field(ge=1, le=LARGEST)
     pools: _Pools
     evidence: Evidence | None
+    thinking: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +210,7 @@ class Deployed:
         policy: when it asks; includes the `AskHead` if it has one.
         options: `pool`, `slm_k`, `llm_k`, `max_events` and `span` of a decoder.
         evidence: what it was chosen on; None if there was no choice.
+        thinking: whether the answers that it was trained on begin with thinking.
     """
 
     recipe: Recipe
@@ -211,6 +218,7 @@ class Deployed:
     policy: RequestPolicy
     options: dict[str, Any]
     evidence: Evidence | None
+    thinking: bool = False
 
     def described(self) -> dict[str, Any]:
         """Everything but the `AskHead`'s weight, ready for JSON."""
@@ -223,6 +231,7 @@ class Deployed:
             top_k=self.policy.top_k,
             pools=_Pools.of(self.options),
             evidence=self.evidence,
+            thinking=self.thinking,
         )
         described: dict[str, Any] = json.loads(stored.model_dump_json())
         return described
@@ -240,7 +249,7 @@ class Deployed:
         if (value and value.form) != stored.recipe.value or (ask is not None) != stored.recipe.ask:
             raise ValueError(f"heads that do not belong to {stored.recipe.label}")
         policy = RequestPolicy(stored.threshold, stored.top_k, ask)
-        return cls(stored.recipe, value, policy, stored.pools.options, stored.evidence)
+        return cls(stored.recipe, value, policy, stored.pools.options, stored.evidence, stored.thinking)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save it in the description of the adapter in a folder; raises ValueError if there is none."""
@@ -300,7 +309,7 @@ def deployment_of(
     max_events: int | None = None,
     span: int | None = None,
 ) -> Deployment:
-    """How to decode with an adapter's folder: by the recipe that `train` chose, or as published.
+    """How to decode with an adapter's folder: by the recipe that `train` wrote into it, or as published.
 
     Args:
         adapter: the folder; if None, the LLM's likeliest candidate is taken.
@@ -308,13 +317,14 @@ def deployment_of(
         recipe: "chosen" for the recipe that the folder names, or the plain reranker if it names none; "published" for
             the reranker as in the paper.
         certainty: the LLM's token is taken if its probability is above this; only where no chosen recipe decides.
-        threshold: nats, instead of the recipe's.
+        threshold: nats, instead of the recipe's; needed with a folder that names none.
         max_events: instead of the recipe's, which is the maximum.
         span: maximum tokens that the LLM offers at an event, 0 for any number, instead of the recipe's; the other
             conditions that end the recipe's spans stay.
 
     Raises:
-        ValueError: an adapter that is missing, damaged or made for another model, or a certainty with a chosen recipe.
+        ValueError: an adapter that is missing, damaged or made for another model, no threshold, or a certainty with a
+            chosen recipe.
     """
     if recipe not in get_args(Wanted):
         raise ValueError(f"recipe: expected chosen or published, got {recipe!r}; leave it out for the chosen one")
@@ -322,6 +332,11 @@ def deployment_of(
     if deployed is None:
         selector: Selector | None = LLMPreference()
         if adapter is not None:
+            if threshold is None:
+                raise ValueError(
+                    f"threshold: expected the nats at which the adapter in {adapter} asks, got none there in "
+                    f"{DESCRIPTION}; pass --threshold, or an adapter that `train` wrote"
+                )
             selector = overridden(FutureBridgeSelector(_reranker(Path(adapter), slm)), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
         events = {"max_events": 8 if max_events is None else max_events}
@@ -337,20 +352,28 @@ def deployment_of(
         selector = overridden(FutureBridgeSelector(published), certainty)
         policy = RequestPolicy(policy.threshold, policy.top_k)
     else:
+        own = deployed.recipe
         if certainty is not None:
-            raise ValueError(
-                f"certainty: expected none with the recipe in {folder} ({deployed.recipe.label}), got {certainty}; "
-                "leave it out, or ask for --recipe published"
-            )
-        reranker = _reranker(folder, slm) if deployed.recipe.trained else None
-        selector = deployed.recipe.selector(reranker, deployed.value)
-        if deployed.recipe.greedy:
+            if deployed.evidence is not None or not own.plain:
+                raise ValueError(
+                    f"certainty: expected none with the recipe in {folder} ({own.label}), got {certainty}; leave it "
+                    "out, or ask for --recipe published"
+                )
+            own = own.model_copy(update={"certainty": certainty})
+        selector = own.selector(_reranker(folder, slm) if own.trained else None, deployed.value)
+        if own.greedy:
             options["max_events"] = 0
     if threshold is not None:
         policy = RequestPolicy(threshold, policy.top_k, policy.ask)
     if max_events is not None:
         options["max_events"] = min(max_events, options["max_events"])
     return Deployment(selector, policy, options)
+
+
+def thinking_of(adapter: str | None) -> bool:
+    """Whether the answers that an adapter was trained on begin with thinking; False without one."""
+    deployed = None if adapter is None else Deployed.load(adapter)
+    return deployed is not None and deployed.thinking
 
 
 def _reranker(folder: Path, slm: hf.CausalLM) -> TokenReranker:

@@ -141,7 +141,9 @@ class Loop:
         """Replace the merged reranker; raises as `CollaborativeDecoder.load_adapter`."""
         selector = self.intervention.selector
         inner = selector.selector if isinstance(selector, CertainLLM) else selector
-        if isinstance(inner, ValueSelector) or self.ask is not None or Deployed.load(directory) is not None:
+        deployed = Deployed.load(directory)
+        plain = deployed is None or deployed.recipe.plain
+        if isinstance(inner, ValueSelector) or self.ask is not None or not plain:
             raise ValueError(
                 "load_adapter: expected a plain reranker to replace another, got heads fitted to one or a chosen "
                 "recipe; make a decoder with deployment_of"

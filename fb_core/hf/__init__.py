@@ -74,6 +74,7 @@ from fb_core.hf.tokens import (
     many_token_ids,
     text_group,
     text_ids,
+    thinking_switch,
     token_ids,
 )
 
@@ -138,6 +139,7 @@ __all__ = [
     "text_config",
     "text_group",
     "text_ids",
+    "thinking_switch",
     "token_ids",
     "tokenizer_hash",
     "valid_ids",

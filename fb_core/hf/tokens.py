@@ -17,8 +17,13 @@ from transformers import (
 from fb_core.hf.models import Tokenizer, max_positions, vocabulary
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, up to the answer: by the chat template, thinking off, or as plain text without one.
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], thinking: bool = False) -> list[int]:
+    """Token ids of a conversation, up to the answer: by the chat template, or as plain text without one.
+
+    Args:
+        tokenizer: the model's own.
+        messages: role and content of each.
+        thinking: whether the answer begins with thinking, for templates that can switch it.
 
     Raises:
         ValueError: a text that the tokenizer has no ids for.
@@ -26,10 +31,14 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     plain = not getattr(tokenizer, "chat_template", None)
     text = "\n".join(message["content"] for message in messages)
     if not plain:
-        text = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        )
+        options = {"tokenize": False, "add_generation_prompt": True, **thinking_switch(thinking)}
+        text = str(tokenizer.apply_chat_template(messages, **options))
     return text_ids(tokenizer, text, special=plain)
+
+
+def thinking_switch(thinking: bool) -> dict[str, bool]:
+    """The arguments by which chat templates switch thinking: Qwen's name, then DeepSeek's and Granite's."""
+    return {"enable_thinking": thinking, "thinking": thinking}
 
 
 def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str = "prompt") -> list[int]:

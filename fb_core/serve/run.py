@@ -71,7 +71,15 @@ def room(
         **loaded.options,
     )
     show_log()
-    service = Service(engine, loaded.tokenizer, settings.slm, queue, settings.max_new_tokens, settings.max_length)
+    service = Service(
+        engine,
+        loaded.tokenizer,
+        settings.slm,
+        queue,
+        settings.max_new_tokens,
+        settings.max_length,
+        thinking=loaded.thinking,
+    )
     return Room(engine, service, application(service, key=key, body_limit=body_limit))
 
 

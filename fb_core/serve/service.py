@@ -99,11 +99,21 @@ class Service:
         queue: maximum number of sequences that wait or run.
         answer: maximum tokens of a chat's answer, if the request sets none.
         length: maximum tokens of a sequence, prompt included.
+        thinking: whether a chat's answer begins with thinking.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: hf.Tokenizer, name: str, queue: int, answer: int, length: int
+        self,
+        engine: Engine,
+        tokenizer: hf.Tokenizer,
+        name: str,
+        queue: int,
+        answer: int,
+        length: int,
+        *,
+        thinking: bool = False,
     ) -> None:
+        self.thinking = thinking
         self.engine, self.tokenizer, self.name, self.queue, self.answer = engine, tokenizer, name, queue, answer
         self.length = min(length, hf.max_positions(engine.decoder.slm) or length)
         self.metrics = Metrics(engine)
@@ -117,7 +127,8 @@ class Service:
         """Token ids of a request's prompts; ValueError for a text that the tokenizer refuses."""
         if isinstance(request, ChatRequest):
             try:
-                return [hf.chat_ids(self.tokenizer, [message.model_dump() for message in request.messages])]
+                messages = [message.model_dump() for message in request.messages]
+                return [hf.chat_ids(self.tokenizer, messages, self.thinking)]
             except TemplateError as problem:
                 raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None
         return [hf.text_ids(self.tokenizer, each) if isinstance(each, str) else each for each in request.prompt]

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 
 from fb_core import statistics
 from fb_core.methods import Generate
-from fb_core.recipe import DIRECT, GREEDY, PUBLISHED, Deployed, Difference, Evidence, Recipe
+from fb_core.recipe import DIRECT, GREEDY, PUBLISHED, Difference, Evidence, Recipe
 from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
 from fb_core.stages.deploy import DEPLOYED_STAGE, Context
 from fb_core.stages.inputs import DEPLOYED, splits_of
@@ -60,7 +61,7 @@ class _RecipeTrials(DecodeStage):
 
     def cost(self) -> Cost:
         """The LLM reads every token of a decode at most once."""
-        longest = self.models.longest_prompt(self.problems, self.template) + self.max_new_tokens
+        longest = self._longest_prompt(self.problems) + self.max_new_tokens
         words = f"decoded in batches, {len(self.problems)} problems with each of at most {self.count} recipes per seed"
         return Cost(words, longest, llm_tokens=longest)
 
@@ -309,7 +310,7 @@ class ChoiceStage(Stage):
             if source != own:
                 shutil.copytree(own, folder / PUBLISHED)
             shown = dict(evidence)[recipe]
-            Deployed(deployed.recipe, deployed.value, deployed.policy, deployed.options, shown).save(folder)
+            replace(deployed, evidence=shown).save(folder)
             card = (folder / "README.md").read_text(encoding="utf-8")
             table = choice_table(recipe, evidence, seed)
             (folder / "README.md").write_text(f"{card}\n## Deployed recipe\n\n{USE}\n{table}\n", encoding="utf-8")

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 from torch import Tensor
 
+from fb_core.config import ProblemSettings
 from fb_core.decoding import Generation
 from fb_core.methods import Generate
 from fb_core.pool import Event
@@ -30,6 +31,7 @@ ASKED = (
     "evaluate.limit",
     "evaluate.max_new_tokens",
     "problems.prompt",
+    "problems.thinking",
     "problems.seed",
     "verify",
 )  # settings that decide what a benchmark asks
@@ -141,14 +143,17 @@ class DecodeStage(Stage):
         return {shard: len(trial.problems) for shard, trial in self.trials.items()}
 
     @property
-    def template(self) -> str:
-        """The prompt template."""
-        return self.settings.problems.prompt
+    def asked(self) -> ProblemSettings:
+        """The settings with the prompt."""
+        return self.settings.problems
 
     @property
     def max_new_tokens(self) -> int:
         """The longest answer, in tokens."""
         return self.settings.evaluate.max_new_tokens
+
+    def _longest_prompt(self, problems: Sequence[Problem]) -> int:
+        return self.models.longest_prompt(problems, self.asked.prompt, self.asked.thinking)
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         """The function that decodes a trial's prompts."""
@@ -166,13 +171,12 @@ class DecodeStage(Stage):
         for trial in self.trials.values():
             sets.setdefault(trial.benchmark, {}).update({problem.id: problem for problem in trial.problems})
         return {
-            name: self.models.longest_prompt(list(problems.values()), self.template) + self.max_new_tokens
-            for name, problems in sets.items()
+            name: self._longest_prompt(list(problems.values())) + self.max_new_tokens for name, problems in sets.items()
         }
 
     def work(self, shard: str) -> Output:
         trial, tokenizer = self.trials[shard], self.models.tokenizer
-        prompts = self.models.prompts(trial.problems, self.template)
+        prompts = self.models.prompts(trial.problems, self.asked.prompt, self.asked.thinking)
         generate = self._ready(trial, prompts)
         found: list[tuple[Generation, float | None, int | None]]
         if trial.loop == "batch":

@@ -78,16 +78,16 @@ class Models:
         """The number of token ids that the tokenizer knows."""
         return known_ids(self.tokenizer)
 
-    def prompts(self, problems: Sequence[Problem], template: str) -> list[Tensor]:
+    def prompts(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> list[Tensor]:
         """The prompt ids [P] of every problem, on the SLM's device."""
-        device = self.slm.device
-        return [torch.tensor(prompt_ids(self.tokenizer, problem, template), device=device) for problem in problems]
+        ids = (prompt_ids(self.tokenizer, problem, template, thinking) for problem in problems)
+        return [torch.tensor(prompt, device=self.slm.device) for prompt in ids]
 
-    def longest_prompt(self, problems: Sequence[Problem], template: str) -> int:
+    def longest_prompt(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> int:
         """The number of tokens of the longest prompt; 0 if the tokenizer is not on this machine."""
         if (tokenizer := self.tokenizer_here) is None:
             return 0
-        return max((len(prompt_ids(tokenizer, problem, template)) for problem in problems), default=0)
+        return max((len(prompt_ids(tokenizer, problem, template, thinking)) for problem in problems), default=0)
 
     @cached_property
     def local_slm(self) -> LocalLLM:

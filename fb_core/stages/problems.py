@@ -229,13 +229,14 @@ def drawn(problems: Sequence[Problem], count: int, seed: int) -> list[Problem]:
     return list(problems) if count >= len(problems) else split(problems, count, seed)[1]
 
 
-def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str) -> list[int]:
+def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str, thinking: bool = False) -> list[int]:
     """Token ids of a problem in its prompt: a user turn if the tokenizer has a chat template, else the bare text.
 
     Args:
         tokenizer: the models' own.
         problem: what to ask.
         template: the prompt; `{problem}` stands for the text, other braces are kept.
+        thinking: as for `hf.chat_ids`.
 
     Returns:
         the ids, including special tokens.
@@ -245,7 +246,8 @@ def prompt_ids(tokenizer: hf.Tokenizer, problem: Problem, template: str) -> list
     """
     if "{problem}" not in template:
         raise ValueError(f"prompt_ids: template must contain {{problem}}, got {template[:80]!r}; say where it goes.")
-    return hf.chat_ids(tokenizer, [{"role": "user", "content": template.replace("{problem}", problem.text)}])
+    asked = {"role": "user", "content": template.replace("{problem}", problem.text)}
+    return hf.chat_ids(tokenizer, [asked], thinking)
 
 
 def _problems(source: str, rows: Rows, layout: Layout, prefix: str) -> list[Problem]:

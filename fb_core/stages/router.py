@@ -47,7 +47,8 @@ class RouterLabelStage(Stage):
 
     def work(self, shard: str) -> Output:
         problems, models, room = self._parts()[shard], self.models, self.settings.futures.max_new_tokens
-        prompts = models.prompts(problems, self.settings.problems.prompt)
+        asked = self.settings.problems
+        prompts = models.prompts(problems, asked.prompt, asked.thinking)
         solutions = models.llm.complete_many([prompt.to(models.llm.device) for prompt in prompts], room)
         pairs = [(prompt, new.to(models.slm.device)) for prompt, new in zip(prompts, solutions, strict=True)]
         golds = [problem.answer for problem in problems]
@@ -71,7 +72,8 @@ class RouterLabelStage(Stage):
         return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
 
     def cost(self) -> Cost:
-        prompt = self.models.longest_prompt(self._problems(), self.settings.problems.prompt)
+        asked = self.settings.problems
+        prompt = self.models.longest_prompt(self._problems(), asked.prompt, asked.thinking)
         tokens = prompt + self.settings.futures.max_new_tokens
         return Cost("solved, then continued after differing tokens", tokens, "llm")
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from fb_core import hf
+from fb_core.config import ProblemSettings
 from fb_core.methods import Generate
+from fb_core.recipe import Deployed, Recipe
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
 from fb_core.stages.deploy import Context, frozen_policy, needs_llm, pool_options
-from fb_core.stages.inputs import DEMO, DEPLOYED
+from fb_core.stages.inputs import DEMO, DEPLOYED, span_of
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
 from fb_core.stages.stage import Cost, Output, Stage
@@ -54,8 +56,8 @@ class SelectionStage(DecodeStage):
         }
 
     @property
-    def template(self) -> str:
-        return self.input(TrajectoryStage).settings.problems.prompt
+    def asked(self) -> ProblemSettings:
+        return self.input(TrajectoryStage).settings.problems
 
     @property
     def max_new_tokens(self) -> int:
@@ -132,9 +134,22 @@ class RerankerStage(Stage):
         reranker = self.input(TrainStage).trained(chosen["epoch"], chosen["horizon"], seed)
         with tempfile.TemporaryDirectory() as folder:
             reranker.save_pretrained(folder)
+            self._deployed().save(folder)
             files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
         files[f"{shard}/README.md"] = self._card(seed, chosen).encode()
         return Output(files, {"adapters": 1})
+
+    def _deployed(self) -> Deployed:
+        """The plain reranker as the run decodes with it."""
+        settings = self.settings
+        return Deployed(
+            Recipe(certainty=settings.evaluate.certainty),
+            None,
+            frozen_policy(self.run),
+            pool_options(settings) | {"span": span_of(settings.futures.span, self.models.tokenizer)},
+            None,
+            self.input(TrajectoryStage).settings.problems.thinking,
+        )
 
     def _card(self, seed: int, chosen: dict[str, Any]) -> str:
         models, settings = self.settings.models, self.settings.train
@@ -177,6 +192,7 @@ class RerankerStage(Stage):
             filters=filter_table(filters),
             selection=selection_table(chosen),
             problems=_public(asked.settings.problems.train),
+            thinking="on" if asked.settings.problems.thinking else "off",
         )
 
     def cost(self) -> Cost:
@@ -263,7 +279,7 @@ decoder = CollaborativeDecoder(
 | adapter | LoRA rank {rank}, alpha {alpha:g}, dropout {dropout:g}, on {scope}; candidate features: {features} |
 | training | AdamW {rate:g}, {groups} groups per step, target "{target}", temperature {temperature:g} |
 | request threshold | {threshold:.6g} nats over the top {top_k}, the {quantile:g} quantile on validation problems |
-| problems | {problems} |
+| problems | {problems}, asked with thinking {thinking} |
 
 ## States
 

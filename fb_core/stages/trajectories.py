@@ -147,12 +147,14 @@ class TrajectoryStage(Stage):
     def longest(self) -> int:
         """The most tokens of a trajectory, without its prompt if the tokenizer is not on this machine."""
         problems = [problem for members in self.splits.values() for problem in members]
-        prompt = self.models.longest_prompt(problems, self.settings.problems.prompt)
+        asked = self.settings.problems
+        prompt = self.models.longest_prompt(problems, asked.prompt, asked.thinking)
         return prompt + self.settings.collect.max_new_tokens
 
     def work(self, shard: str) -> Output:
         problems, slm, settings = self._problems[shard], self.models.local_slm, self.settings.collect
-        tokenizer, prompts = self.models.tokenizer, self.models.prompts(problems, self.settings.problems.prompt)
+        tokenizer, asked = self.models.tokenizer, self.settings.problems
+        prompts = self.models.prompts(problems, asked.prompt, asked.thinking)
         write = self.models.slm_writer.complete_many if settings.deployed is None else self._collaborate
         found = collect(slm, problems, prompts, settings.max_new_tokens, settings.top_k, self.on_progress, write)
         texts = texts_of([trajectory.output for trajectory in found], tokenizer)

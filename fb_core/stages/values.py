@@ -162,6 +162,7 @@ class ValueStage(Stage):
     def _candidates(self, learned: _States, held_out: _States) -> Iterator[Candidate]:
         policy, span = frozen_policy(self.run), span_of(self.settings.futures.span, self.models.tokenizer)
         options = pool_options(self.settings) | {"span": span}
+        thinking = self.input(TrajectoryStage).settings.problems.thinking
         heads: dict[tuple[str, Form | None], ValueHead | None] = {}
         for name in learned.scores:
             heads |= {(name, form): learned.head(name, form) for form in self.settings.choice.values}
@@ -180,7 +181,7 @@ class ValueStage(Stage):
         for at, (one, value) in enumerate(zip(recipes, head, strict=True)):
             success, asked = held_out.outcome(one, value, gates.get(at))
             asks = replace(policy, ask=gates.get(at))
-            yield Candidate(Deployed(one, value, asks, options, None), success, asked)
+            yield Candidate(Deployed(one, value, asks, options, None, thinking), success, asked)
 
 
 def competing(settings: RunSettings, run: Path) -> list[Trained]:

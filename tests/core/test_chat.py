@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
-from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy
+from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, Span
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
 from fb_core.config import PairSettings
 from fb_core.pool import Event
+from fb_core.recipe import Deployed, Recipe
+from fb_core.serve.protocol import ChatRequest
+from fb_core.serve.run import room
 from fb_core.terminal import escaped
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"
+    "{% if enable_thinking %} w5{% endif %}"
 )
 
 
@@ -90,6 +95,62 @@ def test_a_certain_llm_overrides_the_adapter(pair):
     assert generation.token_ids.tolist() == want.token_ids.tolist()
     assert [event.token for event in generation.events] == [event.token for event in want.events]
     assert all(event.scores is None for event in generation.events)
+
+
+def trained(pair, folder, thinking=False):
+    """The adapter in a folder as `train` writes it."""
+    shutil.copytree(pair / "adapter", folder)
+    pools = {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+    Deployed(Recipe(), None, RequestPolicy(1.2), pools, None, thinking).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("given", "stored", "wanted"), [(True, None, True), (None, True, True), (False, True, False)])
+def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wanted):
+    """In a terminal and on a server: the template adds a word where thinking is on."""
+    adapter = None if stored is None else str(trained(pair, tmp_path / "adapter", stored))
+    values = {"slm": str(pair / "slm"), "llm": str(pair / "llm"), "threshold": 1.2, "max_new_tokens": 12}
+    chosen = PairSettings(**values, adapter=adapter, thinking=given, certainty=None if adapter is None else 0.0)
+    messages = [{"role": "user", "content": "w7 w8"}]
+    generation = Chat(chosen).answer(messages, Console(file=io.StringIO()))
+    prompt = "w7 w8 w4 w5" if wanted else "w7 w8 w4"
+    assert generation.token_ids.tolist() == expected(pair, prompt).token_ids.tolist()
+    made = room(
+        chosen,
+        key=None,
+        max_batch=1,
+        kv_memory=1 << 24,
+        prefill_tokens=64,
+        queue=4,
+        body_limit=4096,
+        on_llm_error="raise",
+    )
+    try:
+        (ids,) = made.service.prompts(ChatRequest.model_validate({"model": "m", "messages": messages}))
+        assert ids == tokenizer()(prompt)["input_ids"]
+    finally:
+        made.engine.close()
+
+
+def test_the_command_takes_thinking(pair):
+    outputs = [futurebridge("generate", "w7 w8", *options(pair), *more) for more in ([], ["--thinking"])]
+    assert [done.returncode for done in outputs] == [0, 0], outputs[1].stderr
+    assert outputs[0].stdout != outputs[1].stdout
+
+
+def test_an_adapter_without_a_threshold_asks_for_one(pair, tmp_path):
+    """One that `train` wrote has its own; one of `save_pretrained` has none."""
+    words = options(pair, adapter=trained(pair, tmp_path / "adapter"))
+    at = words.index("--threshold")
+    del words[at : at + 2]
+    assert futurebridge("generate", "w7 w8", *words).returncode == 0
+    words[words.index("--adapter") + 1] = pair / "adapter"
+    done = futurebridge("generate", "w7 w8", *words)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"futurebridge: threshold: expected the nats at which the adapter in {pair / 'adapter'} asks, got none there "
+        "in futurebridge.json; pass --threshold, or an adapter that `train` wrote"
+    )
 
 
 def test_chat_goes_on_until_an_empty_line(pair):

@@ -143,7 +143,7 @@ def test_possible_recipes_differ_and_ask_for_something():
 @pytest.fixture(scope="module")
 def chosen_settings() -> RunSettings:
     return settings(
-        problems={"limit": 72, "certification": 24, "train": "demo:plans"},
+        problems={"limit": 72, "certification": 24, "train": "demo:plans", "thinking": True},
         train={"seeds": [0], "epochs": 1},
         choice={"trained": ["features", "calibrated"], "tried": 4, "tested": 2},
         evaluate={"benchmarks": ["no-such-file.jsonl"]},  # read by nothing of these
@@ -252,8 +252,23 @@ def test_the_folder_of_an_adapter_holds_recipe_and_evidence(run, chosen_settings
     assert found.evidence.problems == 24
     assert found.policy.threshold == frozen_policy(run).threshold
     assert found.options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+    assert found.thinking
     assert "## Deployed recipe" in (folder_of(run) / "README.md").read_text()
     TokenReranker.from_pretrained(folder_of(run), load_pair("plans").slm)
+
+
+def test_every_adapter_of_a_run_says_what_it_was_trained_for(run, chosen_settings):
+    """The run's own and its competitors', by the plain recipe; only a certainty may be given beside it."""
+    slm, folders = load_pair("plans").slm, sorted(run.rglob("reranker/seed-*/"))
+    assert [folder.parent.parent.name for folder in folders] == ["run", "calibrated", "features"]
+    for folder in folders:
+        assert Deployed.load(folder).thinking
+        selector, policy, options = deployment_of(str(folder), slm)
+        assert (type(selector), policy) == (FutureBridgeSelector, frozen_policy(run))
+        assert options == {"pool": "joint", "slm_k": 3, "llm_k": 3, "max_events": 8, "span": Span()}
+        loaded = load(PairSettings(slm="demo:plans", llm="demo:plans", adapter=str(folder)))
+        assert (loaded.policy, loaded.options, loaded.thinking) == (policy, options, True)
+        assert deployment_of(str(folder), slm, certainty=0.5).selector.certainty == 0.5
 
 
 def test_every_recipe_survives_its_folder(run, chosen_settings, tmp_path):

@@ -24,8 +24,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, shared_prefix
+from fb_core import CollaborativeDecoder, LLMPreference, RequestPolicy, Span, TokenReranker, shared_prefix
 from fb_core.lm_eval import UNSUPPORTED, FutureBridgeLM
+from fb_core.recipe import Deployed, Recipe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = ROOT / "examples" / "lm_eval"
@@ -283,6 +284,24 @@ def test_generations_are_a_pairs_where_there_is_a_large_model(
     assert found["n-samples"]["fb_generate"]["effective"] == 3
     with pytest.raises(ValueError, match=r"^adapter: expected an llm with it"):
         FutureBridgeLM(model, tokenizer=words, adapter="folder")
+
+
+def test_an_adapter_brings_what_it_was_trained_for(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    large = tiny("qwen3", 2, vocab_size=len(words), max_position_embeddings=1024)
+    TokenReranker.from_base(model).save_pretrained(tmp_path)
+    given = {"tokenizer": words, "llm": large, "adapter": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"^threshold: expected the nats at which the adapter in .* got none there"):
+        FutureBridgeLM(model, **given)
+    pools = {"pool": "joint", "slm_k": 3, "llm_k": 2, "max_events": 5, "span": Span()}
+    Deployed(Recipe(), None, RequestPolicy(1.7068), pools, None, True).save(tmp_path)
+    lm = FutureBridgeLM(model, **given)
+    decoder, pool = lm.engine.decoder, lm.engine.decoder.intervention
+    assert (decoder.policy, pool.slm_k, pool.llm_k, decoder.max_events) == (RequestPolicy(1.7068), 3, 2, 5)
+    assert lm.chat_template_args["enable_thinking"] is True
+    quiet = FutureBridgeLM(model, **given, chat_template_args={"enable_thinking": False}, threshold=0.5)
+    assert (quiet.chat_template_args["enable_thinking"], quiet.engine.decoder.policy.threshold) == (False, 0.5)
 
 
 @pytest.mark.slow

@@ -497,6 +497,11 @@ def test_prompts_are_a_user_turn_where_there_is_a_chat_template() -> None:
     )
     tokenizer = characters(template)
     assert spelled(tokenizer, prompt_ids(tokenizer, problem("1?"), "Q: {problem}")) == "[user:Q: 1?][assistant:False"
+    thinks = prompt_ids(tokenizer, problem("1?"), "Q: {problem}", thinking=True)
+    assert spelled(tokenizer, thinks) == "[user:Q: 1?][assistant:True"
+    other = characters("{{ messages[0].content }}{% if thinking %}<think>{% endif %}")  # DeepSeek's and Granite's name
+    for thinking, end in ((False, ""), (True, "<think>")):
+        assert spelled(other, prompt_ids(other, problem("1?"), "{problem}", thinking)) == f"1?{end}"
 
 
 def test_a_template_says_where_the_problem_goes() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import linked, settings
 
-from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, deployment_of
 from fb_core.demo.pairs import load_pair
 from fb_core.reranker import FEATURES, candidate_features
 from fb_core.stages.artefacts import Artefact
@@ -137,7 +137,12 @@ def assert_selected(chosen, run, pair, selector, policy=None, **options):
     options = {"slm_k": 3, "llm_k": 3, "max_events": 8, "tokenizer": pair.world.tokenizer} | options
     decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, policy or frozen_policy(run), **options)
     rows = read_rows(Artefact(run, "selection"), "epoch-1-h8-s0")
-    for row, problem, one in zip(rows, problems, decoder.generate_many(prompts, 45), strict=True):
+    folder = str(run / "reranker" / "seed-0")  # deployed, it decodes likewise
+    selector, policy, options = deployment_of(folder, pair.slm)
+    deployed = CollaborativeDecoder(pair.slm, pair.llm, selector, policy, **options).generate_many(prompts, 45)
+    wanted = decoder.generate_many(prompts, 45)
+    assert [one.token_ids.tolist() for one in deployed] == [one.token_ids.tolist() for one in wanted]
+    for row, problem, one in zip(rows, problems, wanted, strict=True):
         assert (row.problem, row.tokens, row.text) == (problem.id, one.token_ids.tolist(), one.text)
         assert [event.step for event in row.events] == [event.step for event in one.events]
         assert row.correct == (f"\\boxed{{{problem.answer}}}" in one.text)
