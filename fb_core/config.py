@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -409,7 +411,7 @@ class EvaluateSettings(BaseModel):
     """What the chosen reranker is evaluated on.
 
     Attributes:
-        benchmarks: known sets, local files, or the demo's own.
+        benchmarks: known sets, local files, or the demo's own, each once.
         limit: use only this many problems of each benchmark, the first ones.
         max_new_tokens: maximum tokens of an answer.
         max_events: maximum events of an answer.
@@ -426,6 +428,15 @@ class EvaluateSettings(BaseModel):
     certainty: float | None = Field(default=None, ge=0, le=1)
     per_shard: int = Field(default=64, ge=1)
 
+
+    @model_validator(mode="after")
+    def _each_once(self) -> EvaluateSettings:
+        for one, other in combinations(self.benchmarks, 2):
+            names, files = zip(*(source.partition("=")[::2] for source in (one, other)), strict=True)
+            paths = [os.path.realpath(file or name) for name, file in zip(names, files, strict=True)]
+            if paths[0] == paths[1] or (names[0] == names[1] and not all(files)):  # a set's fields may serve two files
+                raise ValueError(f"benchmarks: expected each once, got {one!r} and {other!r}, the same; leave one out")
+        return self
 
 class RouterSettings(BaseModel):
     """The network of R2R and its training; the defaults are the published ones.

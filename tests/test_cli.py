@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -255,6 +256,33 @@ def test_what_cannot_be_set_is_one_sentence(change):
     assert str(raised.value).startswith(BAD_CHANGES[change])
     assert "\n" not in str(raised.value)
     assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("demo:plans", "demo:plans"),
+        ("hp/x/t.jsonl", "./hp/x/t.jsonl"),
+        ("hp/x/t.jsonl", "{here}/hp/y/../x//t.jsonl"),
+        ("hp/x/t.jsonl", "link.jsonl"),
+        ("gsm8k=hp/x/t.jsonl", "./hp/x/t.jsonl"),
+        ("gsm8k=hp/x/t.jsonl", "math-500=link.jsonl"),
+        ("gsm8k", "gsm8k=hp/x/t.jsonl"),
+    ],
+)
+def test_a_benchmark_counts_once_in_an_average(one, other, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hp" / "x").mkdir(parents=True)
+    (tmp_path / "hp" / "y").mkdir()
+    (tmp_path / "hp" / "x" / "t.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("hp/x/t.jsonl")
+    other = other.format(here=tmp_path)
+    for names in ([one, other], [other, "demo:words", one]):
+        with pytest.raises(ValueError, match=r"evaluate\.benchmarks: expected each once, got ") as raised:
+            RunSettings.load("tiny", [f"evaluate.benchmarks={json.dumps(names)}"])
+        assert str(raised.value).endswith("the same; leave one out")
+    apart = ("gsm8k=hp/x/t.jsonl", "gsm8k=other.jsonl", "hp/t.jsonl", "math-500")
+    assert RunSettings.load("tiny", [f"evaluate.benchmarks={json.dumps(apart)}"]).evaluate.benchmarks == apart
 
 
 def test_settings_are_listed_and_shown(tmp_path):
