@@ -485,6 +485,7 @@ def page(cells: Cells) -> str:
     seeds = sorted({cell["seed"] for cell in cells.found})
     quantiles = sorted({cell["quantile"] for cell in cells.found})
     problems = len(cells.correct(cells.found[0], GREEDY.label))
+    alone = sum(cell["deployed"] == GREEDY.label for cell in cells.found)
     hours = sum(cell["processor_seconds"] for cell in cells.found) / 3600
     lines = [
         "# Is the deployed recipe safe?",
@@ -495,9 +496,12 @@ def page(cells: Cells) -> str:
         f"quantiles {', '.join(f'{quantile:g}' for quantile in quantiles)}, {problems} test problems per cell, "
         f"at least {hours:.1f} hours of CPU time. A seed draws the problems for training, validation, certification "
         "and test, and initialises the reranker. The seeds were written down before the run, and the models of a world "
-        "are the shipped ones. No setting was chosen on these seeds. A deployed recipe is shown, with "
+        "are the shipped ones. No setting was chosen on these seeds. A recipe that passes its test is shown, with "
         f"{choice.level:.0%} confidence, not to be more than {100 * choice.delta:g} points below greedy decoding or "
-        "the direct score. Intervals resample seeds, and problems within each seed, so they include the variance of "
+        "the direct score. If none passes, greedy decoding is deployed, of which [nothing is "
+        f"promised](choice.md#what-is-promised); it was deployed in {alone} of these runs, which therefore say "
+        f"{'nothing' if not alone else 'little'} about that case. "
+        "Intervals resample seeds, and problems within each seed, so they include the variance of "
         "training. The cells are not independent: the quantiles of a seed share its problems and trajectories, and "
         "tiny-helpful and tiny-control share problems and SLM.",
         "",

@@ -379,7 +379,8 @@ class ChoiceSettings(BaseModel):
         tested: number of the best of these, tested against greedy decoding and the direct LLM score on the
             certification problems.
         delta: how far below either of the two a recipe may be, as a share of the problems.
-        level: 1 minus the allowed probability of deploying a recipe that is worse than that.
+        level: 1 minus the largest probability that any recipe that is worse than that passes its test. Of greedy
+            decoding, which is deployed if none passes, this says nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -428,7 +429,6 @@ class EvaluateSettings(BaseModel):
     certainty: float | None = Field(default=None, ge=0, le=1)
     per_shard: int = Field(default=64, ge=1)
 
-
     @model_validator(mode="after")
     def _each_once(self) -> EvaluateSettings:
         for one, other in combinations(self.benchmarks, 2):
@@ -437,6 +437,7 @@ class EvaluateSettings(BaseModel):
             if paths[0] == paths[1] or (names[0] == names[1] and not all(files)):  # a set's fields may serve two files
                 raise ValueError(f"benchmarks: expected each once, got {one!r} and {other!r}, the same; leave one out")
         return self
+
 
 class RouterSettings(BaseModel):
     """The network of R2R and its training; the defaults are the published ones.

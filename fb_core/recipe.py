@@ -120,7 +120,7 @@ class Evidence(BaseModel):
     Attributes:
         problems: number of certification problems, not used for anything before.
         delta: how far below greedy decoding and the direct LLM score it may be, as a share of the problems.
-        level: 1 minus the allowed probability of deploying a recipe that is worse than that, per adapter.
+        level: 1 minus the largest probability that any recipe that is worse than that passes its test, per adapter.
         tests: number of recipes among which that error was divided.
         accuracy: on these problems.
         minus_greedy: paired difference to the SLM alone; its bound uses the error divided by `tests`.

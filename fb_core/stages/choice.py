@@ -6,7 +6,8 @@ greedy decoding *and* to the direct LLM score are above -delta. Both bounds must
 error. The error is divided (Bonferroni) among all that are tested: the recipes, the direct score (against greedy
 decoding) and greedy decoding (against the direct score). So for one seed's adapter, the probability that any recipe
 that is worse than either by more than delta passes its test is at most 1 - level. Of the recipes that may be deployed
-the most accurate is taken, with fewer LLM calls in a tie; if there is none, greedy decoding.
+the most accurate is taken, with fewer LLM calls in a tie; if there is none, greedy decoding. That has then passed no
+test: it may be worse than the direct score by more than delta.
 """
 
 from __future__ import annotations
@@ -258,7 +259,8 @@ def _words(chosen: Tried, safe: int, tests: int, delta: float, level: float) -> 
         )
     return (
         f"{chosen.recipe.label}: none of {tests} tested recipes is shown with {sure} confidence to be at most {margin} "
-        "below greedy decoding and the direct LLM score, so the LLM is not asked."
+        "below greedy decoding and the direct LLM score, so the LLM is not asked. The direct LLM score may be far "
+        "better."
     )
 
 

@@ -77,6 +77,7 @@ def test_the_page_shows_what_was_deployed_and_missed(cells):
     page = evidence.page(cells)
     assert "3 runs: worlds tiny, tiny-control, seeds 1, 2" in page
     assert "| part | tiny, of 2 | tiny-control, of 1 |" in page
+    assert "it was deployed in 0 of these runs, which therefore say nothing about that case" in page
     assert "| scores: plain | 1 | 1 |\n| scores: direct LLM score | 1 | 0 |\n| override | 1 | 1 |" in page
     assert "| nothing added | 1 | 0 |" in page
     assert f"| tiny | {FORMS[0].label} | 2 | 67.5 | +5.0 | -5.0 | 3.00 |" in page
