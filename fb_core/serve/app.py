@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -37,10 +37,13 @@ LOG = logging.getLogger("futurebridge.access")
 ERRORS = logging.getLogger("futurebridge.errors")
 RETRY_AFTER = "1"
 LAST = 5.0  # seconds to close the engine, or to tell clients that the server ends
+TOGETHER = 64 << 10  # bytes of an answer that are sent at once
+SMALL = 16 << 10  # bytes of a request that are read at once
 GONE = 499  # the client closed the connection
 NAMES = {**{name: f"futurebridge.{name}" for name in ("max_events", "threshold", "recipe")}, "ranking": "logprobs"}
 """What a client calls an argument of the engine."""
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Result = TypeVar("Result")
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 
@@ -68,6 +71,23 @@ class _Problem(Exception):
     ) -> None:
         super().__init__(message)
         self.response = JSONResponse(problem_fields(message, kind, parameter, code), status)
+
+
+class _Parts(Response):
+    """A whole answer in JSON; a large one goes out part by part, as its client takes it."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        size = sum(map(len, parts))
+        super().__init__(media_type="application/json", headers={"Content-Length": str(size)})
+        self.parts = [b"".join(parts)] if size < TOGETHER else parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, as any Starlette response does."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self.parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
 
 
 class _Stream(StreamingResponse):
@@ -195,7 +215,7 @@ class _Application:
         body = await self._read(request, kind)
         self._check_model(body.model)
         try:
-            answers = await self.service.begin(body)
+            answers = await _while_there(request, self.service.begin(body))
         except Busy as busy:
             problem = _Problem(429, str(busy), "rate_limit_error", code="rate_limit_exceeded")
             problem.response.headers["Retry-After"] = RETRY_AFTER
@@ -217,7 +237,9 @@ class _Application:
             if len(data) > self.body_limit:
                 raise _Problem(413, f"body: expected at most {self.body_limit} bytes; shorten the request")
         try:
-            return kind.model_validate_json(bytes(data))
+            if len(data) <= SMALL:
+                return kind.model_validate_json(bytes(data))
+            return await asyncio.to_thread(kind.model_validate_json, bytes(data))
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
             place, words = ".".join(map(str, first["loc"])), first["msg"]
@@ -237,21 +259,16 @@ class _Application:
                     self._heard(request, any(came))
                     came[index].append(piece)
 
-        reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(_gone(request))
         try:
-            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                return Response(status_code=GONE)
-            reading.result()
+            await _while_there(request, read())
+        except ClientDisconnect:
+            raise
         except Exception as problem:
             raise self._failed(problem) from None
         finally:
-            reading.cancel()
-            leaving.cancel()
             _cancel(answers)
         whole = [(Piece.joined(pieces), answer.finish) for pieces, answer in zip(came, answers, strict=True)]
-        copies = [each for each in whole for _ in range(body.n)]
-        return JSONResponse(shape.whole(copies, self._used(request, body, answers)))
+        return _Parts(await asyncio.to_thread(shape.whole, whole, body.n, self._used(request, body, answers)))
 
     def _stream(self, request: HTTPRequest, body: Body, answers: Sequence[Answer], shape: Shape) -> Response:
         """The answers as server-sent events."""
@@ -264,12 +281,13 @@ class _Application:
                 async for index, piece in merged(answers):
                     finish = None if piece is not None else answers[index].finish
                     self._heard(request, not all(first))
-                    for copy in range(index * body.n, (index + 1) * body.n):
-                        yield _sent(shape.piece(copy, piece or Piece(), finish, first[index]))
+                    copies = range(index * body.n, (index + 1) * body.n)
+                    for each in shape.pieces(copies, piece or Piece(), finish, first[index]):
+                        yield f"data: {each}\n\n"
                     first[index] = False
                 used = self._used(request, body, answers)
                 if body.stream_options is not None and body.stream_options.include_usage:
-                    yield _sent(shape.used(used))
+                    yield f"data: {json.dumps(shape.used(used))}\n\n"
                 status = 200  # set before the last line: a client may close as soon as it has read that
                 yield "data: [DONE]\n\n"
             except Exception as problem:
@@ -324,11 +342,20 @@ def _cancel(answers: Sequence[Answer]) -> None:
         answer.handle.cancel()
 
 
+async def _while_there(request: HTTPRequest, doing: Coroutine[Any, Any, Result]) -> Result:
+    """The coroutine's result; ClientDisconnect, and its end, as soon as the client has closed the connection."""
+    done, leaving = asyncio.ensure_future(doing), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((done, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientDisconnect
+        return done.result()
+    finally:
+        done.cancel()
+        leaving.cancel()
+
+
 async def _gone(request: HTTPRequest) -> None:
     """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _sent(fields: dict[str, Any]) -> str:
-    return f"data: {json.dumps(fields)}\n\n"

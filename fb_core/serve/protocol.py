@@ -9,7 +9,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
@@ -18,6 +18,7 @@ from fb_core.engine.step import RANKED
 from fb_core.pool import Event
 
 STOPS, STOP_LENGTH = 16, 256  # strings, characters of one
+PLACES = 128  # tokens whose log-probs are written at a time
 OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -282,6 +283,10 @@ def usage_fields(prompt: int, completion: int, calls: int, chosen: int) -> dict[
     }
 
 
+def _json(fields: Any) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
 class Shape:
     """The JSON of one request's answers: as text or as a chat, whole or in pieces.
 
@@ -296,35 +301,49 @@ class Shape:
         self.id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self.created = int(time.time())
 
-    def whole(self, answers: list[tuple[Piece, Finish]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The response with all complete answers."""
-        choices = []
-        for index, (piece, finish) in enumerate(answers):
+    def whole(self, answers: list[tuple[Piece, Finish]], copies: int, usage: dict[str, Any]) -> list[bytes]:
+        """The response with all complete answers, each so many times, in parts; what copies share is written once."""
+        parts = [_json(self._head("chat.completion" if self.chat else "text_completion"))[:-1] + b',"choices":[']
+        for place, (piece, finish) in enumerate(answers):
             content = {"message": {"role": "assistant", "content": piece.text}} if self.chat else {"text": piece.text}
-            own = {"events": [event_fields(event) for event in piece.events]}
-            choices.append({**self._choice(index, content, piece.places, finish), "futurebridge": own})
-        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
+            more = {"finish_reason": finish, "futurebridge": {"events": [event_fields(each) for each in piece.events]}}
+            own = [b",", _json(content)[1:-1], b',"logprobs":', *self._ranked(piece.places), b"," + _json(more)[1:]]
+            for index in range(place * copies, (place + 1) * copies):
+                parts += [b'%s{"index":%d' % (b"," if index else b"", index), *own]
+        return [*parts, b'],"usage":' + _json(usage) + b"}"]
 
-    def piece(self, index: int, piece: Piece, finish: Finish | None, first: bool) -> dict[str, Any]:
-        """A streamed piece of one answer."""
+    def _ranked(self, places: Sequence[Place]) -> list[bytes]:
+        """The log-probs of a whole answer in parts: an encoder at work on all of them would hold up other threads."""
+        if not self.ranking or not places:
+            return [b"null"]
+        describe, parts = _chat_logprobs if self.chat else _logprobs, list[bytes]()
+        some = [describe(places[first : first + PLACES]) for first in range(0, len(places), PLACES)]
+        for name, value in some[0].items():
+            parts.append(b'%s"%s":' % (b"," if parts else b"{", name.encode()))
+            if isinstance(value, list):
+                parts += [(b"," if first else b"[") + _json(each[name])[1:-1] for first, each in enumerate(some)]
+                parts.append(b"]")
+            else:
+                parts.append(_json(value))
+        return [*parts, b"}"]
+
+    def pieces(self, indices: range, piece: Piece, finish: Finish | None, first: bool) -> Iterator[str]:
+        """A streamed piece of an answer's copies, which differ in the index alone."""
         role = {"role": "assistant"} if first else {}
         delta = {**role, "content": piece.text} if piece.text or first else {}
-        choice = self._choice(index, {"delta": delta} if self.chat else {"text": piece.text}, piece.places, finish)
+        known = None
+        if self.ranking and (piece.places or finish is None):
+            known = _chat_logprobs(piece.places) if self.chat else _logprobs(piece.places)
+        choice = {"index": 0, **({"delta": delta} if self.chat else {"text": piece.text})}
+        choice |= {"logprobs": known, "finish_reason": finish}
         if piece.events:
             choice["futurebridge"] = {"events": [event_fields(event) for event in piece.events]}
-        return {**self._head(self._part), "choices": [choice]}
+        before, index, after = json.dumps({**self._head(self._part), "choices": [choice]}).partition('"index": 0')
+        return (f"{before}{index[:-1]}{each}{after}" for each in indices)
 
     def used(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last streamed piece, with the usage, for clients that ask for it."""
         return {**self._head(self._part), "choices": [], "usage": usage}
-
-    def _choice(
-        self, index: int, content: dict[str, Any], places: Sequence[Place], finish: Finish | None
-    ) -> dict[str, Any]:
-        known = None
-        if self.ranking and (places or finish is None):
-            known = _chat_logprobs(places) if self.chat else _logprobs(places)
-        return {"index": index, **content, "logprobs": known, "finish_reason": finish}
 
     @property
     def _part(self) -> str:

@@ -20,6 +20,9 @@ from fb_core.serve.metrics import Metrics
 from fb_core.serve.protocol import ChatRequest, CompletionRequest, Finish, Piece, Place
 from fb_core.serve.text import Text
 
+BYTES = 16  # of text for a token; a prompt with more for each that there is room for is not tokenized
+LOGPROBS = 1 << 18  # in one answer
+PIECE = 64  # tokens
 DIRECT = LLMPreference()  # one object for all requests, so that their events are served together
 
 
@@ -51,7 +54,7 @@ class Answer:
             concurrent.futures.CancelledError: the server or its engine ends.
         """
         try:
-            piece, events, places = "", list[Event](), list[Place]()
+            held, piece, events, places = 0, "", list[Event](), list[Place]()
             while (token := await self.tokens.get()) is not None:
                 self.completion += 1
                 if token.event is not None:
@@ -61,10 +64,13 @@ class Answer:
                 piece += self.text.add(token.id)
                 if self.text.stopped or token.id in self.ends:
                     self.finish = "stop"
-                more = not (self.tokens.empty() or self.text.stopped)  # what has come by now becomes one piece
+                held += 1
+                # What has come by now becomes one piece, but not all that a slow reader left lying.
+                more = not (self.tokens.empty() or self.text.stopped or held == PIECE)
                 if (piece or events or places) and not more:
                     yield Piece(piece, events, places)
                     piece, events, places = "", [], []
+                held *= more
                 if self.text.stopped:
                     return
             if piece or events or places:
@@ -145,6 +151,7 @@ class Service:
         if (copies := count * request.n) > self.queue:
             name = "prompt" if count > self.queue else "n"
             raise ValueError(f"{name}: expected at most the queue's {self.queue} answers, got {copies}; ask for fewer")
+        self._check_size(request, count)
         if self.requests + count > self.queue:
             raise Busy(f"queue: expected at most {self.queue} sequences under way; try again")
         self.requests += count
@@ -161,6 +168,33 @@ class Service:
             self.requests -= count - len(answers)
         self.metrics.prompt_tokens.inc(sum(answer.prompt for answer in answers))
         return answers
+
+    def _check_size(self, request: CompletionRequest | ChatRequest, count: int) -> None:
+        """ValueError for texts too long to be worth tokenizing, and for answers with too many log-probs."""
+        texts, most = self._texts(request), BYTES * self.length
+        if (longest := max((len(text.encode()) for text in texts), default=0)) > most:
+            raise ValueError(
+                f"prompt: expected at most {most} bytes of text for the {self.length} tokens of a sequence, got "
+                f"{longest}; shorten it"
+            )
+        if request.ranking is None:
+            return
+        wanted = request.max_tokens
+        if isinstance(request, ChatRequest):
+            wanted = request.max_completion_tokens or wanted or self.answer
+        assert wanted is not None
+        known = count * request.n * min(wanted, self.length) * (1 + request.ranking)
+        if known > LOGPROBS:
+            raise ValueError(
+                f"ranking: expected at most {LOGPROBS} log-probs in an answer, its prompts times n times tokens times "
+                f"1 + the ranks, got {known}; ask for less"
+            )
+
+    def _texts(self, request: CompletionRequest | ChatRequest) -> list[str]:
+        """The texts that are to be tokenized, each as a whole."""
+        if isinstance(request, ChatRequest):
+            return ["".join(message.content for message in request.messages)]
+        return [each for each in request.prompt if isinstance(each, str)]
 
     def end(self) -> None:
         """End all answers now, even if the engine is waiting for the large model."""

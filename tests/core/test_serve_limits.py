@@ -1,10 +1,12 @@
 """What clients may do to a server over HTTP without holding up others: heads, bodies, prompts, answers, leaving."""
 
+import asyncio
 import json
 import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -19,8 +21,10 @@ from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference
 from fb_core.serve import connection
+from fb_core.serve import service as serving
 from fb_core.serve.app import application
 from fb_core.serve.connection import configured
+from fb_core.serve.protocol import PLACES, CompletionRequest, Piece, Place, Shape
 from fb_core.serve.run import Server as Uvicorn
 from fb_core.serve.run import listen
 from fb_core.serve.service import Service
@@ -214,3 +218,110 @@ def test_what_a_client_sends_ahead_is_bounded(pair, problem):
         with pytest.raises(ConnectionError):
             client.sendall(raw("/v1/completions", body | {"user": "x" * 60000}) * 1000)
         until(lambda: service.requests == 0)
+
+
+# --- prompts and answers ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_can_never_fit_hold_up_no_short_one(server, problem):
+    """20 clients send a megabyte each and leave at once; the longest wait of a short prompt beside them is short."""
+    long, waits = raw("/v1/completions", {"prompt": "1+" * 500_000, "max_tokens": 1}), []
+    clients = [connected(server.url) for _ in range(20)]
+    for client in clients:
+        threading.Thread(target=send_and_leave, args=(client, long)).start()
+    for _ in range(10):
+        began = time.monotonic()
+        short = httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": problem.prompt, "max_tokens": 1}, timeout=HANG
+        )
+        assert short.status_code == 200
+        waits.append(time.monotonic() - began)
+    assert max(waits) < 5
+
+
+def send_and_leave(client, sent):
+    with client:
+        client.sendall(sent)
+
+
+def test_a_prompt_is_not_tokenized_once_its_client_has_left(pair, problem):
+    with hanging(pair) as (service, _), here(service) as url:
+        held, seen, prompts = threading.Event(), [], service.prompts
+        service.prompts = lambda request: seen.append(request) or prompts(request)
+        service._tokenizing.submit(held.wait)
+        clients = [connected(url) for _ in range(20)]
+        for client in clients:
+            client.sendall(raw("/v1/completions", {"prompt": problem.prompt, "max_tokens": 1}))
+        until(lambda: service.requests == 20)
+        for client in clients:
+            client.close()
+        until(lambda: service.requests == 0)
+        held.set()
+        until(lambda: counted(url, "/v1/completions", 499) == 20)
+        service._tokenizing.submit(int).result(60)
+        assert seen == []
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_large_answer_holds_up_nobody_and_its_copies_are_equal(server, pair, chat):
+    """As many log-probs as are allowed: others are answered while it is computed, written and sent."""
+    problems = pair.world.problems(16, 3, "validation")
+    body = {"n": 16, "max_tokens": 48, "logprobs": 20, "prompt": [each.prompt for each in problems]}
+    path = "/v1/completions"
+    if chat:
+        messages = [{"role": "user", "content": problems[0].prompt}]
+        body = {"n": 16, "max_tokens": 48, "logprobs": True, "top_logprobs": 20, "messages": messages}
+        path = "/v1/chat/completions"
+    waits = []
+    with ThreadPoolExecutor(1) as other, httpx.Client(timeout=HANG) as client:
+        asked = other.submit(httpx.post, f"{server.url}{path}", json=body, timeout=HANG)
+        while not asked.done():
+            began = time.monotonic()
+            assert client.get(f"{server.url}/health").status_code == 200
+            waits.append(time.monotonic() - began)
+    choices = asked.result().json()["choices"]
+    assert [choice.pop("index") for choice in choices] == list(range(len(choices)))
+    assert len(choices) == (16 if chat else 256)
+    for first in range(0, len(choices), 16):
+        assert all(choice == choices[first] for choice in choices[first : first + 16])
+    alone = httpx.post(f"{server.url}{path}", json=body | {"n": 1}, timeout=HANG).json()["choices"]
+    for one, among in zip(alone, choices[::16], strict=True):
+        assert one["finish_reason"] == among["finish_reason"] == "stop"
+        assert (one["message"] == among["message"]) if chat else (one["text"] == among["text"])
+    assert max(waits) < 0.6  # written in one go it was 1.1
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("count", [0, 1, PLACES, PLACES + 1, 3 * PLACES])
+def test_an_answer_in_parts_is_the_answer(chat, count):
+    places = [Place("a", -1.0, [("a", -1.0), ("é", -2.0)], place) for place in range(count)]
+    shape = Shape("m", chat, True)
+    answers = [(Piece('x "index": 0 é', (), places), "stop"), (Piece("", (), places[:1]), "length")]
+    whole = json.loads(b"".join(shape.whole(answers, 3, {"total_tokens": 1})))
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert whole["usage"] == {"total_tokens": 1}
+    for choice, (piece, finish) in zip(whole["choices"][::3], answers, strict=True):
+        (said,) = shape.pieces(range(1), piece, finish, False)
+        streamed = json.loads(said)["choices"][0]
+        text = streamed.get("delta", {}).get("content", "") if chat else streamed["text"]
+        assert (choice["message"]["content"] if chat else choice["text"]) == piece.text == text
+        assert choice["logprobs"] == streamed["logprobs"]
+        assert choice["finish_reason"] == finish
+    assert [json.loads(each)["choices"][0]["index"] for each in shape.pieces(range(4, 7), *answers[0], True)] == [
+        4,
+        5,
+        6,
+    ]
+
+
+def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatch):
+    async def read_late(service):
+        (answer,) = await service.begin(CompletionRequest(prompt=problem.prompt, max_tokens=60))
+        answer.handle.result(60)
+        await asyncio.sleep(0)
+        return [piece async for piece in answer.pieces()], answer.completion
+
+    monkeypatch.setattr(serving, "PIECE", 8)
+    with Engine(Pair(pair.slm, None), None, RequestPolicy(9.0), max_events=0, max_length=256) as engine:
+        pieces, tokens = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
+    assert len(pieces) == -(-tokens // 8) > 1
