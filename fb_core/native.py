@@ -146,6 +146,15 @@ class NativeDecoder:
         except _UnfamiliarError:
             return None
 
+    @classmethod
+    def fits(cls, model: Any) -> bool:
+        """Whether `of` would read the model; nothing is packed."""
+        try:
+            _Reader(model.base_model).decoder()
+        except _UnfamiliarError:
+            return False
+        return True
+
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own rotary table in float32: (cos, sin), one row [E] for each of the positions [T]."""
         cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fb_core.hf.models import CausalLM
+from fb_core.hf.models import CausalLM, checking, misfit, unfit, vocabulary
+from fb_core.native import NativeDecoder
 
 if TYPE_CHECKING:
     from fb_core.pool import Event
@@ -80,12 +82,16 @@ def new_cache() -> DynamicCache:
     return DynamicCache()
 
 
+_DECODES: WeakSet[nn.Module] = WeakSet()  # models whose decoding was compared with plain forwards
+
+
 def check_decodable(name: str, model: CausalLM) -> None:
-    """Refuse what cannot decode deterministically.
+    """Refuse, by name, what the plain loop would not decode as the model's own `generate` does.
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: a model in training mode.
+        ValueError: a model in training mode, a `misfit`, or one whose padded batches and caches of keys and values do
+            not give what its plain forwards give.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -93,6 +99,33 @@ def check_decodable(name: str, model: CausalLM) -> None:
         )
     if model.training:
         raise ValueError(f"{name}: expected a model in eval mode, got one in training mode; call .eval() first")
+    if (reason := misfit(model)) is not None:
+        raise unfit(name, model, reason)
+    if model not in _DECODES and not NativeDecoder.fits(model):
+        with checking(name, model), torch.autocast(model.device.type, enabled=False):
+            same = _decodes(model)
+        if not same:
+            raise unfit(name, model, "other logits in a padded batch, or after a cache, than in a plain forward")
+    _DECODES.add(model)
+
+
+def _decodes(model: CausalLM) -> bool:
+    """Whether a padded batch and a cache that grows give the logits of plain forwards; a few tokens are run."""
+    size, device = vocabulary(model), model.device
+    long, short = torch.tensor([size * place // 11 for place in range(1, 11)], device=device).split([6, 4])
+    plain = torch.cat([last_logits(model, ids[None]) for ids in (long, short)])
+    ids, mask = left_padded([long[:-1], short[:-1]])
+    assert mask is not None
+    together, alone = new_cache(), new_cache()
+    last_logits(model, ids, mask, together)
+    last = torch.stack([long[-1:], short[-1:]])
+    grown = last_logits(model, last, torch.cat([mask, torch.ones_like(last)], 1), together)
+    last_logits(model, long[None, :3], cache=alone)
+    extended = last_logits(model, long[None, 3:], cache=alone)
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    found, wanted = torch.cat([grown, extended]), plain[[0, 1, 0]]
+    largest = float(wanted.abs().amax())
+    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def left_padded(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

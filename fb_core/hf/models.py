@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,6 +47,66 @@ def lm_head(model: PreTrainedModel) -> Head:
     divisor = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(layer.weight, getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
+
+
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+
+def misfit(model: PreTrainedModel) -> str | None:
+    """Why a token's logits depend on more than the tokens before it, their keys, values and positions; None if not so.
+
+    Caches that hold keys and values alone, padded batches and packed forwards would give wrong results there.
+    """
+    config = text_config(model)
+    if model.config.is_encoder_decoder:
+        return "an encoder and a decoder"
+    other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
+    if other:
+        return f"layers of type {', '.join(other)}"
+    if getattr(model, "_is_stateful", False):
+        return "a recurrent state"
+    for kind in sorted(_rope_types(config)):
+        if kind == "longrope" or "dynamic" in kind:  # as transformers decides it
+            return f"rotary scaling {kind}, which depends on the length"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "attention scaled by the place in a batch"
+    return "no LM head" if model.get_output_embeddings() is None else None
+
+
+def _rope_types(config: Any) -> set[str]:
+    found: set[str] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, dict):
+            kind = value.get("rope_type", value.get("type"))
+            if isinstance(kind, str):
+                found.add(kind)
+            for inner in value.values():
+                visit(inner)
+
+    for attribute in ("rope_parameters", "rope_scaling"):
+        visit(getattr(config, attribute, None))
+    return found
+
+
+def unfit(name: str, model: PreTrainedModel, reason: str) -> ValueError:
+    """The error for a model that would be computed wrongly."""
+    return ValueError(
+        f"{name}: expected a decoder with softmax attention and fixed positions, got {type(model).__name__} with "
+        f"{reason}; use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
+    )
+
+
+@contextmanager
+def checking(name: str, model: PreTrainedModel) -> Iterator[None]:
+    """What a model's own modules raise where they are called as the library calls them, as an error with its name."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as problem:
+        first = str(problem).strip().partition("\n")[0]
+        raise unfit(name, model, f"{type(problem).__name__} in its forward ({first:.120})") from problem
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

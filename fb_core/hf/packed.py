@@ -24,17 +24,11 @@ from transformers import (
 )
 from transformers import Cache as HFCache
 
-from fb_core.hf.models import lm_head, text_config, vocabulary
+from fb_core.hf.models import checking, lm_head, misfit, text_config, unfit, vocabulary
 from fb_core.native import NativeDecoder
 from fb_kernels import BranchLayout, branch_attention, linear_logprob
 
 ATTENTION = "fb_branch"  # transformers would treat a name with "flash" in it as its own
-
-
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
-
-
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -332,50 +326,19 @@ def check_supported(model: object) -> None:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: encoder-decoder, linear or chunked attention, length-dependent rotary scaling, no LM head, or
-            attention that does not go through the attention interface.
+        ValueError: a `misfit`, or attention that does not go through the attention interface.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model: expected a transformers causal LM, got {type(model).__name__}; load one with AutoModelForCausalLM"
         )
-    name = type(model).__name__
-    config = text_config(model)
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(
-            f"model: expected a decoder with softmax attention and fixed positions, got {name} with {reason}; "
-            "use a model such as Qwen3, Qwen2, Llama, Mistral, Phi3 or Gemma2"
-        )
-
-    if model.config.is_encoder_decoder:
-        raise refuse("an encoder and a decoder")
-    other = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind not in SUPPORTED_LAYERS})
-    if other:
-        raise refuse(f"layers of type {', '.join(other)}")
-    for kind in _rope_types(config):
-        if kind in LENGTH_DEPENDENT_ROPE:
-            raise refuse(f"rotary scaling {kind}, which depends on the length")
-    if model.get_output_embeddings() is None:
-        raise refuse("no LM head")
-    if not model._supports_attention_backend or not getattr(config, "is_causal", True):
-        raise refuse("attention outside transformers' AttentionInterface")
-
-
-def _rope_types(config: Any) -> set[str]:
-    found: set[str] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, dict):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                found.add(kind)
-            for inner in value.values():
-                visit(inner)
-
-    for attribute in ("rope_parameters", "rope_scaling"):
-        visit(getattr(config, attribute, None))
-    return found
+    reason = misfit(model)
+    if reason is None and not (model._supports_attention_backend and getattr(text_config(model), "is_causal", True)):
+        reason = "attention outside transformers' AttentionInterface"
+    if reason is None and model.base_model is model:
+        reason = "its layers outside base_model"
+    if reason is not None:
+        raise unfit("model", model, reason)
 
 
 @torch.no_grad()
@@ -394,7 +357,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
             "attn_implementation='eager' so that decoding and scoring see the same model",
             stacklevel=3,
         )
-    with _attention(model, "eager"):
+    with checking("model", model), _attention(model, "eager"):
         plain = model(input_ids=branches, use_cache=False).logits[:, -2:].float()
     layout = Layout.build([([2], 0, 0), ([2, 2], 0, 2)], device)
     ids = torch.cat([branches[0, :2], branches[0, 2:], branches[1, 2:]])

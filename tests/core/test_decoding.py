@@ -1,9 +1,11 @@
+import contextlib
 import hashlib
 import itertools
 import math
 
 import pytest
 import torch
+import zoo
 from tiny import EOS, FAMILIES, V, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -12,10 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder
+from fb_core.engine.engine import Engine
 from fb_core.llm import LLM, Candidates, LocalLLM
+from fb_core.methods.r2r.decoding import r2r
+from fb_core.methods.r2r.router import R2RRouter
+from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Pool, candidate_pool
 from fb_core.reranker import TokenReranker, candidate_features
+from fb_core.scorer import CompatibilityScorer
 from fb_core.selectors import (
     CertainLLM,
     FutureBridgeSelector,
@@ -26,6 +33,7 @@ from fb_core.selectors import (
     SLMPreference,
     State,
 )
+from fb_core.server import ServerLLM
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
@@ -613,6 +621,108 @@ def test_a_reranker_of_another_model_or_in_training_mode_is_refused():
     reranker.train()
     with pytest.raises(ValueError, match="reranker: expected it in eval mode"):
         decoder.generate([3, 4], 2)
+
+
+# What transformers itself cannot generate with, or what no tiny configuration is known for.
+NOT_TINY = {
+    *("blt", "cohere_compass_text", "dbrx", "emu3", "gemma3", "gemma3n", "gemma4", "gemma4_assistant"),
+    *("gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "longcat_flash", "mllama", "musicgen"),
+    *("musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "zamba"),
+}
+RECURRENT = {"rwkv", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "xlstm"}
+HYBRID = {"lfm2", "lfm2_moe", "jamba", "bamba", "qwen3_next", "qwen3_5_text", "falcon_h1", "nemotron_h", "kimi_linear"}
+HYBRID |= {"minimax", "granitemoehybrid", "olmo_hybrid", "zamba2", "zaya"}
+
+
+def decoded(model, asked, count):
+    decoder = CollaborativeDecoder(model, None, None, RequestPolicy(NEVER), max_events=0)
+    return [one.token_ids.tolist() for one in decoder.generate_many(asked, count)]
+
+
+def completed(model, asked, count):
+    return [new.tolist() for new in LocalLLM(model).complete_many(asked, count)]
+
+
+def asked_again(model, asked, count):
+    llm, found = LocalLLM(model), []
+    for ids in asked:
+        tokens, new = ids.tolist(), []
+        llm.candidates(tokens[:2], 1)
+        for _ in range(count):
+            new += llm.candidates(tokens + new, 1).ids.tolist()
+        found.append(new)
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted({*zoo.KINDS} - NOT_TINY))
+def test_every_causal_lm_decodes_as_generate_does_or_is_refused_by_name(kind):
+    model, count = zoo.build(kind), 5
+    asked, wanted = prompts(3, 11, 20), []
+    with contextlib.suppress(ValueError, KeyError):  # xlstm, xmod and zamba2 do not generate at all
+        for ids in asked:
+            whole = model.generate(ids[None], max_new_tokens=count, do_sample=False, pad_token_id=0)
+            wanted.append(whole[0, len(ids) :].tolist())
+    refused, sentences = [], []
+    for way in (decoded, completed, asked_again):
+        try:
+            assert way(model, asked, count) == wanted
+        except ValueError as problem:
+            sentences.append(str(problem))
+            refused.append(way)
+    named = f"expected a decoder with softmax attention and fixed positions, got {type(model).__name__} with "
+    assert all(named in sentence for sentence in sentences)
+    assert len(refused) in (0, 3)
+    assert refused or kind not in RECURRENT | HYBRID
+    assert not refused or kind not in {*FAMILIES, "gemma3_text", "olmo2", "mixtral", "gpt2", "gpt_oss", "ministral3"}
+    whole, following = asked[2].split([14, 6])
+    try:
+        (found,) = CompatibilityScorer(model).logprobs(whole, [following])
+    except ValueError as problem:
+        sentences.append(str(problem))
+    else:
+        with torch.no_grad():
+            plain = model(asked[2][None], use_cache=False).logits[0, 13:-1].float().log_softmax(-1)
+        torch.testing.assert_close(found, plain.gather(1, following[:, None])[:, 0], rtol=1e-3, atol=1e-3)
+    assert all("; use a model " in sentence for sentence in sentences)
+
+
+def scaled(kind, **rope):
+    own = {"original_max_position_embeddings": 16} if kind == "phi3" else {}
+    settings = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    settings |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 27.0]} | rope
+    return zoo.build(kind, max_position_embeddings=64, rope_parameters=settings, **own)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: scaled("phi3"), "Phi3ForCausalLM with rotary scaling longrope"),
+        (lambda: scaled("llama"), "LlamaForCausalLM with rotary scaling longrope"),
+        (lambda: scaled("qwen2", rope_type="dynamic", factor=2.0), "Qwen2ForCausalLM with rotary scaling dynamic"),
+        (lambda: zoo.build("llama4_text"), "Llama4ForCausalLM with layers of type chunked_attention"),
+        (
+            lambda: zoo.build("llama4_text", layer_types=["full_attention"] * 4),
+            "Llama4ForCausalLM with attention scaled by the place in a batch",
+        ),
+        (lambda: tiny().base_model, "Qwen3Model with no LM head"),
+    ],
+)
+def test_what_depends_on_length_or_batch_is_refused_by_every_door(model, reason):
+    model, other, policy = model(), tiny(vocab_size=zoo.V), RequestPolicy(NEVER)
+    for door in (
+        lambda: CollaborativeDecoder(model, None, None, policy, max_events=0),
+        lambda: CollaborativeDecoder(other, model, SLMPreference(), policy),
+        lambda: Engine(Pair(model, None), None, policy),
+        lambda: LocalLLM(model),
+        lambda: Pair(model, None),
+        lambda: Pair(model, ServerLLM("http://127.0.0.1:9", vocabulary=zoo.V)),
+        lambda: r2r(model, other, None, [[5]], 3, threshold=1.0, mode="entropy"),
+        lambda: R2RRouter(model),
+        lambda: CompatibilityScorer(model),
+        lambda: TokenReranker.from_base(model),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            door()
 
 
 def test_positions_bound_the_generation():

@@ -183,12 +183,13 @@ def test_branches_compute_their_prefix_once():
     model = tiny("phi3", 4)
     model.generation_config.eos_token_id = [V - 1]
     a, b, c = prompts(9, 6, 5)
+    llm = LocalLLM(model)
     with forwarded(model) as seen:
-        LocalLLM(model).complete_branches([a, b, a.tolist(), c], [[5, 6, 7], [5, V - 1], [8], []], 3)
+        llm.complete_branches([a, b, a.tolist(), c], [[5, 6, 7], [5, V - 1], [8], []], 3)
     assert seen == [(2, 9), (5, 1), (5, 1), (5, 1)]
     with forwarded(model) as seen:
-        LocalLLM(model).complete_many([a, b, a, a], 3)
-        LocalLLM(model).sample_many([a, b], 4, 3)
+        llm.complete_many([a, b, a, a], 3)
+        llm.sample_many([a, b], 4, 3)
     assert seen == [(2, 9), (4, 1), (4, 1), (2, 9), (8, 1), (8, 1)]
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, V, tiny
@@ -356,6 +357,7 @@ def test_unsupported_models_are_refused_by_name():
     dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     alibi = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=V))
     headless = BertModel(BertConfig(**small, intermediate_size=32))
+    own = {"layer_types": ["full_attention"] * 4, "attn_temperature_tuning": False}
     for model, words in (
         (linear, "Qwen3NextForCausalLM with layers of type linear_attention"),
         (encoder, "BartForConditionalGeneration with an encoder"),
@@ -363,6 +365,8 @@ def test_unsupported_models_are_refused_by_name():
         (dynamic, "LlamaForCausalLM with rotary scaling dynamic"),
         (alibi, "BloomForCausalLM"),
         (headless, "BertModel with no LM head"),
+        (zoo.build("llama4_text", **own), "Llama4ForCausalLM with its layers outside base_model"),
+        (zoo.build("hrm_text"), "HrmTextForCausalLM with AttributeError in its forward"),
     ):
         with pytest.raises(ValueError, match=words):
             CompatibilityScorer(model.eval())
