@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from fb_kernels import backend
+from fb_kernels import backend, checks
 
 LIBRARY = torch.library.Library("fb", "DEF")
 
@@ -56,7 +56,7 @@ def _is_plain(x: Any, graph: bool) -> bool:
     kind = type(x)
     if (kind is not Tensor and kind is not Parameter) or (graph and x.requires_grad):
         return False
-    return x.layout is torch.strided and not x.is_nested and not x.is_neg()
+    return not x.is_nested and not x.is_neg() and checks.has_memory(x)
 
 
 class Op:

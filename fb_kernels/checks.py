@@ -80,12 +80,32 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether a tensor's elements lie somewhere; not so if it is sparse, an efficient zero, freed, or wraps another."""
+    try:
+        return x.data_ptr() != 0 or x.numel() == 0
+    except RuntimeError:
+        return False
+
+
 def is_tensor(op: str, argument: str, value: object) -> None:
-    """Raise unless the value is a dense torch tensor; any strides are allowed."""
+    """Raise unless the value is a dense torch tensor in memory; any strides are allowed."""
     if not isinstance(value, Tensor):
         raise error(op, argument, "a torch.Tensor", type(value).__name__, "convert it with torch.as_tensor", TypeError)
     if value.layout != torch.strided or value.is_nested:
         raise error(op, argument, "a dense tensor", f"one of {value.layout}" + ", nested" * value.is_nested, DENSE)
+    if is_astray(value):
+        raise error(op, argument, "a tensor in memory", "one without any", "clone it where it still has its values")
+
+
+def is_astray(x: Tensor) -> bool:
+    """Whether a dense tensor's elements lie nowhere, though neither compilation nor a transform now is the reason."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or has_memory(x):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        level = torch._C._functorch.maybe_current_level()
+        return level is None or not 0 < torch._C._functorch.maybe_get_level(x) <= level
+    return x.device.type != "meta" and not torch._is_functional_tensor(x)
 
 
 def floating(op: str, argument: str, value: object, like: Tensor | None = None) -> None:

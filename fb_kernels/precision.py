@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fb_kernels import checks
+
 LOWERED = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda")
 
@@ -29,20 +31,24 @@ def _inside(value: Any) -> bool:
     return on and torch.is_autocast_enabled(value.device.type)
 
 
+def _is_cast(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in LOWERED and not checks.is_astray(value)
+
+
 def lowered(*values: Any) -> tuple[Any, ...]:
     """The arguments of a product under autocast; the first one's device selects the region; non-tensors stay."""
     if not _inside(values[0]):
         return values
     dtype = torch.get_autocast_dtype(values[0].device.type)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in LOWERED else x for x in values)
+    return tuple(x.to(dtype) if _is_cast(x) else x for x in values)
 
 
 def promoted(*values: Any) -> tuple[Any, ...]:
     """The arguments of any other op, likewise."""
     if not _inside(values[0]):
         return values
-    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.dtype in LOWERED}
+    dtypes = {x.dtype for x in values if _is_cast(x)}
     if len(dtypes) < 2:
         return values
     widest = reduce(torch.promote_types, dtypes)
-    return tuple(x.to(widest) if isinstance(x, Tensor) and x.dtype in LOWERED else x for x in values)
+    return tuple(x.to(widest) if _is_cast(x) else x for x in values)

@@ -28,6 +28,7 @@ def bad_tensors(op: str, name: str, x: Tensor) -> Iterator[tuple[str, Any]]:
     if x.ndim:
         yield "kind", torch.nested.nested_tensor([x, x])
         yield "kind", torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    yield from (("kind", each) for each in without_memory(x))
     wrong = [torch.int64, torch.float8_e4m3fn] if x.is_floating_point() else [torch.float32, torch.int16]
     yield from (("dtype", x.to(dtype)) for dtype in (*wrong, torch.bool, torch.uint8, torch.complex64))
     if len(case(ONE_EACH[op]).tensors) > 1:
@@ -38,6 +39,17 @@ def bad_tensors(op: str, name: str, x: Tensor) -> Iterator[tuple[str, Any]]:
             yield "shape", x.flatten()[0]
         if x.ndim and (op, name) not in MORE_ROWS and name != "eos_ids":
             yield "shape", torch.cat((x, x, x[:1]))
+
+
+def without_memory(x: Tensor) -> Iterator[Tensor]:
+    """Tensors like it whose elements lie nowhere."""
+    freed, escaped = x.clone(), []
+    freed.untyped_storage().resize_(0)
+    torch.func.vmap(lambda one: (escaped.append(one), one)[1])(x[None])
+    torch.func.vjp(lambda one: (escaped.append(one), one)[1], x.float())
+    yield from (torch._efficientzerotensor(x.shape, dtype=x.dtype), freed, *(one.to(x.dtype) for one in escaped[:1]))
+    if x.is_floating_point():
+        yield escaped[1]
 
 
 def bad_options(name: str, kinds: str) -> Iterator[tuple[str, Any]]:
