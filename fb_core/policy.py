@@ -118,7 +118,7 @@ class RequestPolicy:
 
     def entropy(self, logits: Tensor) -> Tensor:
         """Nats [...] of the softmax over the `top_k` largest of logits [..., V]; NaN where a row has no softmax."""
-        return topk_entropy(logits, min(self.top_k, logits.shape[-1]))[0]
+        return topk_entropy(logits.detach(), min(self.top_k, logits.shape[-1]))[0]
 
     def asks(self, entropy: Tensor) -> Tensor:
         """Bool of entropy's shape: True where the LLM is asked."""

@@ -130,7 +130,7 @@ def candidate_pool(
     size = logits.shape[-1]
     slm_ids = logits.new_empty((len(logits), 0), dtype=torch.int64)
     if pool != "llm":
-        slm_ids = topk_entropy(logits, min(slm_k, size))[2]
+        slm_ids = topk_entropy(logits.detach(), min(slm_k, size))[2]
     if llm is None:
         if pool != "slm":
             raise TypeError(f"llm: expected type LLM for pool {pool!r}, got None; None goes with pool 'slm' alone")

@@ -65,12 +65,12 @@ def group_targets(
     counts = [len(logprob) for logprob in logprobs]
     cu_group = torch.tensor([0, *counts]).cumsum(0).to(logprobs[0].device, torch.int32)
     score, target = compatibility_targets(
-        torch.cat([logprob[:, :longest] for logprob in logprobs]),
+        torch.cat([logprob[:, :longest] for logprob in logprobs]).detach(),
         cu_group,
         horizons=horizons,
         temperature=temperature,
         eps=eps,
-        local=None if local is None else torch.cat(list(local)),
+        local=None if local is None else torch.cat(list(local)).detach(),
         alpha=alpha,
     )
     return list(score.split(counts)), list(target.split(counts))

@@ -10,7 +10,7 @@ Under the transforms of torch.func the operators run inside a `torch.autograd.Fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -93,7 +93,9 @@ class Op:
             LIBRARY.impl(name, _without_autocast(run, device), device.upper())
         torch.library.register_fake(f"fb::{name}", fake, lib=LIBRARY)
         self._op = getattr(torch.ops.fb, name).default
+        self._arguments = [argument.name for argument in self._op._schema.arguments]
         self._function: type[torch.autograd.Function] | None = None
+        self._differentiable: Container[str] = ()
 
     def __call__(self, *arguments: Any) -> Any:
         """Call through the dispatcher."""
@@ -114,10 +116,25 @@ class Op:
             return self._run["cuda"](first, *rest)
         return self._op(first, *rest)
 
-    def differentiate(self, *, setup_context: Callable, backward: Callable, by: Op | None = None) -> None:
-        """Register the gradient; `by`, the operator that computes it, if any, has no gradient of its own."""
-        torch.library.register_autograd(f"fb::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
-        self._function = _function(self.name, self.name, setup_context, backward)
+    def differentiate(
+        self, *, to: Container[str], setup_context: Callable, backward: Callable, by: Op | None = None
+    ) -> None:
+        """Register the gradient to some arguments; others that require one are refused.
+
+        Args:
+            to: the arguments' names.
+            setup_context: saves what the gradient needs.
+            backward: the gradient.
+            by: the operator that computes it, if any; it has no gradient of its own.
+        """
+
+        def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+            self._refuse(name for name, need in zip(self._arguments, ctx.needs_input_grad, strict=False) if need)
+            setup_context(ctx, inputs, output)
+
+        self._differentiable = to
+        torch.library.register_autograd(f"fb::{self.name}", backward, setup_context=setup, lib=LIBRARY)
+        self._function = _function(self.name, self.name, setup, backward)
         if by is not None:
 
             def refuse(*_: Any) -> None:
@@ -127,6 +144,32 @@ class Op:
 
             torch.library.register_autograd(f"fb::{by.name}", refuse, lib=LIBRARY)
             by._function = _function(self.name, by.name, lambda *_: None, refuse)
+
+    def has_no_gradient(self) -> None:
+        """Refuse every argument that requires one, or has a tangent."""
+
+        def refuse_or_run(keys: Any, *arguments: Any) -> Any:
+            self._refuse(name for name, x in zip(self._arguments, arguments, strict=False) if _needs_gradient(x))
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+        LIBRARY.impl(self.name, refuse_or_run, "Autograd", with_keyset=True)
+
+    def _refuse(self, needed: Iterable[str]) -> None:
+        """Raise if an argument without a gradient is among those that need one."""
+        for name in needed:
+            if name not in self._differentiable:
+                remedy = "call it under torch.no_grad(), or pass it with .detach()"
+                raise checks.error(self.name, name, "a tensor that needs no gradient", "one that needs one", remedy)
+
+
+def _needs_gradient(x: Any) -> bool:
+    """Whether it is a tensor that needs a gradient, backward or forward."""
+    if not isinstance(x, Tensor):
+        return False
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _transformed() -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
@@ -289,16 +288,3 @@ def offset_values(op: str, argument: str, entries: list[int], total: int) -> Non
     if entries[0] != 0 or entries[-1] != total or any(b < a for a, b in pairwise(entries)):
         shown = entries if len(entries) <= 8 else f"{entries[:4]} ... {entries[-2:]}"
         raise error(op, argument, f"offsets that begin with 0, never fall and end with {total}", shown, "rebuild them")
-
-
-def no_grad(op: str, **tensors: Tensor | None) -> None:
-    """Raise if a tensor needs a gradient, backward or forward, since the op has none."""
-    for argument, value in tensors.items():
-        if value is None:
-            continue
-        if torch.is_grad_enabled() and value.requires_grad:
-            raise error(
-                op, argument, "a tensor that requires no grad", "one that does", "call it under torch.no_grad()"
-            )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
-            raise error(op, argument, "a tensor without a tangent", "a dual one", "pass it with .detach()")

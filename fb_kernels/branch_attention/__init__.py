@@ -224,4 +224,6 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 10
 
 
-_branch_attention.differentiate(setup_context=_save, backward=_backward, by=_branch_attention_backward)
+_branch_attention.differentiate(
+    to=("q", "k", "v", "prefix_k", "prefix_v"), setup_context=_save, backward=_backward, by=_branch_attention_backward
+)

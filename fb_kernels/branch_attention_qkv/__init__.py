@@ -107,7 +107,6 @@ def branch_attention_qkv(
             checks.shape(op, name, weight, (head_dim,), "[E]", "pass the norm's weight, or None for no norm")
     if slots is not None:
         checks.apart(op, (("k_cache", k_cache), ("v_cache", v_cache)), weights)
-    checks.no_grad(op, qkv=qkv, q_weight=q_weight, k_weight=k_weight, k_cache=k_cache, v_cache=v_cache)
     return _branch_attention_qkv(
         qkv,
         q_weight,
@@ -259,3 +258,4 @@ _branch_attention_qkv = Op(
     compiled=True,
     cpu=True,
 )
+_branch_attention_qkv.has_no_gradient()

@@ -151,4 +151,9 @@ def _backward(ctx: Any, grad_score: Tensor, *_: Tensor) -> tuple[Tensor | None, 
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None
 
 
-_candidate_head.differentiate(setup_context=_save, backward=_backward, by=_candidate_head_backward)
+_candidate_head.differentiate(
+    to=("hidden", "norm_weight", "head_weight", "head_bias"),
+    setup_context=_save,
+    backward=_backward,
+    by=_candidate_head_backward,
+)

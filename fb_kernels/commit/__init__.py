@@ -59,8 +59,8 @@ def commit_(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape or device, or a written tensor that overlaps another; on the CPU also a NaN threshold
-            or a negative length.
+        ValueError: a wrong shape or device, a written tensor that overlaps another, or an argument that requires grad;
+            on the CPU also a NaN threshold or a negative length.
     """
     op = "commit_"
     if not isinstance(state, DecodeState):
@@ -112,3 +112,4 @@ _commit = Op(
     fake=lambda *_: None,
     compiled=True,
 )
+_commit.has_no_gradient()

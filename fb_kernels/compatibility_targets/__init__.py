@@ -41,15 +41,15 @@ def compatibility_targets(
         alpha: 0 to 1, the share of the future.
 
     Returns:
-        (B[N, len(horizons)], q[N, len(horizons)]), float32 (float64 for float64 input), without gradient. z is 0 in a
-        group of one candidate, and in a group whose deviation is at most the output dtype's machine epsilon times its
-        largest magnitude (mere rounding); without `local`, q is then exactly uniform. Rows of no group have a B, and
-        q 0. A value that is not finite within the first h tokens (or in `local`, if used) makes q NaN for that horizon,
-        in its group only. On the CPU bad offsets are a ValueError; on a device q is then NaN.
+        (B[N, len(horizons)], q[N, len(horizons)]), float32 (float64 for float64 input). No argument may require grad.
+        z is 0 in a group of one candidate, and in a group whose deviation is at most the output dtype's machine
+        epsilon times its largest magnitude (mere rounding); without `local`, q is then exactly uniform. Rows of no
+        group have a B, and q 0. A value that is not finite within the first h tokens (or in `local`, if used) makes q
+        NaN for that horizon, in its group only. On the CPU bad offsets are a ValueError; on a device q is then NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or value, such as a horizon past H.
+        ValueError: a wrong shape, device or value, such as a horizon past H, or an argument that requires grad.
     """
     op = "compatibility_targets"
     logprob, local = precision.promoted(logprob, local)
@@ -78,15 +78,7 @@ def compatibility_targets(
         )
     elif alpha < 1.0:
         raise checks.error(op, "local", f"a tensor, since alpha is {alpha}", None, "pass log p_T or alpha=1.0")
-    return _compatibility_targets(
-        logprob.detach(),
-        cu_group,
-        None if local is None else local.detach(),
-        list(horizons),
-        temperature,
-        eps,
-        alpha,
-    )
+    return _compatibility_targets(logprob, cu_group, local, list(horizons), temperature, eps, alpha)
 
 
 def _fake(
@@ -109,3 +101,4 @@ _compatibility_targets = Op(
     reference=reference.compatibility_targets,
     fake=_fake,
 )
+_compatibility_targets.has_no_gradient()

@@ -21,7 +21,7 @@ def group_cross_entropy(
 
     Args:
         score: [N] float, sorted by group.
-        target: [N] in score's dtype: the targets q, which need not sum to 1.
+        target: [N] in score's dtype: the targets q, which need not sum to 1 and may not require grad.
         cu_group: [G + 1] int32 or int64 row offsets that begin with 0, never fall and end with at most N. Rows after
             the last offset belong to no group.
         reduction: "mean" over the groups that are not empty (0 if all are empty), "sum", or "none".
@@ -34,7 +34,7 @@ def group_cross_entropy(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or value.
+        ValueError: a wrong shape, device or value, or a target that requires grad.
     """
     op = "group_cross_entropy"
     score, target = precision.promoted(score, target)
@@ -78,4 +78,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _group_cross_entropy_backward(grad, *ctx.saved_tensors) if needed else None, None, None
 
 
-_group_cross_entropy.differentiate(setup_context=_save, backward=_backward, by=_group_cross_entropy_backward)
+_group_cross_entropy.differentiate(
+    to=("score",), setup_context=_save, backward=_backward, by=_group_cross_entropy_backward
+)

@@ -228,7 +228,7 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
     Under torch.autocast float tensors of several dtypes are cast to the widest of them (float64 stays).
 
     Args:
-        max: [S, N] float32 or float64, as from `linear_logprob_partials`.
+        max: [S, N] float32 or float64, as from `linear_logprob_partials`; it may not require grad.
         sumexp: [S, N] like max.
         target_logit: [S, N] like max.
 
@@ -238,7 +238,7 @@ def combine_logprob_partials(max: Tensor, sumexp: Tensor, target_logit: Tensor) 
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that differ.
+        ValueError: shapes or devices that differ, or a max that requires grad.
     """
     op = "combine_logprob_partials"
     max, sumexp, target_logit = precision.promoted(max, sumexp, target_logit)
@@ -378,6 +378,13 @@ def _backward_combine(ctx: Any, grad_logprob: Tensor, grad_lse: Tensor) -> tuple
     return None, on_lse * share, torch.where(owner & counted, grad_logprob, 0.0)
 
 
-_linear_logprob.differentiate(setup_context=_save, backward=_backward, by=_linear_logprob_backward)
-_partials.differentiate(setup_context=_save_partials, backward=_backward_partials, by=_partials_backward)
-_combine.differentiate(setup_context=_save_combine, backward=_backward_combine)
+_linear_logprob.differentiate(
+    to=("hidden", "weight", "bias"), setup_context=_save, backward=_backward, by=_linear_logprob_backward
+)
+_partials.differentiate(
+    to=("hidden", "weight_shard", "bias"),
+    setup_context=_save_partials,
+    backward=_backward_partials,
+    by=_partials_backward,
+)
+_combine.differentiate(to=("sumexp", "target_logit"), setup_context=_save_combine, backward=_backward_combine)

@@ -88,4 +88,4 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, ...
     return on_a, weight_a * grad_lse + spread, on_b, weight_b * grad_lse - spread
 
 
-_merge.differentiate(setup_context=_save, backward=_backward)
+_merge.differentiate(to=("out_a", "lse_a", "out_b", "lse_b"), setup_context=_save, backward=_backward)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fb_kernels import checks, precision
@@ -48,13 +47,13 @@ def qk_norm_rope(
 
     Returns:
         (q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E]) in qkv's dtype, new and contiguous. Without kv_out gradients flow to
-        qkv, q_weight and k_weight; cos and sin are constants. On the CPU a position outside the table or a slot outside
-        the cache is a ValueError; on a device the row's q and k are NaN for a bad position, and the row is not written
-        for a bad slot.
+        qkv, q_weight and k_weight; cos and sin may not require grad. On the CPU a position outside the table or a slot
+        outside the cache is a ValueError; on a device the row's q and k are NaN for a bad position, and the row is not
+        written for a bad slot.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device or value, or kv_out with an argument that requires grad.
+        ValueError: a wrong shape, device or value, cos or sin that require grad, or kv_out with any argument that does.
     """
     if (
         kv_out is None
@@ -127,11 +126,6 @@ def qk_norm_rope(
         (("kv_out[0]", k_cache), ("kv_out[1]", v_cache)),
         (*inputs, ("positions", positions), ("kv_out[2]", slot)),
     )
-    given = (qkv, q_weight, k_weight, k_cache, v_cache)
-    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in given):
-        raise checks.error(
-            op, "kv_out", "no argument that requires grad", "one", "use torch.no_grad(), or leave kv_out out"
-        )
     return _qk_norm_rope_out(
         qkv, q_weight, k_weight, cos, sin, positions, k_cache, v_cache, slot, num_heads, num_kv_heads, eps
     )
@@ -184,4 +178,7 @@ def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 6
 
 
-_qk_norm_rope.differentiate(setup_context=_save, backward=_backward, by=_qk_norm_rope_backward)
+_qk_norm_rope.differentiate(
+    to=("qkv", "q_weight", "k_weight"), setup_context=_save, backward=_backward, by=_qk_norm_rope_backward
+)
+_qk_norm_rope_out.has_no_gradient()

@@ -98,4 +98,4 @@ def _backward(ctx: Any, grad_normed: Tensor, grad_sum: Tensor) -> tuple[Tensor |
     return summed if to_x else None, weight if to_weight else None, None, summed if to_residual else None
 
 
-_rms_norm.differentiate(setup_context=_save, backward=_backward, by=_rms_norm_backward)
+_rms_norm.differentiate(to=("x", "weight", "residual"), setup_context=_save, backward=_backward, by=_rms_norm_backward)

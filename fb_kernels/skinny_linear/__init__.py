@@ -79,7 +79,6 @@ def skinny_linear(
         raise checks.error(op, "residual", "None together with swiglu", residual, "add it in the next projection")
     if swiglu and outputs % 2:
         raise checks.error(op, "weight", "an even number of rows with swiglu", weight, "stack gate and up")
-    checks.no_grad(op, x=x, weight=weight, bias=bias, norm_weight=norm_weight, residual=residual)
     return _skinny_linear(x, weight, bias, norm_weight, eps, residual, bool(swiglu), bool(frozen))
 
 
@@ -106,3 +105,4 @@ _skinny_linear = Op(
     compiled=True,
     cpu=True,
 )
+_skinny_linear.has_no_gradient()

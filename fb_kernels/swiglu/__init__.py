@@ -60,4 +60,4 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
     return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
-_swiglu.differentiate(setup_context=_save, backward=_backward, by=_swiglu_backward)
+_swiglu.differentiate(to=("gate_up",), setup_context=_save, backward=_backward, by=_swiglu_backward)

@@ -15,18 +15,18 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest logits of every row, and the entropy of their softmax, -sum p log p in nats.
 
     Args:
-        logits: [..., V] float, any number of rows.
+        logits: [..., V] float, any number of rows; they may not require grad.
         k: 1 to V.
 
     Returns:
         (entropy[...], values[..., k], indices[..., k]). Entropy and values are float32 (float64 for float64 input),
         indices int64. Values are in descending order, ties go to the lowest index, -0.0 ties with 0.0, and NaN counts
         as the largest. A logit of -inf adds nothing to the entropy. Rows with NaN or +inf, or with -inf only, have
-        entropy NaN. No output carries a gradient.
+        entropy NaN.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape or k.
+        ValueError: a wrong shape or k, or logits that require grad.
     """
     if eager((logits,)) and checks.alike(logits) and logits.ndim and type(k) is int and 0 < k <= logits.shape[-1]:
         return _topk_entropy.direct(logits, k)
@@ -35,7 +35,7 @@ def topk_entropy(logits: Tensor, k: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     if logits.ndim == 0:
         raise checks.error(op, "logits", "shape [..., V]", logits, "add a dimension")
     checks.integer(op, "k", k, "clamp it to the vocabulary", least=1, most=logits.shape[-1])
-    return _topk_entropy(logits.detach(), k)
+    return _topk_entropy(logits, k)
 
 
 def _fake(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,3 +56,4 @@ _topk_entropy = Op(
     compiled=True,
     cpu=True,
 )
+_topk_entropy.has_no_gradient()

@@ -116,12 +116,6 @@ def test_repeated_and_unordered_horizons() -> None:
     torch.testing.assert_close(mean[:, 1], logprob[:, :2].mean(1))
 
 
-def test_it_has_no_gradient() -> None:
-    logprob, local = (t.requires_grad_() for t in make(6, 5))
-    got = compatibility_targets(logprob, offsets([3, 3]), horizons=[1, 5], local=local, alpha=0.5)
-    assert not any(out.requires_grad for out in got)
-
-
 @pytest.mark.parametrize("bad", [[0, 5, 2], [3, 1, 4], [0, 2, 99], [-7, 2, 4], [1, 2, 4]])
 def test_bad_offsets_poison_where_the_host_does_not_read_them(bad: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "check_offsets", lambda *_: None)  # as on a device

