@@ -92,6 +92,9 @@ class FutureBridgeLM(HFLM):
         for name in UNSUPPORTED:
             if options.get(name):
                 raise ValueError(f"{name}: expected none for futurebridge, got {options[name]}; use --model hf")
+        if adapter is not None:
+            own = options.get("chat_template_args") or {}
+            options["chat_template_args"] = hf.thinking_switch(thinking_of(adapter)) | own
         super().__init__(pretrained, **options)
         self.scorer = CompatibilityScorer(self.model)
         self.token_budget = token_budget or rows_in_memory(self.model)
@@ -105,8 +108,6 @@ class FutureBridgeLM(HFLM):
         selector, policy, others = deployment_of(
             adapter, self.model, recipe=recipe, certainty=certainty, threshold=threshold, max_events=max_events
         )
-        if adapter is not None:
-            self.chat_template_args = hf.thinking_switch(thinking_of(adapter)) | self.chat_template_args
         self.engine = Engine(
             Pair(self.model, llm, tokenizers),
             selector,

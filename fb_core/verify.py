@@ -42,6 +42,15 @@ TEX_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not grou
 FINAL_STOP = re.compile(r"(?<!\.)\.$")  # math-verify cannot read "15."
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 INTEGER_BOX = re.compile(r"\\boxed\{(-?[0-9]{1,18})\}")
+# What math-verify does not read and leaves out: words, number bases, halves of the day, relations without a left side.
+WORDS = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+BASE = re.compile(r"\d[\s)}\]]*_\s*(?:\{([^{}]*)\}|(\w))")
+HALF_DAY = re.compile(r"\d[\s~,.\\]*([ap])\.?\s*m\b", re.IGNORECASE)
+NEGATION = re.compile(r"\\(?:not|neg|lnot)(?![A-Za-z])|\xac")
+RELATION = re.compile(
+    r"\\(?:neq?|n?less|n?gtr|n?[lg]eq?|[lg]t|[lg]eqq|[lg]eqslant|ll|gg)(?![A-Za-z])|[<>\u2260\u2264\u2265\u226e\u226f]"
+)
+BY_ZERO = re.compile(r"/\s*0(?![\d.!])")
 MATH_MODE = re.compile(r"(\$\$?)([^$]*)\1|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 
 # Not multiprocessing, which runs the caller's __main__ again in every worker: its imports, torch among them.
@@ -166,7 +175,9 @@ class Verifier:
             "correct", "wrong", "unparsable" (no closed box, or nothing mathematical in it), or "timeout" (not finished
             within the limits of time and memory). math-verify decides what is equal: it ignores \text{...} and the
             units that it knows ("34\text{ cows}", "34 cm"). It reads other bare words as products of letters, so
-            "34 cows" is wrong against 34.
+            "34 cows" is wrong against 34. What it leaves out must be the same in both: number bases, negations,
+            relations without a left side ("15_8", "> 15" against 15), a.m. against p.m.; and an equation between
+            numbers must hold ("16 = 15"). NaN and divisions by zero are unparsable.
 
         Raises:
             TypeError: an argument is not a string.
@@ -448,12 +459,63 @@ def _judge(question: str, gold: str) -> str:
     from math_verify import parse, verify
 
     wanted = parse(_in_box(gold), parsing_timeout=None)
-    if all(isinstance(reading, str) for reading in wanted):
+    if all(isinstance(reading, str) for reading in wanted) or _undefined(gold, wanted):
         return BAD_GOLD
     found = parse(question, parsing_timeout=None)
-    if verify(wanted, found, timeout_seconds=None):  # gold first: it is not symmetric
-        return "correct"
-    return "unparsable" if all(isinstance(reading, str) for reading in found) else "wrong"
+    if all(isinstance(reading, str) for reading in found):
+        return "unparsable"
+    if not verify(wanted, found, timeout_seconds=None):  # gold first: it is not symmetric
+        return "wrong"
+    content = boxed(question)
+    said = str(found[-1]) if content is None else content
+    if _undefined(said, found):
+        return "unparsable"
+    halves = [set(map(str.lower, HALF_DAY.findall(WORDS.sub(r"\1", text)))) for text in (said, gold)]
+    if _unread(said, found) != _unread(gold, wanted) or (all(halves) and halves[0] != halves[1]):
+        return "wrong"
+    return "correct" if "=" in gold or _holds(said, found) else "wrong"
+
+
+def _undefined(text: str, readings: Sequence[Any]) -> bool:
+    """Whether a text has no value: NaN, or a division by zero anywhere in it."""
+    from sympy import Pow, nan, zoo
+
+    if BY_ZERO.search(text) or WORDS.sub(r"\1", text).strip().lower() == "nan":
+        return True
+    expressions = [reading for reading in readings if not isinstance(reading, str)]
+    if any(one.has(nan, zoo) for one in expressions):
+        return True
+    inverted = {power.base for one in expressions for power in one.atoms(Pow) if power.exp.is_negative}
+    values = (base.evalf() for base in inverted if base.is_number)
+    return any(value is nan or (value.is_number and abs(value) < 1e-100) for value in values)
+
+
+def _unread(text: str, readings: Sequence[Any]) -> list[str]:
+    """The number bases, negations and relations in a text that are not in math-verify's readings of it, sorted."""
+    from sympy import Set
+    from sympy.core.relational import Relational
+
+    plain = WORDS.sub(r"\1", text)
+    bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
+    read = any(not isinstance(one, str) and (isinstance(one, Set) or one.has(Relational)) for one in readings)
+    relations = [] if read else RELATION.findall(plain)
+    return sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
+
+
+def _holds(text: str, readings: Sequence[Any]) -> bool:
+    """Whether the equations between numbers in a text are true, with decimals to within a hundredth."""
+    from math_verify import verify
+    from sympy import Eq, Float
+
+    if re.search("[A-Za-z]", re.sub(r"\\(?!text|mathrm|mbox)[A-Za-z]+", "", text)):
+        return True  # letters are quantities and units
+    for equation in {one for reading in readings if not isinstance(reading, str) for one in reading.atoms(Eq)}:
+        left, right = equation.lhs, equation.rhs
+        if not (left.is_number and right.is_number) or verify(left, right, timeout_seconds=None):
+            continue
+        if not equation.has(Float) or abs(complex(left) - complex(right)) > 0.01 * abs(complex(right)):
+            return False
+    return True
 
 
 def _quicken() -> None:

@@ -149,6 +149,57 @@ def test_verdicts(verifier: Verifier, answer: str, gold: str, verdict: str) -> N
     assert verifier.verify(answer, gold) == verdict
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        *((text, "15") for text in ("15_8", "15_{16}", "15_{ 8 }", "(15)_8", r"15_{\text{8}}")),
+        ("15", "15_8"),
+        ("15_9", "15_8"),
+        *(
+            (text, "15")
+            for text in (r"\ne 15", r"\neq15", "\u2260 15", "> 15", "<15", r"\gt 15", r"\geq 15", r"\nless 15")
+        ),
+        *((text, "15") for text in (r"\not 15", r"\not=15", r"\neg 15", r"x \not= 15")),
+        (r"x \not= 15", "x = 15"),
+        ("10:30 PM", "10:30 AM"),
+        ("10:30am", "10:30pm"),
+        (r"10:30\text{ p.m.}", r"10:30\text{ a.m.}"),
+        (r"10\text{ PM}", r"10\text{ AM}"),
+        *((text, "15") for text in ("16 = 15", "16=16=15", "2+14=15", r"\frac{32}{2}=15", "16.0 = 15")),
+        ("(1/0, 2)", "2"),
+        (r"\frac{1}{0} + 2", "2"),
+    ],
+)
+def test_what_math_verify_leaves_out_is_not_right(verifier: Verifier, answer: str, gold: str) -> None:
+    assert verifier.verify(f"\\boxed{{{answer}}}", gold) in ("wrong", "unparsable")
+    assert not verifier.equivalent(answer, gold)
+
+
+@pytest.mark.parametrize(
+    "text", ["nan", r"\text{NaN}", "0/0", r"\frac{0}{0}", "1/0", "0^{-1}", r"\frac{15}{0}+15", r"\{0/0\}"]
+)
+def test_what_has_no_value_is_no_gold_answer(verifier: Verifier, text: str) -> None:
+    with pytest.raises(ValueError, match="gold must be an answer math-verify can parse"):
+        verifier.verify(f"\\boxed{{{text}}}", text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        *(("15_8", "15_{8}"), ("15_{10}", "15"), ("x_1 = 15", "15"), ("S_{10} = 55", "55"), (r"\log_2 8", "3")),
+        *(("x>15", "x > 15"), ("> 15", "> 15"), (r"x \ge 15", r"x \geq 15"), (r"x \ne 15", r"x \neq 15")),
+        *(("(15,\\infty)", "x>15"), (r"\{x : x>15\}", r"\{x : x>15\}"), (r"\approx 15", "15")),
+        *(("10:30 AM", "10:30 AM"), (r"10:30\text{ AM}", r"10:30\text{ a.m.}"), ("15 cm", "15"), ("15^\\circ", "15")),
+        *(("x = 15", "15"), ("15", "x = 15"), ("f(x)=15", "15"), ("a = b = 15", "15"), ("e = 5", "5"), ("i = 5", "5")),
+        *(("2+13=15", "15"), (r"\binom{5}{2} = 10", "10"), ("5! = 120", "120"), (r"\sqrt{2} = 1.414", "1.414")),
+        *(("x = 3, y = 4", "x=3,y=4"), ("y = 2x+1", "2x+1"), ("1/0.5", "2"), ("2^{-1}", "1/2"), (r"\frac1x", "x^{-1}")),
+        *((r"\text{undefined}", r"\text{undefined}"), (r"\infty", r"\infty"), (r"1/10^{30}", r"10^{-30}")),
+    ],
+)
+def test_right_answers_of_usual_forms_stay_right(verifier: Verifier, answer: str, gold: str) -> None:
+    assert verifier.verify(f"\\boxed{{{answer}}}", gold) == "correct"
+
+
 def test_verdicts_are_those_of_math_verify() -> None:
     answers, golds = zip(*ordinary(300, seed=300), strict=True)  # twenty of a kind
     with Verifier() as patient:
