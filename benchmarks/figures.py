@@ -16,6 +16,7 @@ from fb_core.config import RunSettings
 from fb_core.files import write_file
 from fb_core.recipe import DIRECT, GREEDY
 from fb_core.report import figures as report_figures
+from fb_core.report import orderings
 from fb_core.report.columns import percent
 from fb_core.report.findings import DeploymentCost, Findings, read_findings
 from fb_core.report.page import markdown_table
@@ -84,6 +85,7 @@ def _accuracy(cells: Cells, world: str, name: str) -> str:
 def _why_not_take_over(cells: Cells) -> str:
     """What takeover gains and costs, and how far the deployed recipe is above it at the same number of LLM tokens."""
     ahead, shares, above, calls = 0, [], [], []
+    paper = orderings.averages()["futurebridge"] - orderings.averages()["takeover"]
     for world in cells.worlds:
         ahead += cells.mean_accuracy(world, TAKEOVER) > cells.mean_accuracy(world, DEPLOYED)
         ours, theirs = (cells.mean(world, name, "llm_tokens") for name in (DEPLOYED, TAKEOVER))
@@ -91,10 +93,11 @@ def _why_not_take_over(cells: Cells) -> str:
         above.append(points(cells.interval(world, lambda cell: above_the_line(cells, cell))))
         calls.append(f"{cells.mean(world, DEPLOYED, 'calls'):.1f}")
     return (
-        f"**Why not simply take over?** Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds, but the "
-        "large model then writes the answer. With the LLM tokens that FutureBridge uses, takeover could answer "
-        f"{', '.join(shares)} of the problems; FutureBridge is {', '.join(above)} points above that mix. In calls, "
-        f"takeover is cheap: one per problem, against {', '.join(calls)} for FutureBridge."
+        f"**Why not simply take over?** Takeover is more accurate in {ahead} of {len(cells.worlds)} worlds (in the "
+        f"paper FutureBridge is, by {paper:.1f} points), but the large model then writes the answer. With the LLM "
+        f"tokens that FutureBridge uses, takeover could answer {', '.join(shares)} of the problems; FutureBridge is "
+        f"{', '.join(above)} points above that mix. In calls, takeover is cheap: one per problem, against "
+        f"{', '.join(calls)} for FutureBridge."
     )
 
 
@@ -152,7 +155,22 @@ def render_worlds(text: str, root: Path = ROOT) -> str:
     if not found.is_file():
         return text
     worlds = read_findings(found)
-    return _replace(_replace(text, "recipes", recipes(worlds), ROWS), "times", times(worlds), ROWS)
+    for name, lines in (("orderings", paper_orderings), ("recipes", recipes), ("times", times)):
+        text = _replace(text, name, lines(worlds), ROWS)
+    return text
+
+
+def paper_orderings(worlds: Sequence[Findings]) -> list[str]:
+    """The paper's orderings in every world, those that are reversed in one first."""
+    columns = {SHOWN.get(one.name, one.name): one.rows for one in worlds}
+    found = orderings.by_words(columns)
+    counts = "; ".join(f"{head}: {orderings.counted(found, [head])}" for head in columns)
+    rows = []
+    for words, by_head in found.items():
+        cells = [f"{one.shown} {one.verdict()}" if (one := by_head.get(head)) else "" for head in columns]
+        rows.append([words, next(iter(by_head.values())).published, *map(str.strip, cells)])
+    head = ["", "paper, pp", *(f"{head}, pp [95%]" for head in columns)]
+    return [f"Verdicts: {counts}.", "", *markdown_table(head, rows), "", f"*{orderings.NOTE}*"]
 
 
 def times(worlds: Sequence[Findings]) -> list[str]:

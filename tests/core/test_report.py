@@ -13,6 +13,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -32,7 +33,7 @@ from fb_core.experiment.tables import TABLES
 from fb_core.report import figures, report, theme
 from fb_core.report.diagnostics import DIAGNOSTICS
 from fb_core.report.findings import LISTED, Findings, findings_bytes, read_findings, rows_bytes
-from fb_core.report.orderings import orderings
+from fb_core.report.orderings import ordering_blocks, orderings
 from fb_core.report.page import Document, Figure, Items, Link, Paragraph, Picture, Section, Span, Table, Verbatim
 from fb_core.report.recipes import caveats, recipes
 from fb_core.report.report import write_report
@@ -791,12 +792,10 @@ OFFLINE, DEPLOYMENT = (
 
 
 def test_the_papers_figures_are_data_of_the_package():
-    """Its deployment is of a benchmark that is not known here, so it stands beside none."""
+    """Its deployment is of a benchmark that is not known here, its accuracies are averages: they stand beside none."""
     text = (resources.files("fb_core.experiment") / "published.yaml").read_text()
-    assert {name: one["rows"] for name, one in yaml.safe_load(text).items()} == {
-        "offline": OFFLINE,
-        "deployment": DEPLOYMENT,
-    }
+    known = {name: one["rows"] for name, one in yaml.safe_load(text).items()}
+    assert (known["offline"], known["deployment"]) == (OFFLINE, DEPLOYMENT)
     assert published(PAPER) == {"offline": OFFLINE}
     assert published(RunSettings.load("tiny")) == {}
 
@@ -834,17 +833,55 @@ def test_verdicts_follow_the_intervals(single):
     assert said.texts[0].endswith("Significantly below greedy: FutureBridge at quantile 0.9.")
 
 
+def ordering_paragraphs(run: Section) -> list[str]:
+    (section,) = [one for one in run.sections if one.title == "The paper's orderings"]
+    return [block.text for block in section.blocks if isinstance(block, Paragraph)]
+
+
 def test_a_loss_is_told_where_a_win_would_be(runs):
     (_, won, lost, *_) = runs.sections
-
-    def orderings_of(run):
-        (section,) = [one for one in run.sections if one.title == "The paper's orderings"]
-        return [block.text for block in section.blocks if isinstance(block, Paragraph) and "Reversed" in block.text]
-
-    assert orderings_of(lost) == ["Reversed: FutureBridge > direct LLM score."]
-    assert orderings_of(won) == []
+    told = ordering_paragraphs(lost)
+    assert told[0].startswith("Reversed: FutureBridge > takeover (paper +2.0, here -63.4 [")  # before the counts
+    assert "FutureBridge > direct LLM score (paper +3.2, here -" in told[0]
+    assert told[1].startswith("Verdicts on the paper's orderings: reversed ")
+    assert "FutureBridge > direct LLM score" not in ordering_paragraphs(won)[0]
     lost_to = next(plain(text) for text in runs.blocks[0].texts if "significantly worse" in plain(text))
     assert "FutureBridge: significantly worse than greedy decoding on control, demo:plans (-35.4 " in lost_to
+
+
+def test_orderings_are_the_papers_and_none_is_against_its_averages():
+    """Its table of all methods, its ablations, horizons and futures, in percent."""
+    text = (resources.files("fb_core.experiment") / "published.yaml").read_text()
+    paper = yaml.safe_load(text)["accuracy"]["rows"]
+    main = ["futurebridge", "s2t", "takeover", "r2r", "s2t-local", "majority", "greedy"]
+    assert [paper[key] for key in main] == [50.38, 49.14, 48.40, 47.70, 40.20, 38.40, 37.30]
+    pools = ["pool-slm", "pool-llm", "pool-slm-wide", "direct", "distilled"]
+    assert [paper[key] for key in pools] == [47.9, 48.3, 48.0, 47.2, 46.7]
+    assert [paper[f"horizon-{length}"] for length in (16, 32, 64, 128)] == [47.7, 48.7, 50.38, 50.5]
+    futures = ["verified", "unverified", "incorrect", "cross-state", "shuffled"]
+    assert [paper[f"future-{kind}"] for kind in futures] == [50.38, 48.2, 46.1, 44.3, 43.2]
+    lengths = [
+        {"table": "horizons", "benchmark": "b", "key": key, "label": key, "x": x}
+        for key, x in (("h16", 16), ("h32", 32), ("futurebridge", 64), ("h128", 128))
+    ]
+    found = {one.words: one.paper for one in orderings(read({"name": "n", "rows": lengths}).rows)}
+    assert all(difference > 0 for difference in found.values())
+    wanted = {
+        "FutureBridge > takeover": 1.98,
+        "FutureBridge > R2R": 2.68,
+        "FutureBridge > S2T": 1.24,
+        "S2T > takeover": 0.74,
+        "S2T > direct LLM score": 1.94,
+        "takeover > R2R": 0.7,
+        "takeover > direct LLM score": 1.2,
+        "joint pool > SLM pool as large as both": 2.38,
+        "LLM pool > SLM pool": 0.4,
+        "incorrect sample > cross-state future": 1.8,
+        "horizon 64 > horizon 32": 1.68,
+        "horizon 128 ≥ horizon 64": 0.12,
+    }
+    assert {words: found[words] for words in wanted} == pytest.approx(wanted)
+    assert not [words for words in found if words.startswith(("takeover > F", "takeover > S2T", "direct LLM score >"))]
 
 
 @pytest.mark.parametrize(
@@ -853,47 +890,104 @@ def test_a_loss_is_told_where_a_win_would_be(runs):
 )
 def test_an_ordering_holds_where_its_interval_says_so(difference, verdict):
     row = {"table": "methods", "benchmark": "b", "key": "futurebridge", "label": "o", "minus": {"direct": difference}}
-    found = {ordering.words: ordering for ordering in orderings(read({"name": "n", "rows": [row]}).rows, 16)}
+    found = {ordering.words: ordering for ordering in orderings(read({"name": "n", "rows": [row]}).rows)}
     assert found["FutureBridge > direct LLM score"].verdict() == verdict
     assert {o.verdict() for words, o in found.items() if words != "FutureBridge > direct LLM score"} == {"not measured"}
-    assert "longer horizon ≥ shorter" in found
+    assert "horizon > shorter horizons" in found
     assert "joint pool > LLM pool" in found
 
 
 def test_orderings_are_turned_the_right_way_round():
     def row(table, key, difference, x=None, **minus):
         minus |= {"futurebridge": difference} if difference else {}
-        about = {"table": table, "benchmark": "b", "key": key, "label": key, "accuracy": [0.5] * 3}
-        return {**about, "x": x, "minus": minus}
+        return {"table": table, "benchmark": "b", "key": key, "label": key, "x": x, "minus": minus}
 
     rows = [
-        row("pools", "joint", [0.0, 0.0, 0.0]),
-        row("pools", "slm", [-0.2, -0.3, -0.1]),
+        row("pools", "futurebridge", None),
+        row("pools", "pool-slm", [-0.2, -0.3, -0.1]),
         row("futures", "future-shuffled", [-0.2, -0.3, -0.1], verified=[0.2, 0.1, 0.4]),
         row("horizons", "h8", [-0.2, -0.3, 0.0], x=8),
         row("horizons", "h32", [-0.2, -0.3, -0.1], x=32),
+        row("horizons", "h64", [0.1, 0.0, 0.2], x=64),
         row("horizons", "futurebridge", None, x=16),
+        row("methods", "takeover", [0.2, 0.1, 0.3]),
+        row("methods", "s2t", None, direct=[-0.2, -0.3, -0.1]),
     ]
     rows = read({"name": "n", "rows": rows}).rows
-    found = {o.words: (o.difference, o.verdict()) for o in orderings(rows, 16) if o.difference}
+    found = {o.words: (o.difference, o.verdict()) for o in orderings(rows) if o.difference}
     assert found == {
-        "joint pool > joint": ((0.0, 0.0, 0.0), "not decided"),
-        "joint pool > slm": ((0.2, 0.1, 0.3), "holds"),
-        "verified future > future-shuffled": ((-0.2, -0.4, -0.1), "reversed"),
-        "horizon 16 ≥ horizon 8": ((0.2, 0.0, 0.3), "holds"),
+        "FutureBridge > takeover": ((-0.2, -0.3, -0.1), "reversed"),
+        "S2T > direct LLM score": ((-0.2, -0.3, -0.1), "reversed"),
+        "joint pool > SLM pool": ((0.2, 0.1, 0.3), "holds"),
+        "verified future > shuffled future": ((-0.2, -0.4, -0.1), "reversed"),
+        "horizon 16 > horizon 8": ((0.2, 0.0, 0.3), "not decided"),
         "horizon 32 ≥ horizon 16": ((-0.2, -0.3, -0.1), "reversed"),
+        "horizon 64 ≥ horizon 16": ((0.1, 0.0, 0.2), "holds"),
     }
+
+
+def test_rows_that_were_not_paired_are_compared_by_both_intervals():
+    """Whatever the correlation, the two half-widths together are wide enough."""
+    rows = [
+        {"table": "methods", "benchmark": "b", "key": key, "label": key, "accuracy": accuracy}
+        for key, accuracy in (("s2t", [0.7, 0.6, 0.75]), ("takeover", [0.9, 0.85, 0.99]))
+    ]
+    (found,) = [one for one in orderings(read({"name": "n", "rows": rows}).rows) if one.difference]
+    assert (found.words, found.paired, found.verdict()) == ("S2T > takeover", False, "reversed")
+    assert found.difference == pytest.approx((-0.2, -0.39, -0.1))
+    assert found.shown == "-20.0 [-39.0, -10.0]†"
 
 
 def test_a_wrong_sample_is_held_against_a_right_one():
     """A greedy future against a wrong sample would differ in how it was decoded too."""
     minus = {"verified": [0.1, 0.05, 0.2], "first correct sample": [-0.1, -0.2, -0.05]}
-    row = {"table": "futures", "benchmark": "b", "key": "future-incorrect", "label": "first incorrect sample"}
-    findings = {"name": "n", "rows": [{**row, "accuracy": [0.5] * 3, "minus": minus}]}
-    found = {ordering.words: ordering for ordering in orderings(read(findings).rows, 16)}
-    assert found["first correct sample > first incorrect sample"].difference == (0.1, 0.05, 0.2)
-    assert "verified future > first incorrect sample" not in found
+    rows = [
+        {"table": "futures", "benchmark": "b", "key": "future-sampled", "label": "first correct sample"},
+        {"table": "futures", "benchmark": "b", "key": "future-incorrect", "label": "first wrong one", "minus": minus},
+    ]
+    findings = {"name": "n", "rows": [{**row, "accuracy": [0.5] * 3} for row in rows]}
+    found = {ordering.words: ordering for ordering in orderings(read(findings).rows)}
+    assert found["first correct sample > incorrect sample"].difference == (0.1, 0.05, 0.2)
+    assert found["first correct sample > incorrect sample"].paper == pytest.approx(50.38 - 46.1)
+    assert "verified future > incorrect sample" not in found
     assert "minus first correct sample, pp [95%]" in table(render([findings]), "Futures on b").head
+
+
+def of_page(text: str) -> Findings:
+    """The findings of the methods that a page in Markdown shows, as it rounds them, with what its note says of them."""
+
+    def interval(cell: str) -> list[float]:
+        return [round(float(part) / 100, 3) for part in re.findall(r"[+-]?[\d.]+", cell)]
+
+    name = re.search(r"^\*\*Methods on (.*)\*\*$", text, re.MULTILINE)
+    _, lines, note, *_ = text[name.end() :].split("\n\n")
+    about = r"SLM (.*), LLM (.*); (\d+) problems; seeds (.*); greedy.*; request quantile (.*), (.*) nats; .*"
+    slm, llm, problems, seeds, quantile, nats = re.fullmatch(about, note).groups()
+    keys = {label: key for key, (label, *_) in METHODS.items()}
+    rows = []
+    for line in lines.splitlines()[2:]:
+        label, accuracy, greedy, direct, ours, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+        minus = {"greedy": interval(greedy), "direct": interval(direct), "futurebridge": interval(ours)}
+        row = {"table": "methods", "benchmark": name[1], "key": PAGE_KEYS.get(label) or keys.get(label, label)}
+        row |= {"minus": {key: found for key, found in minus.items() if found}, "label": label}
+        row |= {"problems": problems, "seeds": seeds.split(", ")}
+        rows.append(row | {"accuracy": interval(accuracy) if "[" in accuracy else None})
+    policy = {"quantile": quantile, "threshold": nats, "top_k": 64}
+    return read({"name": "page", "rows": rows, "pair": {"slm": slm, "llm": llm}, "policy": policy})
+
+
+PAGE_KEYS = {"Distilled LLM preference": "distilled", "S2T-Local, matched": "s2t-local"}
+
+
+def test_the_pretrained_pairs_page_has_the_papers_orderings():
+    """It is what the renderer makes of the page's own table of methods."""
+    text = (Path(__file__).parents[2] / "docs" / "pretrained_pair" / "report.md").read_text()
+    blocks = ordering_blocks(of_page(text))
+    wanted = Document("", blocks, []).markdown("").removeprefix("# \n\n").rstrip()
+    (shown,) = re.findall(r"^## The paper's orderings\n\n[^\n]*\n\n(.*?)\n\n## ", text, re.MULTILINE | re.DOTALL)
+    assert shown == wanted
+    assert wanted.startswith("Reversed: FutureBridge > takeover (paper +2.0, here -15.8 [-21.0, -10.4] pp); S2T > ")
+    assert "reversed 3, holds 7, not decided 1, not measured 15" in wanted
 
 
 WITH_FIGURES = dict(DIAGNOSTICS)
