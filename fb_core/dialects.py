@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+PATIENCE, AGAIN = 3, 64  # answers in a row without what was asked, until only each 64th question asks for it
 ROUNDING = 1e-3  # nats that a log-probability may exceed 0 by
 TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})", re.ASCII)
 
@@ -80,17 +81,19 @@ _PLAIN = {
 class VLLM(Dialect):
     """vLLM's `/v1/completions`."""
 
-    takes_ids = True  # False once the server has ignored logprob_token_ids
+    ignored = 0  # questions since the server last answered one with logprob_token_ids
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         top = self._next(ids, logprobs=k)
         known = dict(top)
         missing = [token for token in wanted if token not in known]
-        if missing and self.takes_ids:
+        if missing and (self.ignored < PATIENCE or self.ignored % AGAIN == 0):
             known |= self._next(ids, logprobs=1, logprob_token_ids=missing)
             missing = [token for token in missing if token not in known]
-            self.takes_ids = not missing
+            if not missing:
+                self.ignored = 0
         if missing:
+            self.ignored += 1
             choices = self._choices(prompt=[[*ids, token] for token in missing], max_tokens=1, prompt_logprobs=0)
             last = [choice["prompt_logprobs"][-1] for choice in sorted(choices, key=lambda choice: choice["index"])]
             known |= self.logprobs((t, of[str(t)]["logprob"]) for t, of in zip(missing, last, strict=True))

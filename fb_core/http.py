@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import threading
+from concurrent.futures import Future
 from http.cookiejar import DefaultCookiePolicy
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -55,15 +56,24 @@ class Connections:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
 
-    def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+    def post(self, path: str, body: bytes, gone: Future[None] | None = None) -> tuple[int, bytes]:
         """Status and body of the answer to a POST.
 
+        Args:
+            path: put behind the address's own.
+            body: of the request.
+            gone: the request is given up when this is cancelled.
+
         Raises:
+            CancelledError: it was given up.
             ServerError: an answer above `MAX_BODY`.
             TimeoutError: no complete answer in time.
             OSError: no connection, or a broken one.
         """
-        return asyncio.run_coroutine_threadsafe(self._post(path, body), self._loop).result()
+        running = asyncio.run_coroutine_threadsafe(self._post(path, body), self._loop)
+        if gone is not None:
+            gone.add_done_callback(lambda _: running.cancel())
+        return running.result()
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         answer = bytearray()

@@ -7,6 +7,8 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
@@ -20,6 +22,8 @@ from fb_core.native import NativeDecoder
 from fb_kernels import topk_entropy
 
 Ids = Tensor | Sequence[int]
+GONE: ContextVar[Future[None] | None] = ContextVar("fb_gone", default=None)
+"""Cancelled once nobody waits for the call under way: an LLM elsewhere may then give it up with a `CancelledError`."""
 
 
 class Candidates(NamedTuple):

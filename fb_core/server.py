@@ -10,8 +10,10 @@ import random
 import reprlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from numbers import Integral
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, url_parts
-from fb_core.llm import LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
+from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
 from fb_core.pair import known_ids
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
@@ -57,9 +59,10 @@ class ServerLLM(LLM):
 
     - "vllm": `/v1/completions` with `logprobs=k`, which the server limits (`--max-logprobs`, 20 by default). It lists
       its top tokens only, so the other `score_ids` are requested with `logprob_token_ids` (at most 128 of them). A
-      server that does not know that field ignores it; then, and from then on, each id is appended to the prompt and its
-      `prompt_logprobs` are read, all in one request. That is exact too, but the server prefills the prompt once per id.
-      Completions need `return_token_ids` (0.10.2 or later).
+      server that does not know that field ignores it; then each id is appended to the prompt and its `prompt_logprobs`
+      are read, all in one request. That is exact too, but the server prefills the prompt once per id. After three such
+      answers in a row only every 64th question tries the field again. Completions need `return_token_ids` (0.10.2 or
+      later).
     - "sglang": `/generate` with `top_logprobs_num` and `token_ids_logprob`.
     - "llama.cpp": `/completion` with `n_probs`, before sampling. Given ids cannot be requested, so `n_probs` grows from
       128 by factors of 16, up to the vocabulary, until the answer contains the `score_ids`; the prompt stays cached.
@@ -73,7 +76,8 @@ class ServerLLM(LLM):
     server floors the log-probability of impossible tokens (vLLM: -9999; llama.cpp: -3.4e38, below about -103), the
     floor is returned.
 
-    Safe to share between threads, which share its `in_flight`.
+    Safe to share between threads, which share its `in_flight`. An `Engine`'s request for a sequence that has ended is
+    given up.
 
     Args:
         url: of the server, http or https, e.g. "http://localhost:8000"; its path is put before the server's own paths.
@@ -177,7 +181,7 @@ class ServerLLM(LLM):
         if score_ids is not None:
             scored = [_listed("score_ids", ids, self._vocabulary) for ids in score_ids]
         count = min(k, self._vocabulary)
-        return list(self._pool.map(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored))
+        return self._all(lambda ids, wanted: self._candidates(ids, count, wanted), checked, scored)
 
     def complete(self, ids: Ids, max_new_tokens: int) -> Tensor:
         """As `LLM.complete`, on the CPU; raises as `complete_many`."""
@@ -193,7 +197,7 @@ class ServerLLM(LLM):
                 outside the vocabulary. The object stays usable.
         """
         check_max_new_tokens(max_new_tokens)
-        return list(self._pool.map(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts)))
+        return self._all(lambda ids: self._complete(ids, max_new_tokens, {}), self._prompts(prompts))
 
     def sample_many(
         self,
@@ -221,7 +225,7 @@ class ServerLLM(LLM):
             return self._complete(ids, max_new_tokens, self._dialect.sampled(temperature, top_p, top_k, own))
 
         checked = self._prompts(prompts)
-        drawn = list(self._pool.map(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked)))
+        drawn = self._all(draw, [ids for ids in checked for _ in range(n)], [*range(n)] * len(checked))
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
@@ -280,6 +284,11 @@ class ServerLLM(LLM):
         if not all(checked):
             raise ValueError("ids: expected at least one token, got none; begin with the prompt")
         return checked
+
+    def _all(self, call: Callable[..., Answer], first: Sequence[Any], *more: Iterable[Any]) -> list[Answer]:
+        """The call's results, at most `in_flight` at once, each in the caller's context."""
+        contexts = [copy_context() for _ in first]
+        return list(self._pool.map(lambda context, *row: context.run(call, *row), contexts, first, *more))
 
     def _candidates(self, ids: list[int], k: int, wanted: list[int] | None) -> Candidates:
         asked = f"{k} candidates and {len(wanted or ())} scores after {len(ids)} tokens"
@@ -347,13 +356,14 @@ class ServerLLM(LLM):
         return json.dumps(fields if self.model is None else {"model": self.model, **fields}).encode()
 
     def _post(self, path: str, fields: dict[str, Any]) -> Any:
-        """The JSON answer to a JSON request, with retries."""
-        body = self._body(fields)
+        """The JSON answer to a JSON request, with retries; CancelledError once nobody waits for it."""
+        body, gone, delay = self._body(fields), GONE.get(), 0.0
         for attempt in range(self.retries + 1):
             if attempt:
-                time.sleep(min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5))
+                delay = min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5)
+            _pause(delay, gone)
             try:
-                status, answer = self._connections.post(path, body)
+                status, answer = self._connections.post(path, body, gone)
             except ServerError:
                 raise
             except OSError as problem:
@@ -390,6 +400,15 @@ class ServerLLM(LLM):
         key = self._api_key or ""
         text = text.replace(key, "***") if key else text
         return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
+
+
+def _pause(seconds: float, gone: Future[None] | None) -> None:
+    """Wait so long; CancelledError as soon as `gone` is cancelled."""
+    if gone is None:
+        time.sleep(seconds)
+    else:
+        with suppress(TimeoutError):
+            gone.result(seconds)
 
 
 def _close(pool: ThreadPoolExecutor, connections: Connections) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from fb_core import hf
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
 from fb_core.engine.step import Ranked
-from fb_core.llm import check_least, check_max_new_tokens, checked_prompts
+from fb_core.llm import GONE, check_least, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
@@ -82,10 +83,14 @@ class Handle:
             CancelledError: it was cancelled.
             Exception: what ended it: NaN logits (ValueError), an LLM that did not answer (OSError), a selector's error.
         """
+        if not self.done:
+            self._state.check_process()
         return self._result.result(timeout)
 
     def __iter__(self) -> Iterator[Token]:
         """Its tokens as they come, once, unless a listener gets them; at the end raises the error, if there was one."""
+        if not self.done:
+            self._state.check_process()
         while (token := self._tokens.get()) is not None:
             yield token
         if not self._result.cancelled():
@@ -104,7 +109,7 @@ class Handle:
             for step, token in enumerate(row.tokens[row.prompt + self._heard :], self._heard):
                 ranked = task.ranks[step] if task.ranking else None
                 self._listener(Token(token, events.get(step), waits.get(step), ranked))
-        except Exception as problem:
+        except BaseException as problem:  # an asyncio.CancelledError, for one
             self._end(problem)
             return False
         self._heard = len(row.tokens) - row.prompt
@@ -120,7 +125,7 @@ class Handle:
             self._result.set_exception(outcome)
         else:
             self._result.set_result(outcome)
-        with suppress(Exception):
+        with suppress(BaseException):
             self._listener(None)
 
 
@@ -205,7 +210,7 @@ class Engine:
             TypeError: ids that are not integers, or a selector that is not a `Selector`.
             ValueError: as `CollaborativeDecoder.generate`, a sequence that the pages can never hold, more events than
                 the engine's, or `ranking` without a native decoder.
-            RuntimeError: a closed engine.
+            RuntimeError: a closed engine, or a fork of the process that made it.
         """
         decoder = self.decoder
         check_max_new_tokens(max_new_tokens)
@@ -293,11 +298,18 @@ class _State:
         self.decoder = decoder
         self.changed = threading.Condition()
         self.entering: deque[Handle] = deque()
-        self.leaving: deque[Handle] = deque()
+        self.leaving: set[Handle] = set()
         self.closed = False
         self.busy = False  # whether the plain loop runs a sequence
+        self.process = os.getpid()
+
+    def check_process(self) -> None:
+        """Refuse to work in a forked process: the engine's thread stayed in the parent, so all would wait for ever."""
+        if os.getpid() != self.process:
+            raise RuntimeError("engine: expected the process that made it, got a fork of it; make one in each process")
 
     def enter(self, handle: Handle) -> None:
+        self.check_process()
         with self.changed:
             if self.closed:
                 raise RuntimeError("engine: expected an open one, got a closed one; make another")
@@ -305,14 +317,19 @@ class _State:
             self.changed.notify()
 
     def leave(self, handle: Handle) -> None:
+        if os.getpid() != self.process:
+            return
         with self.changed:
             if not handle.done:
-                self.leaving.append(handle)
+                self.leaving.add(handle)
                 self.changed.notify()
+        handle._task.gone.cancel()
 
 
 def _close(state: _State, thread: threading.Thread) -> None:
     """Let the thread end and wait for it: the process must not exit while it computes."""
+    if os.getpid() != state.process:
+        return  # the lock may be held for ever here
     with state.changed:
         state.closed = True
         state.changed.notify()
@@ -330,7 +347,7 @@ def _work(state: _State, threads: int) -> None:
             _one_after_another(state)
         else:
             _together(state, state.decoder.loop, handles)
-    except Exception as problem:
+    except BaseException as problem:
         reason = problem
     finally:
         with state.changed:
@@ -366,7 +383,7 @@ def _together(state: _State, loop: Loop, handles: dict[Task, Handle]) -> None:
                 if task.done:
                     del handles[task]
                     handle._end(task.error or state.decoder.generation(task.row))
-        except Exception as problem:  # an error of no single sequence
+        except BaseException as problem:  # an error of no single sequence
             while handles:
                 handles.popitem()[1]._end(problem)
             loop.clear()
@@ -383,8 +400,7 @@ def _one_after_another(state: _State) -> None:
                 return
             handle = state.entering.popleft()
             state.busy = handle not in state.leaving
-            if not state.busy:
-                state.leaving.remove(handle)
+            state.leaving.discard(handle)
         if not state.busy:
             handle._end(CancelledError())
             continue
@@ -399,13 +415,14 @@ def _one_after_another(state: _State) -> None:
             handle._task.row = row
             return not handle._tell() or handle in state.leaving or state.closed
 
+        GONE.set(task.gone)
         try:
             outcome: Generation | BaseException = decoder.decode(task.row.tokens, task.stop.room, told)
-        except Exception as problem:
+        except BaseException as problem:
             outcome = problem
         with state.changed:
             state.busy = False
-            if handle in state.leaving:
-                state.leaving.remove(handle)
-                outcome = CancelledError()
-        handle._end(CancelledError() if state.closed else outcome)
+            left = state.closed or handle in state.leaving
+        handle._end(CancelledError() if left else outcome)
+        with state.changed:
+            state.leaving.discard(handle)  # whenever it was cancelled before its end

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,7 +22,7 @@ from fb_core.engine.model import CHUNK, PagedModel, Part, page_bytes
 from fb_core.engine.pages import SIZE, pages_of
 from fb_core.engine.step import DecodeStep, Ranked, rank, ranked
 from fb_core.intervention import Intervention
-from fb_core.llm import LLM, LocalLLM
+from fb_core.llm import GONE, LLM, LocalLLM
 from fb_core.native import NativeDecoder
 from fb_core.pair import Pair
 from fb_core.policy import AskHead, RequestPolicy, not_finite
@@ -45,7 +46,7 @@ class Asking:
     state: State
     logits: Tensor  # [1, V] the SLM's
     since: int  # steps run when it halted
-    answer: Future[list[Pool] | OSError] | None  # None if the LLM runs in this process
+    answer: Future[Sequence[Pool] | OSError] | None  # None if the LLM runs in this process
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -70,13 +71,21 @@ class Task:
     selector: Selector | None = None
     ranks: list[Ranked] = field(default_factory=list)  # of the new tokens, if they are recorded
     waits: list[float] = field(default_factory=list)  # seconds that each event took
-    error: Exception | None = None
+    error: BaseException | None = None
+    gone: Future[None] = field(default_factory=Future)  # cancelled once nobody waits for it, by any thread
     done: bool = False
     pages: list[int] | None = None  # None until it is admitted
     held: int = 0  # tokens whose keys and values are in its pages
     place: int | None = None  # its row of the step; None until its prompt is prefilled
     since: int = 0  # outcomes of earlier steps are not for this sequence
     asking: Asking | None = None
+
+    def give_up(self) -> None:
+        """Let go of the event that waits to be served."""
+        self.gone.cancel()
+        if self.asking is not None and self.asking.answer is not None:
+            self.asking.answer.cancel()
+        self.asking = None
 
 
 class Loop:
@@ -120,6 +129,7 @@ class Loop:
         self._runs: deque[list[Task]] = deque()  # the rows of each step whose outcome was not read yet
         elsewhere = llm is not None and not isinstance(llm, LocalLLM)
         self._threads = ThreadPoolExecutor(rows, "fb-ask") if elsewhere and rows > 1 else None
+        self._process = os.getpid()
 
     @property
     def ask(self) -> AskHead | None:
@@ -177,6 +187,8 @@ class Loop:
         self.check(task)
         if not self.busy:
             self.refresh()
+            if os.getpid() != self._process:  # a fork: its threads stayed in the parent
+                self._threads = None
         self.waiting.append(task)
 
     @property
@@ -206,9 +218,7 @@ class Loop:
         """End all sequences, also after an interrupt at any point."""
         for task in (*self.waiting, *self.entering, *self.rows):
             task.done, task.place, task.pages = True, None, None
-            if task.asking is not None and task.asking.answer is not None:
-                task.asking.answer.cancel()
-            task.asking = None
+            task.give_up()
         for queue in (self.waiting, self.entering, self.rows, self._runs):
             queue.clear()
         self.step.reset()
@@ -298,9 +308,7 @@ class Loop:
         if task.pages is not None:
             self.model.pages.give_back(task.pages)
             task.pages = None
-        if task.asking is not None and task.asking.answer is not None:
-            task.asking.answer.cancel()
-        task.asking = None
+        task.give_up()
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -345,7 +353,7 @@ class Loop:
             self.step.go_on(task.place, task.max_events - len(row.events), tokens, begin)
             task.since = self.step.begun
 
-    def _fail(self, task: Task, problem: Exception) -> None:
+    def _fail(self, task: Task, problem: BaseException) -> None:
         task.error = problem
         self._end(task)
 
@@ -358,7 +366,9 @@ class Loop:
         prefix = hf.Prefix(self.model.kv, 0, len(tokens), tuple(task.pages[: pages_of(len(tokens))]))
         state = State(tokens, len(task.row.new), entropy, prefix, task.stop.length(task.row) - len(tokens))
         logits = self.step.logits[task.place : task.place + 1].to(torch.float32, copy=True)
-        answer = None if self._threads is None else self._threads.submit(self.intervention.pools, [state], logits)
+        answer = None
+        if self._threads is not None:
+            answer = self._threads.submit(_asked_for, task, self.intervention.pools, [state], logits)
         task.asking = Asking(state, logits, self.step.begun, answer)
 
     def _serve(self, changed: list[Task]) -> None:
@@ -370,7 +380,8 @@ class Loop:
         if self._threads is None:
             longest = max(self.step.begun - task.asking.since for task in asking if task.asking)
             if alone or 2 * len(asking) >= len(self.rows) or longest >= COMPANY:
-                self._resolve(asking, self.intervention.pools, changed)
+                pools = self.intervention.pools
+                self._resolve(asking, pools if len(asking) > 1 else partial(_asked_for, asking[0], pools), changed)
             return
         answers = [task.asking.answer for task in asking if task.asking and task.asking.answer]
         done, _ = wait(answers, timeout=PAUSE if alone else 0, return_when=FIRST_COMPLETED)
@@ -385,7 +396,9 @@ class Loop:
         try:
             events = self._events(tasks, states, logits, ask(states, logits))
             known = self._take(tasks, events, logits)
-        except Exception as problem:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:
             if len(tasks) > 1:
                 for task in tasks:
                     self._resolve([task], ask, changed)
@@ -438,6 +451,15 @@ class Loop:
             some = pools if isinstance(pools, OSError) else [pools[place] for place in places]
             made.update(zip(places, own.events([states[p] for p in places], logits[places], some), strict=True))
         return [made[place] for place in range(len(tasks))]
+
+
+def _asked_for(task: Task, ask: Ask, states: Sequence[State], logits: Tensor) -> Sequence[Pool] | OSError:
+    """What `ask` answers; an LLM elsewhere may give up once the sequence is gone."""
+    before = GONE.set(task.gone)
+    try:
+        return ask(states, logits)
+    finally:
+        GONE.reset(before)
 
 
 def _pages(pair: Pair, rows: int, length: int, memory: int | None) -> int:

@@ -1,5 +1,6 @@
 """Many sequences at once: tokens of each are those that it has alone, whatever enters, waits, leaves or fails."""
 
+import asyncio
 import copy
 import gc
 import math
@@ -505,6 +506,89 @@ def test_a_listener_that_fails_ends_its_own_sequence():
         with pytest.raises(RuntimeError, match="nobody is there"):
             handles[0].result(60)
         assert [facts(handles[1].result(60))] == alone(slm, llm, asked[1:], 20)
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("where", ["token", "end", "selector"])
+def test_what_a_listener_or_a_selector_raises_ends_nobody_else(family, kind, where):
+    slm, llm = models(family)
+    asked = prompts(5, 6, 7, seed=15)
+
+    def raising(token):
+        if (token is None) == (where == "end"):
+            raise kind
+
+    class Raising(Mixed):
+        def scores_many(self, states, pools):
+            raise kind
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gemma2 runs in the plain loop
+        running = engine(slm, llm)
+    with running:
+        own = {"selector": Raising(), "threshold": -1.0} if where == "selector" else {"listener": raising}
+        handles = [running.submit(asked[0], 20, **own), running.submit(asked[1], 20)]
+        if where == "end":
+            assert len(handles[0].result(60).token_ids)
+        else:
+            with pytest.raises(kind):
+                handles[0].result(60)
+        handles.append(running.submit(asked[2], 20))
+        if kind is not KeyboardInterrupt or where != "selector":  # that may end whom it met
+            assert [facts(handle.result(60)) for handle in handles[1:]] == alone(slm, llm, asked[1:], 20)
+        assert [facts(running.submit(asked[2], 20).result(60))] == alone(slm, llm, asked[2:], 20)
+        assert not running.closed
+
+
+def test_who_is_cancelled_twice_is_not_kept():
+    slm, llm = models("gemma2")
+    slow = Slow(llm)
+    with pytest.warns(UserWarning, match="no native decoder"):
+        running = engine(slm, slow, threshold=-math.inf)
+    with running:
+        handles = [running.submit(ids, 12) for ids in prompts(5, 6, 7)]
+        waited(lambda: slow.asked)
+        for _ in range(3):
+            for handle in handles:
+                handle.cancel()
+        slow.go.set()
+        for handle in handles:
+            with pytest.raises(CancelledError):
+                handle.result(60)
+            handle.cancel()
+        gone = [weakref.ref(handle) for handle in handles]
+        del handles, handle
+        running.submit(prompts(5)[0], 2).result(60)
+        waited(lambda: gc.collect() is not None and not any(each() for each in gone))
+
+
+def test_a_fork_of_the_engines_process_is_refused():
+    code = """
+import os, torch
+from test_engine import Slow, engine, models, prompts, waited
+slm, llm = models()
+slow = Slow(llm)
+running = engine(slm, slow, threshold=-9.0)
+handle = running.submit(prompts(5)[0], 9)
+waited(lambda: slow.asked)
+if os.fork():
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    slow.go.set()
+    print(len(handle.result(60).token_ids), status)
+else:
+    for ask in (lambda: running.submit([5], 3), handle.result, lambda: list(handle), lambda: list(running.stream([5]))):
+        try:
+            ask()
+        except RuntimeError as problem:
+            print(problem, flush=True)
+    handle.cancel()
+    running.close()
+"""
+    folder = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, timeout=1800)
+    said = "engine: expected the process that made it, got a fork of it; make one in each process"
+    assert done.stdout.splitlines() == [said] * 4 + ["9 0"], done.stderr
 
 
 def test_an_interrupt_while_the_llm_takes_pages_loses_none(monkeypatch):

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +23,9 @@ from tiny import EOS, V, tiny
 from fb_core import ServerError, ServerLLM, cli, http, server
 from fb_core.config import PairSettings, RunSettings, ServerSettings
 from fb_core.decoding import CollaborativeDecoder
+from fb_core.engine.engine import Engine
 from fb_core.llm import LocalLLM
+from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.selectors import LLMPreference, SLMPreference
 
@@ -771,7 +775,7 @@ def test_llama_cpp_is_asked_for_more_until_the_scores_are_there():
         assert len(there.asked) == 3
 
 
-def test_vllm_that_ignores_ids_is_asked_so_once():
+def test_vllm_that_ignores_ids_is_soon_asked_so_no_more():
     def listed(handler):
         fields = handler.server.asked[-1]
         if "prompt_logprobs" in fields:
@@ -789,10 +793,77 @@ def test_vllm_that_ignores_ids_is_asked_so_once():
         assert len(there.asked) == 3
         assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
         assert llm.candidates([5], 1, [3]).score_logprob.tolist() == pytest.approx([-0.1])
-    assert ["logprob_token_ids" in fields for fields in there.asked] == [False, True, False, False, False, False]
+        assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
+        asked = ["logprob_token_ids" in fields for fields in there.asked]
+        assert asked == [False, True, False, False, True, False, False, False, True, False]
+        for _ in range(70):
+            assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-8.0]
+        assert ["logprob_token_ids" in fields for fields in there.asked[10:]].count(True) == 1
     assert {fields["model"] for fields in there.asked} == {"big"}
     assert {fields["temperature"] for fields in there.asked} == {0}
     assert there.asked[2]["prompt"] == [[5, 8], [5, 9]]
+
+
+@pytest.mark.parametrize("bad", [{0}, {5}, {0, 1}, {3, 4, 8}])
+def test_one_answer_of_vllm_without_the_ids_is_not_the_end_of_asking_for_them(bad):
+    def listed(handler):
+        fields = handler.server.asked[-1]
+        if "prompt_logprobs" in fields:
+            (ids,) = fields["prompt"]
+            says({"choices": [{"index": 0, "prompt_logprobs": [None, {str(ids[-1]): {"logprob": -2.0}}]}]})(handler)
+            return
+        wanted = fields.get("logprob_token_ids")
+        number = sum("logprob_token_ids" in each for each in handler.server.asked) - 1
+        top = {"token_id:3": -0.1} | ({} if not wanted or number in bad else {f"token_id:{wanted[0]}": -2.0})
+        says({"choices": [{"logprobs": {"top_logprobs": [top]}}]})(handler)
+
+    with scripted(listed) as there:
+        llm = ServerLLM(there.url, vocabulary=V)
+        for _ in range(10):
+            assert llm.candidates([5], 1, [8]).score_logprob.tolist() == [-2.0]
+        assert sum("logprob_token_ids" in fields for fields in there.asked) == 10
+        assert sum("prompt_logprobs" in fields for fields in there.asked) == len(bad)
+
+
+# --- sequences that are gone ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [32, 1])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("how", ["hangs", "refuses"])
+def test_requests_of_sequences_that_are_gone_are_given_up(monkeypatch, batch, family, how):
+    """16 ask a large model that hangs, or says that it is busy, and leave; the next one is answered at once."""
+    monkeypatch.setattr(server, "FIRST_DELAY", HANG)
+    up, end = threading.Event(), threading.Event()
+
+    def answer(handler):
+        if up.is_set():
+            says(FINE)(handler)
+        elif how == "hangs":
+            end.wait()
+        else:
+            says(b"later", 503)(handler)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gemma2 runs in the plain loop
+        with scripted(answer) as there:
+            llm = ServerLLM(there.url, "llama.cpp", vocabulary=V, timeout=HANG)
+            options = {"pool": "llm", "llm_k": 3, "max_batch": batch, "max_length": 60}
+            pair = Pair(tiny(family), llm)
+            with Engine(pair, LLMPreference(), RequestPolicy(-math.inf), **options) as engine:
+                handles = [engine.submit(ids, 1) for ids in prompts(*range(5, 21))]
+                stop = time.monotonic() + HANG
+                while len(there.asked) < (llm._pool._max_workers if (batch, family) == (32, "qwen3") else 1):
+                    assert time.monotonic() < stop
+                    time.sleep(0.01)
+                for handle in handles:
+                    handle.cancel()
+                for handle in handles:
+                    with pytest.raises(CancelledError):
+                        handle.result(60)
+                up.set()
+                assert engine.submit(prompts(9)[0], 1).result(60).token_ids.tolist() == [3]
+            end.set()
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
