@@ -33,6 +33,11 @@ ServerUrl = Annotated[str, AfterValidator(_server_url)]
 
 AVERAGE = "average"  # in place of a benchmark's name: the average of a run's benchmarks, equally weighted
 SETTINGS = "settings.json"  # file in a run's folder: the settings of its last finished command
+LARGEST_FILE = 100_000  # bytes of a file with settings
+MOST_VALUES = 10_000  # in such a file
+MOST_LEVELS = 32
+LONGEST_NUMBER = 1000  # characters
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 FREE = "changes no result"  # marks a setting that is not part of a stage's identity
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -599,11 +604,11 @@ class RunSettings(BaseModel):
 
         Raises:
             OSError: no such file, and none shipped under that name.
-            ValueError: not YAML, or settings that do not fit.
+            ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
         values = _read_yaml(source)
         if isinstance(values, dict) and "base" in values:
-            values = _over(_read_yaml(str(values["base"])), {key: one for key, one in values.items() if key != "base"})
+            values = _over(_base(source, values.pop("base")), values)
         if changes and isinstance(values, dict):
             values = reduce(_over, map(_change, changes), values)
             source = f"{source} with --set"
@@ -662,10 +667,77 @@ def _read_yaml(source: str) -> Any:
     if not path.is_file():
         known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
         raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"{source}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as problem:
-        raise ValueError(f"{source}: expected YAML, got {' '.join(str(problem).split())}; mend the file") from None
+        return _yaml(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as problem:
+        got = f"{problem.reason} at byte {problem.start}"
+        raise ValueError(f"{source}: expected UTF-8, got {got}; save the file as UTF-8") from None
+    except ValueError as problem:
+        raise ValueError(f"{source}: expected YAML, got {problem}; mend the file") from None
+
+
+def _base(source: str, name: Any) -> dict[str, Any]:
+    """The settings that a file names as its base."""
+    if not isinstance(name, str):
+        raise ValueError(f"{source}: base: expected a file or a shipped name, got {_shown(name)}; name one")
+    values = _read_yaml(name)
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: expected settings as the base of {source}, got {_shown(values)}; name other ones")
+    if "base" in values:
+        raise ValueError(f"{name}: expected a base of {source} without a base of its own, got one; name that one")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in bounded time and memory, in which each key is given once."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}  # values in a finished node, aliases counted as what they stand for
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > MOST_LEVELS:
+            raise ValueError(f"more than {MOST_LEVELS} levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:  # inside what it stands for
+            if isinstance(node, yaml.MappingNode):
+                raise ValueError("a mapping inside itself")
+            return node
+        if not alias:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inside = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(one), 1) for one in inside)
+        if self._sizes[id(node)] > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES} values, aliases counted as what they stand for")
+        if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
+            raise ValueError(f"a number of {len(node.value)} characters")
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if (name := (key.tag, str(key.value))) in seen:
+                raise ValueError(f"{_shown(key.value)} twice, again on line {key.start_mark.line + 1}")
+            seen.add(name)
+        return node
+
+
+def _yaml(text: str) -> Any:
+    """The content of a YAML text; ValueError in a few words if it is none, or out of bounds."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as problem:
+        raise ValueError(" ".join(str(problem).split())) from None
+    except (LookupError, AttributeError, TypeError):  # of PyYAML, such as for !!int ""
+        raise ValueError("a tag that does not fit its value") from None
 
 
 def _change(change: str) -> Any:
@@ -674,8 +746,8 @@ def _change(change: str) -> Any:
     if not equals or not all(parts := key.strip().split(".")):
         raise ValueError(f"--set: expected KEY=VALUE such as train.rank=32, got {_shown(change)}; name key and value")
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        value = _yaml(text)
+    except ValueError:
         raise ValueError(f"--set {key}: expected YAML, got {_shown(text)}; put a text into quotes") from None
     return reduce(lambda inside, part: {part: inside}, reversed(parts), value)
 

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import tracemalloc
 from importlib import metadata
 from pathlib import Path
 
@@ -226,6 +228,99 @@ def test_what_is_set_mends_a_file_and_goes_over_its_base(tmp_path):
     config.write_text("base: tiny\ntrain: {rank: 0, dropout: 0.5}\n")
     found = RunSettings.load(str(config), ["train.rank=3"])
     assert (found.train.rank, found.train.dropout, found.score.horizon) == (3, 0.5, 16)
+
+
+PAIR = "models: {slm: a, llm: b}\n"
+ROUNDS = range(1, 9)
+HOSTILE = {
+    "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in ROUNDS): "more than 10000",
+    "a0: &a0 {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in ROUNDS): "more than 10000 values",
+    "\n".join(["-"] * 20_000): "expected YAML, got more than 10000 values",
+    "a: &a {b: *a}": "expected YAML, got a mapping inside itself; mend the file",
+    "a: &a {<<: *a}": "expected YAML, got a mapping inside itself; mend the file",
+    "a: &a [*a, x]\n"
+    + "".join(
+        f"a{n}: &a{n} [{', '.join(['*a' if n == 1 else f'*a{n - 1}'] * 9)}]\n" for n in ROUNDS
+    ): "more than 10000",
+    "#" * 100_001: "expected at most 100000 bytes of settings, got more; name another file",
+    PAIR + "train: {rank: 3}\ntrain: {epochs: 4}": "expected YAML, got 'train' twice, again on line 3; mend the file",
+    PAIR + "train: {rank: 3, 'rank': 4}": "expected YAML, got 'rank' twice, again on line 2; mend the file",
+    **{
+        PAIR + f"train: {{rank: {number}}}": f"expected YAML, got a number of {len(number)} characters; mend the file"
+        for number in ("9" * 5000, "0x" + "f" * 50_000, "1" + ":1" * 20_000, "0." + "1" * 50_000)
+    },
+    "[" * 50_000: "expected YAML, got more than 32 levels; mend the file",
+    "train: {rank: !!int ''}": "expected YAML, got a tag that does not fit its value; mend the file",
+    "train: !!timestamp x": "expected YAML, got a tag that does not fit its value; mend the file",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:20])
+def test_hostile_settings_are_refused_in_bounded_time_and_memory(tmp_path, text):
+    config = tmp_path / "a.yaml"
+    config.write_text(text)
+    began = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(ValueError) as raised:
+        RunSettings.load(str(config))
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(raised.value).startswith(f"{config}: ")
+    assert HOSTILE[text] in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert used < 64 << 20
+    assert time.process_time() - began < 20
+
+
+def test_aliases_and_merges_are_read(tmp_path):
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        "models: {slm: &name a, llm: *name}\ntrain: {rank: &four 4, <<: {dropout: &none 0.0, rank: 5}, epochs: *four}\n"
+        "choice: {delta: *none}\n"
+    )
+    found = RunSettings.load(str(config))
+    assert (found.models.llm, found.train.rank, found.train.epochs, found.train.dropout) == ("a", 4, 4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (PAIR.encode("utf-16"), "expected UTF-8, got invalid start byte at byte 0; save the file as UTF-8"),
+        (f"# \xdc\n{PAIR}".encode("latin-1"), "expected UTF-8, got invalid continuation byte at byte 2; save the"),
+        (PAIR.encode("utf-8-sig"), None),
+        (f"base: base.yaml\n{PAIR}".encode(), "expected UTF-8, got"),
+    ],
+    ids=["utf-16", "latin-1", "bom", "base"],
+)
+def test_settings_are_utf_8(tmp_path, monkeypatch, data, words):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_bytes(data)
+    Path("base.yaml").write_bytes(b"\xff")
+    if words is None:
+        assert RunSettings.load("a.yaml").models.slm == "a"
+    else:
+        with pytest.raises(ValueError, match=rf"^(a|base)\.yaml: {words}"):
+            RunSettings.load("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("base.yaml", "base.yaml: expected settings as the base of a.yaml, got "),
+        ("a.yaml", "a.yaml: expected a base of a.yaml without a base of its own, got one; name that one"),
+        ("3", "a.yaml: base: expected a file or a shipped name, got 3; name one"),
+        ("", "a.yaml: base: expected a file or a shipped name, got None; name one"),
+    ],
+)
+@pytest.mark.parametrize("text", ["", "[1]", "text"])
+def test_a_base_must_hold_settings(tmp_path, monkeypatch, base, words, text):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(f"base: {base}\n{PAIR}")
+    Path("base.yaml").write_text(text)
+    with pytest.raises(ValueError) as raised:
+        RunSettings.load("a.yaml")
+    assert str(raised.value).startswith(words)
 
 
 BAD_CHANGES = {
