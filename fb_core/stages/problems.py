@@ -288,10 +288,13 @@ def _field(where: str, row: dict[str, Any], names: Sequence[str]) -> tuple[str, 
     for name in names:
         if row.get(name) is not None:
             return name, row[name]
+    expected = "a field " + " or ".join(map(repr, names))
+    if null := [name for name in names if name in row]:
+        raise _fault(where, expected, f"null in {null[0]!r}", "give a value or delete the row")
     has = ", ".join(map(repr, list(row)[:8])) or "no field"
     raise _fault(
         where,
-        "a field " + " or ".join(map(repr, names)),
+        expected,
         has[:300],
         "rename the fields, or name the set that they are of, as in gsm8k=test.jsonl",
     )
@@ -407,6 +410,8 @@ def _normal(text: str) -> str:
 
 
 def _kind(value: object) -> str:
+    if value is None:
+        return "null"
     return f"{type(value).__name__} {repr(value)[:80]}" if isinstance(value, (int, float)) else type(value).__name__
 
 

@@ -222,6 +222,13 @@ GOOD = '{"problem": "1?", "answer": "1"}\n'
         ("p.jsonl", rb'{"problem": "1?", "answer": "\ud800"}', "'answer', got one with the character"),
         ("p.jsonl", b'{"answer": "1"}', "expected a field 'problem' or 'question', got 'answer'"),
         ("p.jsonl", b"{}", "got no field"),
+        (
+            "p.jsonl",
+            b'{"problem": "1?", "answer": null}',
+            "line 1: expected a field 'answer', got null in 'answer'; give",
+        ),
+        ("p.jsonl", b'{"question": null, "answer": "1"}', "'problem' or 'question', got null in 'question'; give"),
+        ("p.jsonl", b'{"problem": "1?", "answer": ["1", null]}', "expected a text in 'answer', got null"),
         ("p.jsonl", b'{"problem": "1?"}', "expected a field 'answer', got 'problem'"),
         ("p.jsonl", b'{"problem": "1?", "answer": null}', "expected a field 'answer'"),
         ("p.jsonl", b'{"problem": " ", "answer": "1"}', "expected a problem, got an empty text"),
