@@ -30,7 +30,8 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
         paths inside the directory, sorted, including those of the published adapter inside it if there is one.
 
     Raises:
-        ValueError: no adapter, one without a model card, damaged files, or a card that the hub would refuse.
+        ValueError: no adapter, one without a model card or a threshold, damaged files, links instead of files, or a
+            card that the hub would refuse.
     """
     folder = Path(directory)
     deployed = Deployed.load(folder)
@@ -39,8 +40,14 @@ def deployed_files(directory: str | os.PathLike[str]) -> list[str]:
         files.append(ASK)
     if (folder / PUBLISHED).is_dir():
         files += [f"{PUBLISHED}/{name}" for name in (CARD, *ADAPTER)]
+    for place in (*files, PUBLISHED):
+        if (folder / place).is_symlink():
+            raise ValueError(f"{folder / place}: expected no link in an adapter's folder, got one; put a copy there")
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(f"{folder}: expected a deployed adapter with {', '.join(absent)}, got none; {REMEDY}")
+    if deployed is None:
+        wanted = "the threshold and pool sizes that the adapter was trained for"
+        raise ValueError(f"{folder / DESCRIPTION}: expected {wanted}, got none; {REMEDY}")
     for name in files:
         if name.endswith(WEIGHTS):
             _check_weights(folder / name)

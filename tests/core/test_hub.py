@@ -137,6 +137,28 @@ def test_a_damaged_folder_is_refused_in_one_sentence(folder, name, text, words):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "name", [*PUBLISHED, "ask.safetensors", "published", "published/README.md", "published/adapter_model.safetensors"]
+)
+def test_a_link_is_not_followed(folder, tmp_path, name):
+    """Its target may be a file that nobody meant to publish."""
+    with_a_recipe(folder)
+    assert "ask.safetensors" in deployed_files(folder)
+    shutil.move(folder / name, tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=f"{name}: expected no link in an adapter's folder, got one; put a copy there"):
+        deployed_files(folder)
+
+
+def test_an_adapter_without_a_threshold_is_not_pushed(folder):
+    """Whoever downloads it could only guess."""
+    TokenReranker.from_base(load_pair("plans").slm).save_pretrained(folder)
+    with pytest.raises(
+        ValueError, match=r"futurebridge\.json: expected the threshold and pool sizes .* got none; name"
+    ):
+        push_to_hub(folder, "owner/name")
+
+
 def test_truncated_weights_are_refused(folder):
     data = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(data[:-1])
