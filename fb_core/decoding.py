@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.engine.loop import Loop, Task, check_own, has_native
 from fb_core.engine.model import CHUNK
 from fb_core.intervention import Intervention, OnError
-from fb_core.llm import LLM, check_least, check_max_new_tokens, checked_prompts
+from fb_core.llm import LLM, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, check_ask, gate
 from fb_core.pool import Event, PoolKind
@@ -142,9 +143,9 @@ class CollaborativeDecoder:
             ("max_batch", max_batch, 1),
             ("prefill_tokens", prefill_tokens, 1),
         ):
-            check_least(name, count, least)
-        if max_length is not None and max_length < 2:
-            raise ValueError(f"max_length: expected 2 tokens or more, got {max_length}; leave it out for {MAX_LENGTH}")
+            check_count(name, count, least)
+        if max_length is not None:
+            check_count("max_length", max_length, 2, f"leave it out for {MAX_LENGTH}", "{} tokens or more")
         for name, given, kind, needed, remedy in (
             ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
             ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.engine.writing import Choose, write
 from fb_core.native import NativeDecoder
 from fb_kernels import topk_entropy
@@ -160,20 +161,12 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
     """TypeError if not an int, ValueError if below 1."""
     if not isinstance(max_new_tokens, Integral):
         raise TypeError(f"max_new_tokens: expected an int, got {type(max_new_tokens).__name__}; convert it with int()")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}; the published limit is 4096")
-
-
-def check_least(name: str, count: int, least: int) -> None:
-    """ValueError if not an int, or below the least."""
-    if not isinstance(count, Integral) or count < least:
-        raise ValueError(f"{name}: expected {least} or more, got {count}; leave it out for the default")
+    check_count("max_new_tokens", max_new_tokens, 1, "the published limit is 4096")
 
 
 def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
     """ValueError for a setting of `LLM.sample_many` that is out of range."""
-    if n < 1:
-        raise ValueError(f"n: expected 1 or more samples, got {n}; the published majority takes 8")
+    check_count("n", n, 1, "the published majority takes 8", "{} or more samples")
     if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
         raise ValueError(
             "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
@@ -228,8 +221,7 @@ class LocalLLM(LLM):
 
     def __init__(self, model: hf.CausalLM, *, batch_tokens: int = 65536, valid_vocab: int | None = None) -> None:
         hf.check_decodable("model", model)
-        if batch_tokens < 1:
-            raise ValueError(f"batch_tokens: expected 1 or more, got {batch_tokens}; it bounds a batch's memory")
+        check_count("batch_tokens", batch_tokens, 1, "it bounds a batch's memory")
         self.model = model
         self.batch_tokens = batch_tokens
         self._valid = hf.valid_ids(valid_vocab, model)
@@ -348,8 +340,7 @@ class LocalLLM(LLM):
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Prompts and score_ids as tensors."""
         hf.check_decodable("model", self.model)
-        if k < 1:
-            raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
+        check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = checked_prompts("ids", prompts, self.model, room=0)
         if score_ids is None:
             return checked, [None] * len(checked)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fb_core.counts import check_count
 from fb_kernels import topk_entropy
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class RequestPolicy:
             raise TypeError(f"threshold: expected a number of nats, got {kind}; convert it with float()") from None
         if wrong is not None:
             raise ValueError(f"threshold: expected a number of nats, got {wrong}; use inf to never ask")
-        if not isinstance(self.top_k, Integral) or self.top_k < 1:
-            raise ValueError(f"top_k: expected 1 or more, got {self.top_k}; the published value is 64")
+        check_count("top_k", self.top_k, 1, "the published value is 64")
 
     @classmethod
     def calibrate(cls, entropies: Tensor | Sequence[float], quantile: float = 0.99, top_k: int = 64) -> RequestPolicy:

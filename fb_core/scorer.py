@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fb_core import hf, shared_prefix
+from fb_core.counts import check_count
 from fb_core.shared_prefix import Branches, Ids, Pack, Requests, Results
 
 TOKEN_BUDGET = 16_384
@@ -348,8 +349,8 @@ class CompatibilityScorer:
         future = hf.token_ids("future", group.future, self.model, self.valid_vocab)
         if len(future) == 0:
             raise ValueError("future: expected at least one token id, got none; give the continuation to be scored")
-        if group.columns < 1:
-            raise ValueError(f"horizon: expected 1 token or more, got {group.horizon}; leave it out for all")
+        if group.horizon is not None:
+            check_count("horizon", group.horizon, 1, "leave it out for all", "{} token or more")
         position = hf.check_position(group.position, length)
         reach = min(len(future), group.columns + max(group.tails, default=0))
         candidates = hf.check_group(self.model, position, group.candidates, reach, self.valid_vocab)
@@ -366,8 +367,7 @@ class CompatibilityScorer:
 
     def _packed(self, work: Sequence[tuple[Tensor, Sequence[Branches]]], budget: int, **asked: bool) -> Results:
         """The results of any amount of work, computed one forward at a time."""
-        if not budget >= 1:
-            raise ValueError(f"token_budget: expected 1 row or more, got {budget}; leave it out for {TOKEN_BUDGET}")
+        check_count("token_budget", budget, 1, f"leave it out for {TOKEN_BUDGET}", "{} row or more")
         rows = [len(tokens) + sum(group.rows for group in groups) for tokens, groups in work]
         results: Results = []
         for start, stop in hf.packs(rows, budget):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, url_parts
 from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
@@ -118,8 +119,7 @@ class ServerLLM(LLM):
         ):
             if not isinstance(count, Integral):
                 raise TypeError(f"{name}: expected an int, got {type(count).__name__}; convert it with int()")
-            if count < least:
-                raise ValueError(f"{name}: expected {least} or more, got {count}; {remedy}")
+            check_count(name, count, least, remedy)
         if not 0.0 < timeout < math.inf:
             raise ValueError(f"timeout: expected seconds above 0, got {timeout}; 60 is the default")
         if api_key is not None and not isinstance(api_key, str):
@@ -170,8 +170,7 @@ class ServerLLM(LLM):
                 outside the vocabulary, a log-probability that is not a number up to 0, or a likeliest token with less
                 than half the probability of a uniform distribution over the ids. The object stays usable.
         """
-        if k < 1:
-            raise ValueError(f"k: expected 1 or more candidates, got {k}; the published pools take 8")
+        check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
         if score_ids is not None and len(score_ids) != len(checked):
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.llm import LLM, LocalLLM
 from fb_core.shared_prefix import Branches, forward
 
@@ -38,8 +39,8 @@ class Span:
     agree: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens: expected 1 or more of a span, got {self.tokens}; 1 is the published method")
+        if self.tokens is not None:
+            check_count("tokens", self.tokens, 1, "1 is the published method", "{} or more of a span")
 
     @property
     def single(self) -> bool:

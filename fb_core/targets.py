@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fb_core.counts import check_count
 from fb_kernels import compatibility_targets
 
 MARGIN, KL_WEIGHT = 1.0, 0.1  # of S2T-Local's loss
@@ -107,8 +108,7 @@ def without_hindsight(logprob: Tensor, first: int, early: int) -> Tensor:
             f"first: expected the index of one of {len(logprob)} candidates, got {first}; find the LLM's own token "
             "among them"
         )
-    if early < 0:
-        raise ValueError(f"early: expected 0 or more tokens, got {early}; 0 changes nothing")
+    check_count("early", early, 0, "0 changes nothing", "{} or more tokens")
     start = logprob[:, :early]  # [K, early]
     if not bool(start.isfinite().all()):
         bad = int((~start.isfinite()).sum())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.reranker import CandidateBranches, TokenReranker
 from fb_core.statistics import pairwise_agreement
 from fb_kernels import group_cross_entropy
@@ -77,8 +78,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "groups_per_step", "microbatches"):
-            if (count := getattr(self, name)) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {count}; leave it out for the published value")
+            check_count(name, getattr(self, name), 1, "leave it out for the published value")
         for name in ("learning_rate", "weight_decay", "warmup", "clip", "feature_scale", "margin"):
             if not 0.0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}: expected 0 or more, got {value}; leave it out for the default")

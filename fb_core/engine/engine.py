@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.decoding import MAX_LENGTH, CollaborativeDecoder, Generation
 from fb_core.engine.loop import Loop, Task
 from fb_core.engine.step import Ranked
-from fb_core.llm import GONE, check_least, check_max_new_tokens, checked_prompts
+from fb_core.llm import GONE, check_max_new_tokens, checked_prompts
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Event
@@ -216,7 +217,7 @@ class Engine:
         check_max_new_tokens(max_new_tokens)
         (ids,) = checked_prompts("input_ids", [input_ids], decoder.slm, room=1)
         events = decoder.max_events if max_events is None else max_events
-        check_least("max_events", events, 0)
+        check_count("max_events", events, 0)
         if events > decoder.max_events:
             raise ValueError(
                 f"max_events: expected at most the engine's {decoder.max_events}, got {events}; make it with more"

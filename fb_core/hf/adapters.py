@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fb_core.counts import check_count
 from fb_core.hf.checkpoints import is_hub_id
 from fb_core.hf.models import share_weights
 
@@ -83,8 +83,7 @@ def lora_config(rank: Any, alpha: Any, dropout: Any) -> LoraConfig:
     Raises:
         ValueError: a number out of range, or none at all.
     """
-    if not isinstance(rank, Integral) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"rank: expected 1 or more, got {rank!r:.80}; the published rank is 16")
+    check_count("rank", rank, 1, "the published rank is 16")
     if not is_float32(alpha) or alpha <= 0:
         raise ValueError(
             f"alpha: expected a number above 0 that float32 holds, got {alpha!r:.80}; the published value is 32"

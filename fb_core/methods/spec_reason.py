@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.decoding import Generation, Usage
 from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
 from fb_core.methods import Generate, Method
@@ -102,8 +102,7 @@ def spec_reason(
     check_max_new_tokens(max_new_tokens)
     if not isinstance(threshold, int | float) or isinstance(threshold, bool):
         raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}; the published value is 7")
-    if not isinstance(step_tokens, Integral) or step_tokens < 1:
-        raise ValueError(f"step_tokens: expected 1 or more, got {step_tokens}; the published limit is 512")
+    check_count("step_tokens", step_tokens, 1, "the published limit is 512")
     if not delimiter or not judge_template:
         raise ValueError(
             f"delimiter, judge_template: expected texts, got {delimiter!r} and {judge_template!r}; leave them out for "

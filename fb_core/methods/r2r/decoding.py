@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.decoding import Generation
-from fb_core.llm import LLM, Ids, check_least, check_max_new_tokens, checked_prompts
+from fb_core.llm import LLM, Ids, check_max_new_tokens, checked_prompts
 from fb_core.methods.r2r.router import R2RRouter, features_of
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy, gate
@@ -72,8 +73,8 @@ def r2r(
         raise ValueError(f"threshold: expected a number, got {threshold!r}; use inf to never route")
     pair = Pair(slm, llm, tokenizer)
     large = pair.large()
-    check_least("max_events", 0 if max_events is None else max_events, 0)
-    check_least("batch_tokens", batch_tokens, 1)
+    check_count("max_events", 0 if max_events is None else max_events, 0)
+    check_count("batch_tokens", batch_tokens, 1)
     _check_router(router, mode, slm)
     check_max_new_tokens(max_new_tokens)
     checked = checked_prompts("prompts", prompts, slm, room=1)

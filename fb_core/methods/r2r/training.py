@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fb_core import hf
+from fb_core.counts import check_count
 from fb_core.llm import LLM, Ids, check_max_new_tokens
 from fb_core.methods.r2r.router import R2RRouter, RouterFeatures, concatenated, router_features
 from fb_core.pair import Pair
@@ -125,8 +125,7 @@ def train_router(
         ValueError: not one label for each row, labels all alike, or a setting out of range.
     """
     for name, count in (("epochs", epochs), ("batch_size", batch_size)):
-        if not isinstance(count, Integral) or count < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {count}; leave it out for the published value")
+        check_count(name, count, 1, "leave it out for the published value")
     for name, value in (
         ("learning_rate", learning_rate),
         ("weight_decay", weight_decay),

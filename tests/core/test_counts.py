@@ -1,0 +1,68 @@
+"""Counts past what 64 bits hold get the sentence of other bad counts, at every door."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny
+
+from fb_core import (
+    CollaborativeDecoder,
+    CompatibilityScorer,
+    Engine,
+    LLMPreference,
+    LocalLLM,
+    RequestPolicy,
+    ServerLLM,
+    TokenReranker,
+)
+from fb_core.counts import check_count
+from fb_core.pair import Pair
+from fb_core.scorer import BranchGroup
+from fb_core.spans import Span
+from fb_core.training import Recipe
+
+POLICY = RequestPolicy(1.0)
+
+
+def decoder(**options):
+    return CollaborativeDecoder(tiny("qwen3"), tiny("qwen3", 2), LLMPreference(), POLICY, **options)
+
+
+def engine(**options):
+    return Engine(Pair(tiny("qwen3"), tiny("qwen3", 2)), LLMPreference(), POLICY, **options)
+
+
+DOORS = [
+    *((name, lambda count, name=name: decoder(**{name: count})) for name in ("slm_k", "llm_k", "max_events")),
+    *((name, lambda count, name=name: engine(**{name: count})) for name in ("max_batch", "max_length")),
+    *((name, lambda count, name=name: decoder(**{name: count})) for name in ("batch_tokens", "prefill_tokens")),
+    ("max_new_tokens", lambda count: decoder().generate([3], count)),
+    ("rank", lambda count: TokenReranker.from_base(tiny("qwen3"), rank=count)),
+    ("top_k", lambda count: RequestPolicy(1.0, count)),
+    ("tokens", lambda count: Span(count)),
+    ("batch_tokens", lambda count: LocalLLM(tiny("qwen3"), batch_tokens=count)),
+    ("k", lambda count: LocalLLM(tiny("qwen3")).candidates([3], count)),
+    ("n", lambda count: LocalLLM(tiny("qwen3")).sample_many([[3]], count, 4)),
+    ("token_budget", lambda count: CompatibilityScorer(tiny("qwen3")).logprobs_many([([3], [[4]])], count)),
+    ("horizon", lambda count: trajectory(BranchGroup(1, [4, 5], [6], horizon=count))),
+    ("in_flight", lambda count: ServerLLM("http://127.0.0.1:9", vocabulary=9, in_flight=count)),
+    *((name, lambda count, name=name: Recipe(**{name: count})) for name in ("epochs", "groups_per_step")),
+]
+
+
+def trajectory(group):
+    return CompatibilityScorer(tiny("qwen3")).score_trajectory([3, 4, 5], [group])
+
+
+@pytest.mark.parametrize(("name", "call"), DOORS)
+def test_a_count_past_64_bits_is_refused_as_others_are(name, call):
+    for count, got in ((-1, "-1"), (1 << 63, "an int of 64 bits"), (10**5000, "an int of 16610 bits")):
+        with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {got}; [^\n]+$"):
+            call(count)
+
+
+@pytest.mark.parametrize("count", [True, 2.0, "2", None, 0])
+def test_what_no_count_is(count):
+    with pytest.raises(ValueError, match=r"^rows: expected 1 or more, got .*; say how many$"):
+        check_count("rows", count, 1, "say how many")
+    check_count("rows", (1 << 63) - 1, 1)
