@@ -14,6 +14,7 @@ from fb_core.config import PairSettings
 from fb_core.decoding import Generation, LowLatencyDecoder
 from fb_core.loading import load
 from fb_core.pool import Event
+from fb_core.serve.text import Text
 from fb_core.terminal import IN_TEXT, escaped
 
 EVENT_STYLE = "bold black on bright_yellow"
@@ -88,36 +89,25 @@ class Chat:
 
 
 class Printer:
-    """Prints each token's text, escaped, as soon as it is whole characters; printed text never changes."""
+    """Prints each token's text, escaped, as soon as it is certain; printed text never changes."""
 
     def __init__(self, tokenizer: hf.Tokenizer, console: Console) -> None:
-        self.tokenizer, self.console = tokenizer, console
-        self._line: list[int] = []  # tokens since the last line break: some tokenizers join words by what is before
-        self._shown = 0  # characters of it
+        self.console, self._text = console, Text(tokenizer, ())
         self._span = 0  # tokens of the last event that are still to come
 
     def __call__(self, token: int, event: Event | None) -> None:
         """Take one token, with its event if it is the first token of one."""
-        self._line.append(token)
         self._span = max(0, self._span - 1) if event is None else len(event.tokens)
-        text = self._text()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._print(text, EVENT_STYLE if self._span else "")
+        self._print(self._text.add(token), EVENT_STYLE if self._span else "")
 
     def end(self) -> None:
         """Print what is left, even if it is not whole characters."""
-        self._print(self._text(), "")
+        self._print(self._text.end(), "")
         self.console.print()
 
-    def _text(self) -> str:
-        return str(self.tokenizer.decode(self._line, skip_special_tokens=True))
-
     def _print(self, text: str, style: str) -> None:
-        piece = Segment(escaped(text[self._shown :], IN_TEXT), self.console.get_style(style))
+        piece = Segment(escaped(text, IN_TEXT), self.console.get_style(style))
         self.console.print(Segments([piece]), end="", soft_wrap=True)
-        self._shown = len(text)
-        if text.endswith("\n"):
-            self._line, self._shown = [], 0
 
 
 def summary(generation: Generation, seconds: float) -> str:
@@ -129,12 +119,20 @@ def summary(generation: Generation, seconds: float) -> str:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt, given as text or as a file.
+    """The prompt, given as text or as a file in UTF-8; a byte-order mark and the last line's end are no part of it.
 
     Raises:
-        ValueError: neither or both are given.
+        ValueError: neither or both are given, or the file is not UTF-8.
+        OSError: the file cannot be read.
     """
     if (prompt is None) == (file is None):
         given = "both" if prompt is not None else "neither"
         raise ValueError(f"prompt: expected a PROMPT or --file, got {given}; give one of them")
-    return prompt if prompt is not None else file.read_text(encoding="utf-8")  # type: ignore[union-attr]
+    if file is None:
+        assert prompt is not None
+        return prompt
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{file}: expected UTF-8, got {problem.reason}; save it as UTF-8") from None
+    return text.removesuffix("\n")

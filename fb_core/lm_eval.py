@@ -175,8 +175,15 @@ class FutureBridgeLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, whether the continuation is greedy) of every request; the longest contexts go first."""
         shared: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}  # context, continuation -> requests
-        for index, (_, context, continuation) in enumerate(requests):
-            if not context or not 0 < len(continuation) <= self.max_length:
+        for index, (texts, context, continuation) in enumerate(requests):
+            if not continuation:
+                text, after = ("", "") if texts is None else (texts[1][:40], texts[0][-40:])
+                got = f"{text!r} after {after!r}, which the tokenizer joins with it" if text else "an empty one"
+                raise ValueError(
+                    f"requests: expected a continuation that begins with a token of its own, got {got}; move a space "
+                    "or letters from one to the other"
+                )
+            if not context or len(continuation) > self.max_length:
                 raise ValueError(
                     f"requests: expected a context and 1 to {self.max_length} tokens to be scored after it, got "
                     f"{len(context)} and {len(continuation)}; shorten the text or raise max_length"
@@ -198,8 +205,8 @@ class FutureBridgeLM(HFLM):
                 for answer, indices in zip(zip(sums, greedy, strict=True), places, strict=True):
                     for index in indices:
                         answers[index] = answer
-                        if (texts := requests[index][0]) is not None:
-                            self.cache_hook.add_partial("loglikelihood", texts, answer)
+                        if (known := requests[index][0]) is not None:
+                            self.cache_hook.add_partial("loglikelihood", known, answer)
                     bar.update(len(indices))
         return answers
 

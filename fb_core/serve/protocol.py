@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from fb_core.engine.step import RANKED
 from fb_core.pool import Event
 
-STOPS, STOP_LENGTH = 16, 256  # strings, characters of one
+STOPS, STOP_LENGTH, STOP_IDS = 16, 256, 128  # strings, characters of one, token ids
 PLACES = 128  # tokens whose log-probs are written at a time
 OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -36,7 +36,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "temperature": (0,),
@@ -83,6 +82,15 @@ def _stops(value: Any) -> tuple[str, ...]:
     if len(given) > STOPS or max(map(len, given), default=0) > STOP_LENGTH:
         raise ValueError(f"expected at most {STOPS} strings of at most {STOP_LENGTH} characters, got more")
     return tuple(text for text in given if text)
+
+
+def _stop_ids(value: Any) -> frozenset[int]:
+    """The token ids that end an answer."""
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in value):
+        raise ValueError(f"expected a list of token ids from 0, got {_shown(value)}")
+    if len(value) > STOP_IDS:
+        raise ValueError(f"expected at most {STOP_IDS} token ids, got {len(value)}")
+    return frozenset(value)
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
@@ -142,6 +150,9 @@ class Request(BaseModel):
 
     Attributes:
         model: the server's model, or left out.
+        stop: strings that end an answer, before which its text ends; they may be special tokens.
+        stop_token_ids: token ids that end an answer, before which its text ends.
+        skip_special_tokens: whether special tokens are left out of the text; the one that ends it always is.
         seed: accepted and not needed, since the same request always gets the same answer.
         n: number of answers; all are the same.
     """
@@ -152,6 +163,8 @@ class Request(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stop_token_ids: Annotated[frozenset[int], PlainValidator(_stop_ids)] = frozenset()
+    skip_special_tokens: bool = True
     seed: int | None = None
     n: int = Field(default=1, ge=1, le=16)
     futurebridge: Overrides = Overrides()
@@ -236,6 +249,7 @@ class Place(NamedTuple):
     logprob: float
     top: list[tuple[str, float]]
     offset: int  # characters of the answer before it
+    bytes: Sequence[bytes] = ()  # of the token, then of the likeliest ones
 
 
 class Piece(NamedTuple):
@@ -355,35 +369,38 @@ class Shape:
 
 def _logprobs(places: Sequence[Place]) -> dict[str, Any]:
     """Log-probs of a completion; as in OpenAI's, the token itself is always among the likeliest ones."""
-    tops = []
-    for place in places:
-        top: dict[str, float] = {}
-        for token, logprob in (*place.top, (place.token, place.logprob)):
-            top.setdefault(token, max(logprob, LEAST))
-        tops.append(top)
     return {
         "tokens": [place.token for place in places],
         "token_logprobs": [max(place.logprob, LEAST) for place in places],
-        "top_logprobs": tops,
+        "top_logprobs": [_top(place) for place in places],
         "text_offset": [place.offset for place in places],
     }
 
 
+def _top(place: Place) -> dict[str, float]:
+    """The likeliest tokens by name, in order; one whose name another has is told apart by a number behind it."""
+    own = (place.token, place.logprob)
+    named: dict[str, float] = {}
+    for token, logprob in place.top if own in place.top else (*place.top, own):
+        name, count = token, 1
+        while name in named or (name == place.token and logprob != place.logprob):
+            count += 1
+            name = f"{token} ({count})"
+        named[name] = max(logprob, LEAST)
+    return named
+
+
 def _chat_logprobs(places: Sequence[Place]) -> dict[str, Any]:
     """Log-probs of a chat."""
-    return {
-        "content": [
-            {**_entry(place.token, place.logprob), "top_logprobs": [_entry(*each) for each in place.top]}
-            for place in places
-        ],
-        "refusal": None,
-    }
+    content = []
+    for token, logprob, top, _, (own, *others) in places:
+        likeliest = [_entry(*each, data) for each, data in zip(top, others, strict=True)]
+        content.append({**_entry(token, logprob, own), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    """One token; `bytes` is null if its text is only a part of a character."""
-    known = None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
-    return {"token": token, "logprob": max(logprob, LEAST), "bytes": known}
+def _entry(token: str, logprob: float, data: bytes) -> dict[str, Any]:
+    return {"token": token, "logprob": max(logprob, LEAST), "bytes": list(data)}
 
 
 def problem_fields(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Answer:
                     self.events.append(token.event)
                     events.append(token.event)
                 places += self._places(token)
-                piece += self.text.add(token.id)
+                if token.id not in self.ends:  # the token that ends an answer is no part of its text
+                    piece += self.text.add(token.id)
                 if self.text.stopped or token.id in self.ends:
                     self.finish = "stop"
                 held += 1
@@ -90,9 +91,11 @@ class Answer:
         """A token's log-prob and likeliest alternatives; empty if they were not requested."""
         if self.ranking is None or token.ranked is None or token.logprob is None:
             return []
-        names = [self.text.name(each) for each in token.ranked.ids[: self.ranking]]
-        top = list(zip(names, token.ranked.logprobs, strict=False))
-        return [Place(self.text.name(token.id), token.logprob, top, self.text.decoded)]
+        ids, logprobs = token.ranked.ids[: self.ranking], token.ranked.logprobs[: self.ranking]
+        own, *names = [self.text.name(each) for each in (token.id, *ids)]
+        logprob = dict(zip(ids, logprobs, strict=True)).get(token.id, token.logprob)
+        top = [(name.text, value) for name, value in zip(names, logprobs, strict=True)]
+        return [Place(own.text, logprob, top, self.text.decoded, [own.bytes, *(name.bytes for name in names)])]
 
 
 class Service:
@@ -237,8 +240,15 @@ class Service:
             ranking=request.ranking is not None,
             listener=lambda token: inbox.put(partial(tell, token)),
         )
-        text, ends = Text(self.tokenizer, request.stop), self.engine.decoder.pair.ends
-        answer = Answer(handle, tokens, text, len(ids), ends, request.ranking)
+        text = Text(
+            self.tokenizer,
+            request.stop,
+            request.stop_token_ids,
+            skip_special=request.skip_special_tokens,
+            after_text=isinstance(request, CompletionRequest)
+            and bool(self.tokenizer.decode(ids[-8:], skip_special_tokens=True)),
+        )
+        answer = Answer(handle, tokens, text, len(ids), self.engine.decoder.pair.ends, request.ranking)
         self._open.add(answer)  # before the engine's first call for it, which runs in this thread
         return answer
 

@@ -2,67 +2,228 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from fb_core import hf
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+WORD = "a"  # a piece before others makes their text that of the middle of a text
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the piece of one byte, where a vocabulary falls back to bytes
+PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte-level pieces hold these as Latin-1
+OTHERS = [byte for byte in range(0x100) if byte not in PRINTED]
+BYTE_OF = {chr(byte): byte for byte in PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(OTHERS)}
+CLEANED = re.compile(".*(?:[^ ]{8}|(?<! n)(?<=\\w)(?= ))", re.DOTALL)  # of this, a clean-up does not depend on the rest
+
+
+class Name(NamedTuple):
+    r"""One token by itself: its text, or `bytes:\xe4` if it is no whole characters, and its bytes."""
+
+    text: str
+    bytes: bytes
+
+
+class Part(NamedTuple):
+    """A part of an answer; a special token that is left out is a part that is not shown."""
+
+    text: str
+    shown: bool = True
 
 
 class Text:
-    """The text of an answer, piece by piece.
+    """The text of an answer, piece by piece: together the tokenizer's own text of all its ids, up to a stop.
 
     Args:
         tokenizer: of the ids.
-        stops: strings that end the answer and are not part of it.
+        stops: strings that end the answer and are not part of it; special tokens may be in them.
+        stop_ids: ids that end the answer and are not part of it.
+        skip_special: whether special tokens are left out of the text.
+        after_text: whether the answer goes on a text, so that it may begin with a space.
 
     Attributes:
-        stopped: whether a stop string has come.
+        stopped: whether a stop has come.
         decoded: number of characters so far, a stop string included.
     """
 
-    def __init__(self, tokenizer: hf.Tokenizer, stops: Sequence[str]) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+    def __init__(
+        self,
+        tokenizer: hf.Tokenizer,
+        stops: Sequence[str],
+        stop_ids: Collection[int] = (),
+        *,
+        skip_special: bool = True,
+        after_text: bool = False,
+    ) -> None:
+        self.stops, self.stop_ids, self.skip_special = stops, stop_ids, skip_special
         self.stopped = False
         self.decoded = 0
-        self._ids: list[int] = []  # the last decoded token and all after it: its text may depend on the token before
-        self._known = ""  # text of the ids that are decoded
-        self._held = ""  # decoded, but may be the beginning of a stop string
+        self._pieces = _Pieces(tokenizer)
+        self._before = [WORD] if after_text else []  # known pieces that the text of the open ones depends on
+        self._open: list[Part] = []  # pieces whose text may still change
+        self._guess = ""  # the end of the text so far, open pieces included
+        self._unclean = ""  # certain text before its clean-up
+        self._held: list[Part] = []  # certain text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
         """Take a token, and return the text that has become certain."""
         if self.stopped:
             return ""
-        self._ids.append(token)
-        text = str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
-        if text.endswith(INCOMPLETE):
+        if token in self.stop_ids:
+            rest, self.stopped = self.end(), True
+            return rest
+        piece = self._pieces.of(token)
+        if piece is None:
             return ""
-        return self._decoded(text)
+        shown = not (self.skip_special and self._pieces.special(token))
+        if not self._open:
+            self._guess = "".join(part.text for part in self._held)
+        self._open.append(Part(piece, shown))
+        known = self._pieces.take(piece) if shown else piece
+        if self._pieces.whole:
+            return self._released(self._settled())
+        longest = max(map(len, self.stops), default=0)
+        self._guess = self._guess[-longest:] + known
+        if any(stop in self._guess for stop in self.stops) and self._place([*self._held, *self._parts()]) is not None:
+            return self._released(self._settled(last=True))
+        return ""
 
-    def name(self, token: int) -> str:
-        """The text of one token by itself."""
-        return str(self.tokenizer.decode([token]))
+    def name(self, token: int) -> Name:
+        """A token by itself, as it would come next."""
+        piece = self._pieces.of(token)
+        if piece is None:
+            return Name("", b"")
+        if self.skip_special and self._pieces.special(token):
+            return Name(piece, piece.encode())
+        data = self._pieces.bytes_of(piece)
+        if data is not None:
+            with suppress(UnicodeDecodeError):
+                return Name(data.decode(), data)
+            return Name("bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data)
+        text = self._pieces.text([piece], [WORD] if self._before or self._open else [])
+        return Name(text, text.encode())
 
     def end(self) -> str:
         """Return the text that is left, even if it is not whole characters."""
         if self.stopped:
             return ""
-        rest = self._decoded(str(self.tokenizer.decode(self._ids, skip_special_tokens=True)))
-        rest, self._held = rest + self._held, ""
-        return rest
+        rest = self._released(self._settled(last=True))
+        held, self._held = self._held, []
+        return rest + _shown(held)
 
-    def _decoded(self, text: str) -> str:
-        new, self._ids = text[len(self._known) :], self._ids[-1:]
-        self.decoded += len(new)
-        self._known = str(self.tokenizer.decode(self._ids, skip_special_tokens=True))
-        whole = self._held + new
-        found = min((place for stop in self.stops if (place := whole.find(stop)) >= 0), default=None)
-        if found is not None:
-            self.stopped, self._held = True, ""
-            return whole[:found]
+    def _settled(self, last: bool = False) -> list[Part]:
+        """The open pieces' text, which is certain; if it is not the last, what depends on the next piece stays open."""
+        parts = self._parts()
+        if not (last or self._before or any(part.text for part in parts)):
+            return []  # an empty beginning, such as a space that is dropped there
+        shown = [piece for piece, shown in self._open if shown]
+        if shown:
+            self._before = [WORD, shown[-1]]
+        self._open = []
+        if self._pieces.cleaned:
+            parts = self._clean(parts, last)
+        self.decoded += len(_shown(parts))
+        return parts
+
+    def _parts(self) -> list[Part]:
+        """The text of the open pieces."""
+        shown = [piece for piece, shown in self._open if shown]
+        whole, parts, taken, start = self._pieces.text(shown, self._before), list[Part](), 0, 0
+        for piece, shown_one in self._open:
+            if shown_one:
+                taken += 1
+                continue
+            place = max(start, len(self._pieces.text(shown[:taken], self._before)))
+            parts += [Part(whole[start:place]), Part(piece, False)]
+            start = place
+        return [*parts, Part(whole[start:])]
+
+    def _clean(self, parts: Sequence[Part], last: bool) -> list[Part]:
+        """The parts after the clean-up that some tokenizers make of a whole text, as far as it is certain."""
+        self._unclean += _shown(parts)
+        found = CLEANED.match(self._unclean)
+        end = len(self._unclean) if last else found.end() if found else 0
+        text, self._unclean = self._pieces.clean(self._unclean[:end]), self._unclean[end:]
+        return [Part(text), *(part for part in parts if not part.shown)]
+
+    def _released(self, new: Sequence[Part]) -> str:
+        """The text that is neither a stop string nor the beginning of one."""
+        parts = [*self._held, *new]
+        found, whole = self._place(parts), "".join(part.text for part in parts)
+        self.stopped = found is not None
         kept = max((_overlap(whole, stop) for stop in self.stops), default=0)
-        self._held = whole[len(whole) - kept :]
-        return whole[: len(whole) - kept]
+        before, self._held = _split(parts, len(whole) - kept if found is None else found)
+        return _shown(before)
+
+    def _place(self, parts: Sequence[Part]) -> int | None:
+        """Where the first stop string begins."""
+        whole = "".join(part.text for part in parts)
+        return min((place for stop in self.stops if (place := whole.find(stop)) >= 0), default=None)
+
+
+class _Pieces:
+    """The strings of a vocabulary, and the text that a tokenizer makes of them."""
+
+    def __init__(self, tokenizer: hf.Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.byte_level, self.falls_back = self._joined(["Ã©"]) == "é", self._joined(["<0x41>"]) == "A"
+        bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+        self.cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not bpe)
+        self.whole = True  # whether no later piece changes the text of those that were taken
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: int) -> str | None:
+        """A token's piece; None for an id past the vocabulary."""
+        return self.tokenizer.convert_ids_to_tokens(token)
+
+    def special(self, token: int) -> bool:
+        """Whether a text without special tokens leaves it out."""
+        return not self.tokenizer.decode([token], skip_special_tokens=True) and bool(self.tokenizer.decode([token]))
+
+    def bytes_of(self, piece: str) -> bytes | None:
+        """The bytes that a piece stands for; None if it stands for characters."""
+        if self.falls_back:
+            return bytes.fromhex(found[1]) if (found := BYTE.fullmatch(piece)) else None
+        if not self.byte_level:
+            return None
+        try:
+            return bytes(BYTE_OF[char] for char in piece)
+        except KeyError:
+            return piece.encode()
+
+    def take(self, piece: str) -> str:
+        """Take the next piece and return the characters that its bytes complete."""
+        data = self.bytes_of(piece)
+        text = self._characters.decode(data or b"", final=data is None)
+        self.whole = data is None or (self.byte_level and not self._characters.getstate()[0])
+        return text
+
+    def text(self, pieces: Sequence[str], before: Sequence[str]) -> str:
+        """The text of pieces that follow others."""
+        return self._joined([*before, *pieces])[len(self._joined(before)) :]
+
+    def clean(self, text: str) -> str:
+        """The text after the tokenizer's clean-up."""
+        return str(self.tokenizer.clean_up_tokenization(text))
+
+    def _joined(self, pieces: Sequence[str]) -> str:
+        return str(self.tokenizer.convert_tokens_to_string(list(pieces))) if pieces else ""
+
+
+def _shown(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if part.shown)
+
+
+def _split(parts: Sequence[Part], place: int) -> tuple[list[Part], list[Part]]:
+    """The parts before and after a place in their text."""
+    before, after = list[Part](), list[Part]()
+    for text, shown in parts:
+        before.append(Part(text[:place], shown))
+        after.append(Part(text[place:], shown))
+        place = max(0, place - len(text))
+    return before, [part for part in after if part.text]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from test_runtime import random_reranker
 from test_server import Handler, probs, says, scripted
 from tiny import EOS, V, tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from warm import futurebridge
 
@@ -177,13 +177,10 @@ def test_events_are_highlighted(pair):
 
 
 def test_characters_are_printed_whole():
-    class Bytes:
-        def decode(self, ids, skip_special_tokens):
-            return bytes(ids).decode("utf-8", errors="replace")
-
     screen = io.StringIO()
-    show = Printer(Bytes(), Console(file=screen, width=80))
-    for byte in "a\N{EURO SIGN}b\nc\N{EURO SIGN}".encode()[:-1]:
+    words = byte_tokenizer()
+    show = Printer(words, Console(file=screen, width=80))
+    for byte in words.encode("a\N{EURO SIGN}b\nc\N{EURO SIGN}")[:-1]:
         show(byte, None)
     assert screen.getvalue() == "a\N{EURO SIGN}b\nc"
     show.end()
@@ -191,17 +188,39 @@ def test_characters_are_printed_whole():
 
 
 def test_words_keep_the_spaces_that_only_their_neighbours_show():
-    class Joined:
-        """A tokenizer that joins words by a space when it decodes them."""
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"if:": 0, "\n": 1, "pass": 2})))
+    indented = Tokenizer(models.BPE({"if:": 0, "\n": 1, "\u2581\u2581\u2581\u2581": 2, "pass": 3}, []))
+    indented.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    for made, ids, want in (
+        (words, [0, 0, 2], "if: if: pass"),
+        (PreTrainedTokenizerFast(tokenizer_object=indented), [0, 1, 2, 3, 1, 2, 3], "if:\n    pass\n    pass"),
+    ):
+        screen = io.StringIO()
+        show = Printer(made, Console(file=screen, width=80))
+        for token in ids:
+            show(token, None)
+        assert screen.getvalue() == made.decode(ids) == want
 
-        def decode(self, ids, skip_special_tokens):
-            return " ".join(f"w{token}" for token in ids)
 
-    screen = io.StringIO()
-    show = Printer(Joined(), Console(file=screen, width=80))
-    for token in (4, 5, 6):
-        show(token, None)
-    assert screen.getvalue() == "w4 w5 w6"
+@pytest.mark.parametrize(
+    ("data", "want"),
+    [
+        (b"\xef\xbb\xbf29*9;\r\n", "29*9;"),
+        (b"29*9;\n", "29*9;"),
+        (b"a\r\nb\n\n", "a\nb\n"),
+        (b"  a  ", "  a  "),
+        (b"", ""),
+    ],
+)
+def test_a_prompt_file_is_what_an_editor_shows(tmp_path, data, want):
+    (tmp_path / "prompt.txt").write_bytes(data)
+    assert read_prompt(None, tmp_path / "prompt.txt") == want
+
+
+def test_a_prompt_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes("h\u00e9".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"prompt\.txt: expected UTF-8, got invalid start byte; save it as UTF-8$"):
+        read_prompt(None, tmp_path / "prompt.txt")
 
 
 def test_on_token_sees_every_token_and_its_event(pair):

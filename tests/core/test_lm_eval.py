@@ -239,12 +239,29 @@ def test_options_of_another_forward_are_refused(
         FutureBridgeLM(model, tokenizer=words, **{option: "auto"})
 
 
-@pytest.mark.parametrize(("context", "continuation"), [("Kate keeps", ""), ("Kate", " red hats" * 9), (" ", "red")])
+@pytest.mark.parametrize(("context", "continuation"), [("Kate", " red hats" * 9), (" ", "red")])
 def test_what_cannot_be_scored_is_refused(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str
 ) -> None:
     lm = FutureBridgeLM(model, tokenizer=words, max_length=8)
     with pytest.raises(ValueError, match=r"^requests: expected a context and 1 to 8 tokens to be scored after it, got"):
+        lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "got"),
+    [
+        ("Kate keeps", "", "an empty one"),
+        ("Kate kee", "ps", "'ps' after 'Kate kee', which the tokenizer joins with it"),
+    ],
+)
+def test_a_continuation_without_a_token_of_its_own_is_refused(
+    model: PreTrainedModel, words: PreTrainedTokenizerFast, context: str, continuation: str, got: str
+) -> None:
+    assert len(words(context).input_ids) >= len(words(context + continuation).input_ids)
+    want = f"requests: expected a continuation that begins with a token of its own, got {got}; move a space or letters"
+    lm = FutureBridgeLM(model, tokenizer=words)
+    with pytest.raises(ValueError, match=re.escape(want)):
         lm.loglikelihood(requests("loglikelihood", (context, continuation)), disable_tqdm=True)
 
 
