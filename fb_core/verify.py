@@ -478,7 +478,7 @@ def _judge(question: str, gold: str) -> str:
 
 def _undefined(text: str, readings: Sequence[Any]) -> bool:
     """Whether a text has no value: NaN, or a division by zero anywhere in it."""
-    from sympy import Pow, nan, zoo
+    from sympy import Pow, nan, zoo  # type: ignore[import-untyped]
 
     if BY_ZERO.search(text) or WORDS.sub(r"\1", text).strip().lower() == "nan":
         return True
@@ -493,7 +493,7 @@ def _undefined(text: str, readings: Sequence[Any]) -> bool:
 def _unread(text: str, readings: Sequence[Any]) -> list[str]:
     """The number bases, negations and relations in a text that are not in math-verify's readings of it, sorted."""
     from sympy import Set
-    from sympy.core.relational import Relational
+    from sympy.core.relational import Relational  # type: ignore[import-untyped]
 
     plain = WORDS.sub(r"\1", text)
     bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
