@@ -11,7 +11,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -47,15 +49,16 @@ Result = TypeVar("Result")
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 
-def application(service: Service, *, key: str | None, body_limit: int) -> Starlette:
+def application(service: Service, *, key: str | None, body_limit: int, loopback: bool = False) -> Starlette:
     """The server's routes.
 
     Args:
         service: answers the requests.
         key: clients must send it as `Authorization: Bearer ...`; None if no key is needed.
         body_limit: maximum bytes of a request.
+        loopback: whether it is reached under this machine's own names alone; without a key, others are refused.
     """
-    return _Application(service, key, body_limit).app
+    return _Application(service, key, body_limit, loopback).app
 
 
 class _Problem(Exception):
@@ -106,8 +109,8 @@ class _Stream(StreamingResponse):
 
 
 class _Application:
-    def __init__(self, service: Service, key: str | None, body_limit: int) -> None:
-        self.service, self.key, self.body_limit = service, key, body_limit
+    def __init__(self, service: Service, key: str | None, body_limit: int, loopback: bool) -> None:
+        self.service, self.key, self.body_limit, self.loopback = service, key, body_limit, loopback
         self.metrics = service.metrics
         routes = [
             self._route("/v1/models", self.models),
@@ -118,6 +121,7 @@ class _Application:
             self._route("/metrics", self.prometheus),
         ]
         self.app = Starlette(routes=routes, lifespan=self.lifespan, exception_handlers={HTTPException: self.no_route})
+        self.app.router.redirect_slashes = False  # it would redirect to whatever host the client named
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -134,6 +138,7 @@ class _Application:
         async def guarded(request: HTTPRequest) -> Response:
             request.state.began, request.state.path = time.perf_counter(), path
             try:
+                self._check_page(request)
                 if not open_to_all:
                     self._check_key(request)
                 response = await answer(request)
@@ -156,6 +161,18 @@ class _Application:
         given = request.headers.get("authorization", "")
         if self.key is not None and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.key}".encode()):
             raise _Problem(401, "authorization: expected the server's key, got none or another", "authentication_error")
+
+    def _check_page(self, request: HTTPRequest) -> None:
+        """Without a key, refuse what a web page sends: by its Origin, or by its name in Host (DNS rebinding)."""
+        if self.key is not None:
+            return
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self.loopback and host and not _is_local(host):
+            words = "expected localhost or a loopback address, got another; use one, or start the server with a key"
+            raise _Problem(403, f"Host: {words}", "permission_error")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            words = "expected none or this server's own, got another; start the server with a key to serve web pages"
+            raise _Problem(403, f"Origin: {words}", "permission_error")
 
     def _log(self, request: HTTPRequest, status: int, **more: object) -> None:
         seconds, path = time.perf_counter() - request.state.began, request.state.path
@@ -325,6 +342,15 @@ class _Application:
         asked = [Usage.of(answer.events, answer.completion) for answer in answers]
         calls, helped = sum(one.calls for one in asked), sum(one.appended + one.suffix for one in asked)
         return usage_fields(prompt, completion * body.n, calls, helped)
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header names this machine's loopback."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _refused(message: str, asked: str) -> _Problem:

@@ -115,6 +115,8 @@ def _content(value: Any) -> str:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
+            if kind == "text":
+                raise ValueError(f"expected a string as the text of a part, got {_shown(part.get('text'))}")
             raise ValueError(f'expected parts of type "text", got {_shown(kind)}; this server takes only text')
     return "".join(part["text"] for part in value)
 
@@ -201,18 +203,36 @@ class CompletionRequest(Request):
 
 
 class Message(BaseModel):
-    """One turn of a conversation."""
+    """One turn of a conversation, as the model's chat template gets it.
+
+    Attributes:
+        role: OpenAI's newer name "developer" means "system".
+        content: empty where an assistant only called tools.
+        name: of who speaks.
+        tool_calls: of an assistant.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, PlainValidator(_content)]
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _said(cls, message: Any) -> Any:
         """The message without nulls: clients send back the answers that they got, nulls included."""
-        return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
+        if not isinstance(message, dict):
+            return message
+        said = {name: value for name, value in message.items() if value is not None}
+        if said.get("role") == "developer":
+            said["role"] = "system"
+        if said.get("role") == "assistant":
+            said.setdefault("content", "")
+        elif "tool_calls" in said:
+            raise ValueError("expected tool_calls only in an assistant's message, got them in another")
+        return said
 
 
 class ChatRequest(Request):

@@ -17,7 +17,7 @@ from starlette.types import Message, Scope
 from fb_core.config import PairSettings
 from fb_core.serve.app import LAST
 from fb_core.serve.connection import configured
-from fb_core.serve.run import Room, Server, check_key, listen, room, show_log
+from fb_core.serve.run import Room, Server, check_key, listen, on_loopback, room, show_log
 from fb_core.stages.cluster import LOOPBACK, connect
 
 SPARE = 16  # requests that a replica takes above its queue: health checks, model lists, those of a dead replica
@@ -128,8 +128,11 @@ def serve_replicas(
     from fb_core.serve.front import Front
 
     name = f"futurebridge-{ray.util.get_node_ip_address()}-{listening.getsockname()[1]}"
+    loopback = on_loopback(listening, key)
     limit = queue + 2 * SPARE  # sequences: single prompts never reach this, lists of prompts may
-    make = partial(room, settings, key=key, max_batch=max_batch, queue=limit, body_limit=body_limit, **others)
+    make = partial(
+        room, settings, key=key, max_batch=max_batch, queue=limit, body_limit=body_limit, loopback=loopback, **others
+    )
     try:
         gpus = _gpus(settings.device, replicas)
         with _application(name):

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -45,6 +47,7 @@ def room(
     queue: int,
     body_limit: int,
     on_llm_error: OnError,
+    loopback: bool,
 ) -> Room:
     """Load the pair and make the engine and the routes; the access log goes to stderr.
 
@@ -57,6 +60,7 @@ def room(
         queue: maximum number of sequences that wait or run.
         body_limit: maximum bytes of a request.
         on_llm_error: as for `CollaborativeDecoder`.
+        loopback: as for `application`.
     """
     loaded = load(settings)
     engine = Engine(
@@ -80,7 +84,7 @@ def room(
         settings.max_length,
         thinking=loaded.thinking,
     )
-    return Room(engine, service, application(service, key=key, body_limit=body_limit))
+    return Room(engine, service, application(service, key=key, body_limit=body_limit, loopback=loopback))
 
 
 def show_log() -> None:
@@ -106,6 +110,15 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listening, f"http://{name}:{listening.getsockname()[1]}"
 
 
+def on_loopback(listening: socket.socket, key: str | None) -> bool:
+    """Whether only this machine reaches the socket; warns if others do and need no key."""
+    loopback = ip_address(listening.getsockname()[0]).is_loopback
+    if not loopback and key is None:
+        words = "whoever reaches this address can use the server; export a key and name it with --key-variable"
+        print(f"futurebridge: warning: {words}", file=sys.stderr, flush=True)
+    return loopback
+
+
 def serve(
     settings: PairSettings, *, host: str, port: int, key: str | None, max_batch: int, drain: int, **others: Any
 ) -> None:
@@ -122,7 +135,7 @@ def serve(
     """
     check_key(key)
     listening, url = listen(host, port)
-    made = room(settings, key=key, max_batch=max_batch, **others)
+    made = room(settings, key=key, max_batch=max_batch, loopback=on_loopback(listening, key), **others)
     holds = f"{max_batch} sequences, {made.tokens} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
     config = configured(made.app, drain + int(LAST), made.service.metrics.unread)

@@ -136,7 +136,7 @@ class Service:
         """Token ids of a request's prompts; ValueError for a text that the tokenizer refuses."""
         if isinstance(request, ChatRequest):
             try:
-                messages = [message.model_dump() for message in request.messages]
+                messages = [message.model_dump(exclude_none=True) for message in request.messages]
                 return [hf.chat_ids(self.tokenizer, messages, self.thinking)]
             except TemplateError as problem:
                 raise ValueError(f"messages: expected what the model's chat template takes, got {problem}") from None

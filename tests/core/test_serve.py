@@ -17,8 +17,10 @@ import httpx
 import openai
 import pytest
 import torch
+from dialects import byte_tokenizer
 from limits import HANG
 from starlette.testclient import TestClient
+from tiny import tiny
 
 from fb_core.decoding import LowLatencyDecoder
 from fb_core.demo.pairs import load_pair
@@ -28,7 +30,7 @@ from fb_core.policy import RequestPolicy
 from fb_core.reranker import TokenReranker
 from fb_core.selectors import FutureBridgeSelector, LLMPreference
 from fb_core.serve.app import application
-from fb_core.serve.protocol import OFF, CompletionRequest
+from fb_core.serve.protocol import OFF, ChatRequest, CompletionRequest
 from fb_core.serve.run import listen
 from fb_core.serve.service import Service
 from fb_core.serve.text import Text
@@ -229,6 +231,14 @@ REFUSED_CHATS = [
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content", "a string or a list of parts, got 7"),
     (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
+        "messages.0.content",
+        "as the text of",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "of a part, got null"),
+    ({"messages": [{"role": "user", "content": "1", "name": 7}]}, "messages.0.name", "valid string"),
+    ({"messages": [{"role": "user", "content": "1", "tool_calls": []}]}, "messages.0", "an assistant's"),
+    (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content",
         'expected parts of type "text", got "image_url"',
@@ -268,6 +278,39 @@ def test_parameters_that_want_nothing_change_nothing(server, problems, expected)
     sent_back = got.choices[0].message.model_dump() | {"content": prompt}  # with what was null in it
     again = server.client().chat.completions.create(model=MODEL, messages=[sent_back])
     assert again.choices[0].message.content == expected[0].text
+
+
+def test_what_openais_clients_send_in_messages_is_understood(server, problems, expected):
+    """A developer is the system, and a name is a label."""
+    client, prompt = server.client(), problems[0].prompt
+
+    def said(*messages):
+        answer = client.chat.completions.create(model=MODEL, messages=list(messages), max_tokens=60)
+        return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    user = {"role": "user", "content": prompt}
+    assert said({**user, "name": "Ada"}) == said(user) == (expected[0].text, len(problems[0].prompt_ids))
+    assert said({**user, "role": "developer"}) == said({**user, "role": "system"}) == said(user)
+
+
+def test_a_chat_template_gets_what_a_message_holds(pair):
+    template = "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }} {{ m.tool_calls }};{% endfor %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "a", "name": "Ada"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    with Engine(Pair(tiny("qwen3"), None), None, RequestPolicy(9.0), max_events=0, max_length=64) as engine:
+        service = Service(engine, tokenizer, MODEL, 8, 60, 256)
+        (ids,) = service.prompts(ChatRequest(messages=messages))
+        assert tokenizer.decode(ids) == f"system Ada a ;assistant   {[call]};"
+        tokenizer.chat_template = None
+        for silent in ({"content": None}, {}, {"content": None, "tool_calls": [call]}, {"tool_calls": None}):
+            messages[1] = {"role": "assistant", **silent}  # it called a tool, and said nothing
+            (ids,) = service.prompts(ChatRequest(messages=messages))
+            assert tokenizer.decode(ids, skip_special_tokens=True) == "a\n"
 
 
 @pytest.mark.parametrize("stream", [False, True])

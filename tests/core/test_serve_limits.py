@@ -26,7 +26,7 @@ from fb_core.serve.app import application
 from fb_core.serve.connection import configured
 from fb_core.serve.protocol import PLACES, CompletionRequest, Piece, Place, Shape
 from fb_core.serve.run import Server as Uvicorn
-from fb_core.serve.run import listen
+from fb_core.serve.run import listen, on_loopback
 from fb_core.serve.service import Service
 
 
@@ -51,7 +51,7 @@ def problem(pair):
 def here(service, **options):
     """The server in this process, on a socket of its own; yields its URL."""
     listening, url = listen("127.0.0.1", 0)
-    app = application(service, key=None, body_limit=1 << 20, **options)
+    app = application(service, **{"key": None, "body_limit": 1 << 20} | options)
     running = Uvicorn(configured(app, 5, service.metrics.unread), service.end, 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -325,3 +325,61 @@ def test_what_a_slow_reader_left_lying_comes_in_pieces(pair, problem, monkeypatc
     with Engine(Pair(pair.slm, None), None, RequestPolicy(9.0), max_events=0, max_length=256) as engine:
         pieces, tokens = asyncio.run(read_late(Service(engine, pair.world.tokenizer, "m", 8, 60, 256)))
     assert len(pieces) == -(-tokens // 8) > 1
+
+
+# --- web pages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/v1/completions", "/v1/chat/completions"])
+def test_a_web_page_can_neither_start_work_nor_read(server, problem, path):
+    ask = {"method": "POST" if "completions" in path else "GET", "url": f"{server.url}{path}", "timeout": HANG}
+    ask["json"] = {"prompt": problem.prompt, "max_tokens": 2}
+    if "chat" in path:
+        ask["json"] = {"messages": [{"role": "user", "content": problem.prompt}], "max_tokens": 2}
+    for headers in (
+        {"Origin": "https://evil.example"},
+        {"Origin": "null", "Content-Type": "text/plain"},
+        {"Origin": "http://localhost:1"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:80", "Origin": "http://evil.example:80"},
+        {"Host": "localhost.evil.example"},
+        {"Host": "10.0.0.7"},
+        {"Host": "[::1"},
+    ):
+        answer = httpx.request(**ask, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), headers
+    for headers in (
+        {},
+        {"Origin": server.url},
+        {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
+        {"Host": "LOCALHOST"},
+        {"Host": "[::1]:8000"},
+        {"Host": "127.0.0.2"},
+    ):
+        assert httpx.request(**ask, headers=headers).status_code == 200, headers
+
+
+def test_no_path_redirects_to_the_hosts_name(server):
+    for path in ("/health/", "/v1/models/", "/v1/completions/", "//evil.example/health"):
+        answer = httpx.get(f"{server.url}{path}", headers={"Host": "localhost"})
+        assert answer.status_code == 404
+        assert "location" not in answer.headers
+
+
+def test_with_a_key_or_on_a_network_any_name_will_do(pair):
+    for options in ({"key": "k", "loopback": True}, {"key": None}):
+        with hanging(pair) as (service, _), here(service, **options) as url:
+            assert httpx.get(f"{url}/health", headers={"Host": "large.example"}).status_code == 200
+            page = httpx.get(f"{url}/health", headers={"Origin": "http://evil.example"})
+            assert page.status_code == (200 if options["key"] else 403)
+
+
+OPEN = [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("::1", None, False)]
+
+
+@pytest.mark.parametrize(("host", "key", "warns"), OPEN)
+def test_an_open_address_without_a_key_is_warned_of(capsys, host, key, warns):
+    listening, _ = listen(host, 0)
+    with listening:
+        assert on_loopback(listening, key) == (host == "::1")
+    assert ("whoever reaches this address can use the server" in capsys.readouterr().err) == warns
