@@ -193,11 +193,12 @@ def seeded(seed: int, tokens: Sequence[int], stream: int = 0) -> random.Random:
 
 @dataclass
 class _Seen:
-    """The last query: its tokens, their cache and the logits after them."""
+    """The last query: its tokens, their cache and the logits after them, and what computed them."""
 
     ids: Tensor
     cache: hf.Cache
     logits: Tensor  # [1, V]
+    model: list[object]
 
 
 class LocalLLM(LLM):
@@ -353,12 +354,15 @@ class LocalLLM(LLM):
     def _in_step(self, ids: Tensor) -> Tensor:
         """Logits [1, V] after ids; the cached query is dropped if anything fails."""
         seen, self._seen = self._seen, None
-        if seen is None or len(seen.ids) > len(ids) or not torch.equal(seen.ids, ids[: len(seen.ids)]):
-            seen = _Seen(ids[:0], hf.new_cache(), ids)
+        versions = [(x.data_ptr(), None if x.is_inference() else x._version) for x in self.model.parameters()]
+        model = [*hf.structure(self.model), *versions]
+        known = seen is not None and seen.model == model and len(seen.ids) <= len(ids)
+        if seen is None or not known or not torch.equal(seen.ids, ids[: len(seen.ids)]):
+            seen = _Seen(ids[:0], hf.new_cache(), ids, model)
         new = ids[len(seen.ids) :]
         logits = hf.last_logits(self.model, new[None], cache=seen.cache) if len(new) else seen.logits
         if not bool(logits.isnan().any()):
-            self._seen = _Seen(ids.clone(), seen.cache, logits)
+            self._seen = _Seen(ids.clone(), seen.cache, logits, model)
         return logits
 
     def _candidates(self, logits: Tensor, k: int, score_ids: Sequence[Tensor | None]) -> list[Candidates]:

@@ -27,7 +27,8 @@ from fb_kernels import LayerWeights, qk_norm_rope, rms_norm, skinny_linear, swig
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # and their classes' prefix
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 CPU_ROWS = 512  # rows of a block per thread: a megabyte at hidden size 512
-INERT_HOOKS = "transformers.utils.output_capturing"  # hooks that stay once a model returned hidden states
+# Hooks that change nothing: those that stay once a model returned hidden states, and those of the plain loop.
+INERT_HOOKS = ("transformers.utils.output_capturing", "fb_core.hf.generation")
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None, float], tuple[Tensor, Tensor]]
 """(layer, q[T, Hq, E], k[T, Hkv, E], v[T, Hkv, E], window, scale) -> (out[T, Hq, E], lse[Hq, T])."""
@@ -136,13 +137,13 @@ class NativeDecoder:
             the decoder, or None if the model is not an unchanged Llama, Mistral, Qwen2 or Qwen3.
         """
         try:
-            reader = _Reader(model.base_model)
+            reader = _Reader(model)
             decoder = reader.decoder()
             if not reader.apart:
                 return decoder
             for parts in reader.apart:  # only now that every module has been checked
                 _pack(parts)
-            return _Reader(model.base_model).decoder()
+            return _Reader(model).decoder()
         except _UnfamiliarError:
             return None
 
@@ -150,7 +151,7 @@ class NativeDecoder:
     def fits(cls, model: Any) -> bool:
         """Whether `of` would read the model; nothing is packed."""
         try:
-            _Reader(model.base_model).decoder()
+            _Reader(model).decoder()
         except _UnfamiliarError:
             return False
         return True
@@ -227,7 +228,9 @@ def _expect(familiar: bool) -> None:
 class _Reader:
     """Reads the modules of a family; anything else in them is an `_UnfamiliarError`."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        base, head = model.base_model, model.get_output_embeddings()
+        _expect(head is None or unchanged(head, nn.Linear))
         self.family = str(base.config.model_type)
         _expect(self.family in FAMILIES)
         self.base = self._own(base, "Model")
@@ -250,7 +253,7 @@ class _Reader:
         width = attention.head_dim
         _expect(2 * len(self.base.rotary_emb.inv_freq) == width)
         _expect(not (attention.training and attention.attention_dropout))
-        _expect(type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and not _hooked(mlp.act_fn))
+        _expect(type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and not hooked(mlp.act_fn))
         q_norm, k_norm = None, None
         if self.family == "qwen3":
             q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
@@ -274,7 +277,7 @@ class _Reader:
     def _own(self, module: Any, kind: str) -> Any:
         """The module, if it is of the family's own class."""
         name = f"transformers.models.{self.family}.modeling_{self.family}.{FAMILIES[self.family]}{kind}"
-        _expect(f"{type(module).__module__}.{type(module).__qualname__}" == name and not _hooked(module))
+        _expect(f"{type(module).__module__}.{type(module).__qualname__}" == name and not hooked(module))
         return module
 
     def _norm(self, module: Any) -> Norm:
@@ -313,15 +316,19 @@ class _Reader:
 
 
 def _plain(module: nn.Module, kind: type[nn.Module]) -> Any:
-    _expect(type(module) is kind and not _hooked(module))
+    _expect(unchanged(module, kind))
     return module
 
 
-def _hooked(module: nn.Module) -> bool:
+def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of exactly this class and a call of it does what the class says."""
+    return type(module) is kind and not hooked(module)
+
+
+def hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more, or something else, than its class says."""
-    if module._forward_pre_hooks or "forward" in module.__dict__:
-        return True
-    return any(getattr(hook, "__module__", None) != INERT_HOOKS for hook in module._forward_hooks.values())
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return "forward" in module.__dict__ or any(getattr(hook, "__module__", None) not in INERT_HOOKS for hook in hooks)
 
 
 _PACKING = threading.Lock()

@@ -53,6 +53,7 @@ class TokenReranker(nn.Module):
         self.scope: Scope = scope
         self.feature_names = tuple(feature_names)
         self.adapted = hf.add_adapter(model, config)
+        self._made_on = hf.structure(model)
         width = model.get_input_embeddings().weight.shape[1]
         self.head = nn.Parameter(torch.zeros(width, dtype=torch.float32, device=model.device))
         self.feature_weight = nn.Parameter(torch.zeros(len(feature_names), dtype=torch.float32, device=model.device))
@@ -89,6 +90,14 @@ class TokenReranker(nn.Module):
     def base(self) -> hf.CausalLM:
         """The frozen model that this reranker was made on."""
         return self._base[0]
+
+    def check_base(self) -> None:
+        """ValueError if the frozen model has other modules, hooks or parameters than when this was made on it."""
+        if hf.structure(self.base) != self._made_on:
+            raise ValueError(
+                f"model: expected the {type(self.base).__name__} that the reranker was made on, got it with adapters, "
+                "hooks or modules added since; make or load the reranker on the model as it is to be"
+            )
 
     def train(self, mode: bool = True) -> TokenReranker:
         """Switches the adapter's dropout alone; the frozen model stays in eval mode."""
@@ -134,9 +143,10 @@ class TokenReranker(nn.Module):
         Raises:
             TypeError: ids that are not integers.
             ValueError: an empty argument, a candidate given twice, an id outside the vocabulary, the wrong device, a
-                prefix beyond the model's positions, a cache of another length, features missing or of another shape, or
-                not one tail per candidate.
+                prefix beyond the model's positions, a cache of another length, features missing or of another shape,
+                not one tail per candidate, or a frozen model that was changed since.
         """
+        self.check_base()
         tokens = hf.token_ids("prefix", prefix, self.base)
         pool = hf.check_group(self.base, len(tokens), candidates, tails=tails)
         given = None if features is None else [features]
@@ -174,6 +184,7 @@ class TokenReranker(nn.Module):
             raise ValueError("scores_many: expected scope 'candidate', got 'sequence'; call scores for each state")
         if not prefixes:
             return []
+        self.check_base()
         tails = tails or [()] * len(prefixes)
         pools = [
             hf.check_group(self.base, prefix.length, pool, tails=own)

@@ -90,8 +90,8 @@ def forward(
     if not targets:
         return [[[] for _ in states] for _, states in pack]
     layout = hf.Layout.build(groups, device, prefix=prefix, pages=pages or None)
-    hidden = hf.packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
     head = hf.lm_head(model)
+    hidden = hf.packed_forward(model, torch.cat(ids), _numbers(positions, device), layout, _numbers(scored, device))
     logprob, _, *others = linear_logprob(
         hidden,
         head.weight,
@@ -280,10 +280,7 @@ def check_trainable(model: hf.Trainable) -> hf.CausalLM:
     """The causal LM, once its packed forward is known to be right; raises as `shared_prefix_logprobs`."""
     inner = hf.causal_lm(model)
     hf.check_supported(inner)
-    head = inner.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        got = f"{type(head).__name__} in {type(inner).__name__}"
-        raise ValueError(f"model: expected a plain LM head, got {got}; keep adapters off it")
+    hf.lm_head(inner)
     if inner not in _SOUND:
         with torch.autocast(inner.device.type, enabled=False):
             hf.check_packed_forward(inner)

@@ -71,6 +71,7 @@ class MergedReranker:
 
         Writes through a parameter's `data` do not change its version and go unnoticed; `load` always merges.
         """
+        self.reranker.check_base()
         adapted = self.reranker.adapted
         parameters = [*adapted.parameters(), *self.model.model.parameters()]
         tracked = not any(parameter.is_inference() for parameter in parameters)

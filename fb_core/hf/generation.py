@@ -173,7 +173,11 @@ def _contiguous_input(head: nn.Module | None) -> AbstractContextManager[object]:
     """
     if head is None:
         return nullcontext()
-    return head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
+    return head.register_forward_pre_hook(_contiguous)
+
+
+def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(), *inputs[1:]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fb_core.native import NativeDecoder
+from fb_core.native import NativeDecoder, hooked, unchanged
 
 CausalLM: TypeAlias = PreTrainedModel
 
@@ -41,12 +41,19 @@ class Head:
 
 
 def lm_head(model: PreTrainedModel) -> Head:
-    """The LM head of the model: weight, bias, scale (Cohere, Granite) and soft-cap (Gemma 2)."""
+    """The LM head of the model: weight, bias, scale (Cohere, Granite) and soft-cap (Gemma 2).
+
+    Raises:
+        ValueError: a head that is more than its weight and bias: an adapter, hooks, a parametrisation.
+    """
     config, layer = text_config(model), model.get_output_embeddings()
+    if not unchanged(layer, nn.Linear):
+        got = f"{type(layer).__name__}{' with hooks' if type(layer) is nn.Linear else ''} in {type(model).__name__}"
+        raise ValueError(f"model: expected a plain LM head, got {got}; keep adapters off it, and hooks")
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(layer.weight, getattr(layer, "bias", None), float(scale) / float(divisor), softcap)
+    return Head(layer.weight, layer.bias, float(scale) / float(divisor), softcap)
 
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -155,6 +162,12 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset([int(value)] if isinstance(value, int) else [int(entry) for entry in value])
+
+
+def structure(model: PreTrainedModel) -> list[object]:
+    """What a copy of the module tree does not follow: the modules inside, their classes and hooks, their parameters."""
+    inside = [(module, type(module), hooked(module)) for module in model.modules() if module is not model]
+    return [*inside, *map(id, model.parameters())]
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:

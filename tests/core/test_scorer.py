@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,9 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from tiny import FAMILIES, V, tiny
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +26,16 @@ from transformers import (
     StaticCache,
 )
 
-from fb_core import BranchGroup, CompatibilityScorer, LocalLLM, TokenReranker, hf
+from fb_core import (
+    BranchGroup,
+    CollaborativeDecoder,
+    CompatibilityScorer,
+    LocalLLM,
+    RequestPolicy,
+    TokenReranker,
+    hf,
+    shared_prefix_logprobs,
+)
 from fb_core.scorer import token_budget
 from fb_kernels.testing import largest_tensor
 
@@ -573,3 +585,71 @@ def test_a_number_of_ids_that_no_vocabulary_has_is_refused(valid, kind, words):
     for make in (CompatibilityScorer, LocalLLM):
         with pytest.raises(kind, match=words):
             make(tiny("qwen3"), valid_vocab=valid)
+
+
+def adapter_on(*names):
+    return lambda model: model.add_adapter(LoraConfig(r=2, target_modules=[*names], init_lora_weights=False))
+
+
+class Shifted(torch.nn.Module):
+    def forward(self, weight):
+        return weight + torch.linspace(0.0, 1.0, weight.shape[0])[:, None]
+
+
+def doubled(_, inputs, output):
+    return 2 * output
+
+
+HEADS = {
+    "an adapter": adapter_on("lm_head"),
+    "a hook behind": lambda model: model.lm_head.register_forward_hook(doubled),
+    "a hook before": lambda model: model.lm_head.register_forward_pre_hook(lambda _, inputs: (3 * inputs[0],)),
+    "a parametrisation": lambda model: register_parametrization(model.lm_head, "weight", Shifted()),
+    "another module": lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head, torch.nn.Tanh())),
+    "another forward": lambda model: setattr(model.lm_head, "forward", torch.nn.functional.softsign),
+}
+BODIES = {
+    "a hook on the norm": lambda model: model.model.norm.register_forward_hook(doubled),
+    "another norm": lambda model: setattr(model.model, "norm", torch.nn.Sequential(model.model.norm, torch.nn.Tanh())),
+    "an adapter in the layers": adapter_on("q_proj", "qkv_proj"),
+    "a hook on a layer": lambda model: model.model.layers[1].mlp.register_forward_hook(doubled),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("change", [*HEADS, *BODIES])
+def test_a_model_that_is_changed_later_is_followed_or_refused(change, family):
+    model, policy = tiny(family, tie_word_embeddings=False), RequestPolicy(math.inf)
+    prefix, candidates, future = GROUP
+    scorer, llm, reranker = CompatibilityScorer(model), LocalLLM(model), TokenReranker.from_base(model)
+    plain = CollaborativeDecoder(model, None, None, policy, max_events=0)
+    fast = CollaborativeDecoder(model, None, None, policy, max_events=0, max_length=64)
+    before = llm.candidates(prefix, 3).logprob
+    scorer.score(*GROUP)
+    reranker.scores(prefix, candidates)
+    fast.generate(prefix, 4)
+    (HEADS | BODIES)[change](model)
+    model.requires_grad_(False)
+    wanted = model.generate(prefix[None], max_new_tokens=6, do_sample=False, eos_token_id=[], pad_token_id=0)[0, 10:]
+    model.generation_config.eos_token_id = []
+    assert plain.pair.slm is model
+    assert llm.complete(prefix, 6).tolist() == wanted.tolist()
+    again = llm.candidates(prefix, 3)
+    assert not torch.equal(again.logprob, before)
+    assert again.ids[0] == wanted[0]
+    assert plain.generate(prefix, 6).token_ids.tolist() == wanted.tolist()
+    if fast.loop is not None:
+        with pytest.raises(ValueError, match="expected an unchanged Llama, Mistral, Qwen2 or Qwen3"):
+            fast.generate(prefix, 6)
+    with pytest.raises(ValueError, match=f"expected the {type(model).__name__} that the reranker was made on"):
+        reranker.scores(prefix, candidates)
+    if change in HEADS:
+        for call in (lambda: scorer.score(*GROUP), lambda: scorer.logprobs(prefix, [future])):
+            with pytest.raises(ValueError, match=f"expected a plain LM head, got .* in {type(model).__name__}"):
+                call()
+        with pytest.raises(ValueError, match="expected a plain LM head"):
+            shared_prefix_logprobs(model, prefix, [future])
+        with pytest.raises(ValueError, match="expected a plain LM head"):
+            CompatibilityScorer(model)
+    else:
+        torch.testing.assert_close(scorer.score(*GROUP), full_forwards(model, *GROUP), rtol=1e-4, atol=1e-4)
