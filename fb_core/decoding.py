@@ -150,6 +150,7 @@ class CollaborativeDecoder:
             ("llm", self.pair.llm, LLM, max_events > 0 and pool != "slm", "a LocalLLM or a transformers causal LM"),
             ("selector", selector, Selector, max_events > 0, "one such as FutureBridgeSelector(reranker)"),
             ("policy", policy, RequestPolicy, True, "RequestPolicy(threshold)"),
+            ("span", span, Span, False, "one such as Span(4)"),
         ):
             if not isinstance(given, kind) and (needed or given is not None):
                 raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")

@@ -437,8 +437,12 @@ def candidate_features(
         float32 [K, F].
 
     Raises:
+        TypeError: not tensors.
         ValueError: lengths differ, or a name is unknown.
     """
+    for name, given in (("slm_logprob", slm_logprob), ("llm_logprob", llm_logprob), ("source", source)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name}: expected a tensor [K], got {type(given).__name__}; pass that of a Pool")
     if not slm_logprob.shape == llm_logprob.shape == source.shape or not set(names) <= set(FEATURES):
         shapes = [list(values.shape) for values in (slm_logprob, llm_logprob, source)]
         raise ValueError(

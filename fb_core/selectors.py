@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -114,6 +115,12 @@ class RandomChoice(Selector):
         return seeded(self.seed, state.tokens.tolist()).randrange(len(pool))
 
 
+def _check_kind(name: str, given: object, kind: type, remedy: str) -> None:
+    """TypeError if a selector is made of something else."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{name}: expected type {kind.__name__}, got {type(given).__name__}; pass {remedy}")
+
+
 class CertainLLM(Selector):
     """The LLM's token where it is certain of it, another selector's otherwise.
 
@@ -122,14 +129,18 @@ class CertainLLM(Selector):
         certainty: the probability that the LLM's token must exceed; docs/worlds.md says how the default was chosen.
 
     Raises:
+        TypeError: another selector that is none, or a certainty that is not a number.
         ValueError: a certainty outside [0, 1].
     """
 
     def __init__(self, selector: Selector, certainty: float = CERTAINTY) -> None:
+        _check_kind("selector", selector, Selector, "one such as LLMPreference()")
+        if not isinstance(certainty, Real) or isinstance(certainty, bool):
+            raise TypeError(f"certainty: expected a number from 0 to 1, got {certainty!r:.80}; {CERTAINTY} is usual")
         if not 0.0 <= certainty <= 1.0:
             raise ValueError(f"certainty: expected a probability from 0 to 1, got {certainty}; {CERTAINTY} is usual")
-        self.selector = selector
-        self.certainty = certainty
+        self.selector: Selector = selector
+        self.certainty: float = certainty
 
     def check_slm(self, slm: hf.CausalLM) -> None:
         """As the other selector's."""
@@ -162,9 +173,14 @@ class ValueSelector(ScoringSelector):
     Args:
         selector: whose scores the head was fitted to.
         head: predicts what the candidates are worth.
+
+    Raises:
+        TypeError: an argument of another type.
     """
 
     def __init__(self, selector: ScoringSelector, head: ValueHead) -> None:
+        _check_kind("selector", selector, ScoringSelector, "one such as FutureBridgeSelector(reranker)")
+        _check_kind("head", head, ValueHead, "one from fit_gate or fit_listwise")
         self.selector = selector
         self.head = head
 
@@ -186,9 +202,13 @@ class FutureBridgeSelector(ScoringSelector):
     Args:
         reranker: made on the decoder's own SLM. In scope "candidate" it reads the decoder's cache; all states of a step
             are scored in one forward.
+
+    Raises:
+        TypeError: not a reranker.
     """
 
     def __init__(self, reranker: TokenReranker) -> None:
+        _check_kind("reranker", reranker, TokenReranker, "one from TokenReranker.from_pretrained")
         self.reranker = reranker
 
     def check_slm(self, slm: hf.CausalLM) -> None:

@@ -92,6 +92,11 @@ class Run:
     seed: int = 0
     column: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.reranker, TokenReranker):
+            kind = type(self.reranker).__name__
+            raise TypeError(f"reranker: expected type TokenReranker, got {kind}; make one with TokenReranker.from_base")
+
 
 class Processes(Protocol):
     """The part of an `accelerate.Accelerator` that a sweep uses."""
@@ -140,7 +145,7 @@ class Sweep:
         rate: the learning rate of that step.
 
     Raises:
-        TypeError: ids or positions that are not integers.
+        TypeError: runs or trajectories of another type, ids or positions that are not integers.
         ValueError: no runs, a reranker given twice, different bases, parameters that are not float32, no groups,
             targets without a run's column, features missing or of another shape, an id outside the vocabulary, more
             processes than microbatches, or processes with different arguments.
@@ -153,9 +158,9 @@ class Sweep:
         recipe: Recipe | None = None,
         accelerator: Processes | None = None,
     ) -> None:
+        checked = _checked(runs, trajectories)
         self.runs = tuple(runs)
         self.recipe = recipe or Recipe()
-        checked = _checked(self.runs, trajectories)
         self._device = self.runs[0].reranker.base.device
         epochs = _epochs(checked, self.recipe)
         self._steps = [step for steps in epochs for step in steps]
@@ -353,7 +358,7 @@ def train_reranker(
         the loss of every step, nats.
 
     Raises:
-        TypeError: ids or positions that are not integers.
+        TypeError: arguments of another type, ids or positions that are not integers.
         ValueError: no groups, a target of another length than its candidates, features missing or of another shape, an
             id outside the vocabulary, or a loss or gradient that is not finite (the reranker then keeps its last finite
             state).
@@ -601,6 +606,8 @@ def _digest(trajectories: Sequence[TrainingTrajectory]) -> str:
 
 def _checked(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) -> list[TrainingTrajectory]:
     """The trajectories that have groups, checked, and the rerankers in eval mode."""
+    _check_list("runs", runs, Run)
+    _check_list("trajectories", trajectories, TrainingTrajectory)
     rerankers = [run.reranker for run in runs]
     if not rerankers or len({id(reranker) for reranker in rerankers}) < len(rerankers):
         raise ValueError(
@@ -615,6 +622,14 @@ def _checked(runs: Sequence[Run], trajectories: Sequence[TrainingTrajectory]) ->
     if not checked:
         raise ValueError("trajectories: expected at least one group to train on, got none; collect more states")
     return checked
+
+
+def _check_list(name: str, given: Sequence[Any], kind: type) -> None:
+    """TypeError for what is not a list, or holds anything but this kind."""
+    others = [type(one).__name__ for one in given if not isinstance(one, kind)] if isinstance(given, Sequence) else []
+    if not isinstance(given, Sequence) or others:
+        got = f"{others[0]} in it" if others else type(given).__name__
+        raise TypeError(f"{name}: expected a list of {kind.__name__}, got {got}; make a {kind.__name__} of each")
 
 
 def _checked_trajectory(runs: Sequence[Run], trajectory: TrainingTrajectory) -> TrainingTrajectory:

@@ -45,8 +45,10 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str
     """Token ids of a text, with the tokenizer's surrounding special tokens or without.
 
     Raises:
+        TypeError: not a text.
         ValueError: a text that the tokenizer has no ids for.
     """
+    _check_text(name, text)
     try:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
     except Exception as problem:

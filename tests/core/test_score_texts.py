@@ -26,6 +26,15 @@ PREFIX, CANDIDATES, FUTURE = "The answer", [" is", " are", " then", " not the", 
 V = 400
 
 
+@pytest.mark.parametrize(("text", "kind"), [("a\ud800b", ValueError), ("\udfff", ValueError), (b"a", TypeError)])
+def test_what_is_no_unicode_text_has_no_ids(text, kind):
+    with pytest.raises(kind, match=r"prompt: expected (Unicode|a) text, got"):
+        hf.text_ids(byte_pairs(), text)
+    if isinstance(text, str):
+        with pytest.raises(kind, match="prompt: expected Unicode text, got a lone surrogate"):
+            hf.chat_ids(byte_pairs(), [{"role": "user", "content": text}])
+
+
 def finished(made: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
 

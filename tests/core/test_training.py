@@ -588,6 +588,26 @@ def test_bad_input():
     assert all(torch.isfinite(p).all() for p in reranker.parameters())
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda good: train_reranker(None, good), "reranker: expected type TokenReranker, got NoneType"),
+        (lambda good: train_reranker(tiny(), good), "reranker: expected type TokenReranker, got Qwen3ForCausalLM"),
+        (lambda good: train_reranker(TokenReranker.from_base(tiny()), None), "trajectories: expected a list of"),
+        (
+            lambda good: train_reranker(TokenReranker.from_base(tiny()), [*good, None]),
+            "trajectories: expected a list of TrainingTrajectory, got NoneType in it",
+        ),
+        (lambda good: Sweep(None, good), "runs: expected a list of Run, got NoneType"),
+        (lambda good: validate([TokenReranker.from_base(tiny())], good), "got TokenReranker in it; make a Run of each"),
+    ],
+)
+def test_arguments_of_another_type_are_named(call, sentence):
+    good = [TrainingTrajectory(torch.arange(3, 9), [])]
+    with pytest.raises(TypeError, match=sentence):
+        call(good)
+
+
 def test_bad_runs():
     model, data = tiny("qwen3"), sweep_process.trajectories()
     first, second, _ = rerankers(model)
