@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from fb_core.counts import check_count
 from fb_core.engine.writing import Choose, write
 from fb_core.native import NativeDecoder
 from fb_kernels import topk_entropy
+
+MOST_SAMPLES = 1 << 16
 
 Ids = Tensor | Sequence[int]
 GONE: ContextVar[Future[None] | None] = ContextVar("fb_gone", default=None)
@@ -165,8 +167,13 @@ def check_max_new_tokens(max_new_tokens: int) -> None:
 
 
 def check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
-    """ValueError for a setting of `LLM.sample_many` that is out of range."""
+    """ValueError for a setting of `LLM.sample_many` that is out of range, TypeError for one of another type."""
     check_count("n", n, 1, "the published majority takes 8", "{} or more samples")
+    if n > MOST_SAMPLES:
+        raise ValueError(f"n: expected at most {MOST_SAMPLES} samples of a prompt, got {n}; use several seeds for more")
+    for name, value, kind in (("temperature", temperature, Real), ("top_p", top_p, Real), ("top_k", top_k, Integral)):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected a number, got {value!r:.80}; leave it out for the default")
     if not 0.0 < temperature < float("inf") or not 0.0 < top_p <= 1.0 or top_k < 0:
         raise ValueError(
             "temperature, top_p, top_k: expected above 0, in (0, 1] and 0 or more, got "
@@ -213,19 +220,29 @@ class LocalLLM(LLM):
     Args:
         model: in eval mode; it is never changed.
         batch_tokens: maximum tokens of one batch, padding and new tokens included.
-        valid_vocab: ids from this one on are padding of the embedding and are never proposed; None if there is none.
+        valid_vocab: ids from this one on are padding of the embedding and are never proposed; if left out, those that
+            the tokenizer does not know.
+        tokenizer: the model's own, whose end token ends a continuation too; None if it is not at hand.
 
     Raises:
         TypeError: not a transformers model, or a valid_vocab that is not an int.
-        ValueError: a model in training mode, or an argument out of range.
+        ValueError: a model in training mode or one that cannot be decoded (by name), or an argument out of range.
     """
 
-    def __init__(self, model: hf.CausalLM, *, batch_tokens: int = 65536, valid_vocab: int | None = None) -> None:
+    def __init__(
+        self,
+        model: hf.CausalLM,
+        *,
+        batch_tokens: int = 65536,
+        valid_vocab: int | None = None,
+        tokenizer: hf.Tokenizer | None = None,
+    ) -> None:
         hf.check_decodable("model", model)
         check_count("batch_tokens", batch_tokens, 1, "it bounds a batch's memory")
         self.model = model
         self.batch_tokens = batch_tokens
-        self._valid = hf.valid_ids(valid_vocab, model)
+        self.tokenizer = tokenizer
+        self._valid = hf.valid_ids(valid_vocab, model, tokenizer)
         self._seen: _Seen | None = None
         self._turn = threading.Lock()  # guards what is kept of the last query
 
@@ -241,8 +258,8 @@ class LocalLLM(LLM):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The model's end-of-sequence tokens."""
-        return hf.eos_ids(self.model)
+        """The end-of-sequence tokens of model and tokenizer."""
+        return hf.eos_ids(self.model, self.tokenizer)
 
     def candidates(self, ids: Ids, k: int, score_ids: Ids | None = None) -> Candidates:
         """As `LLM.candidates`, from the cache of the last query if this one extends it.

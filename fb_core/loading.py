@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fb_core import hf
 from fb_core.config import PairSettings
 from fb_core.llm import LLM
-from fb_core.pair import Pair, known_ids
+from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.recipe import deployment_of, thinking_of
 from fb_core.selectors import Selector
@@ -58,7 +58,7 @@ def _llm(settings: PairSettings, tokenizer: hf.Tokenizer) -> tuple[LLM | hf.Caus
         settings.server,
         settings.flavour,
         model=settings.llm,
-        vocabulary=known_ids(tokenizer),
+        vocabulary=hf.known_ids(tokenizer),
         api_key=key_in(settings.api_key_variable),
     )
     server.check_tokenizer(tokenizer)

@@ -35,16 +35,17 @@ class Pair:
         tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None = None,
     ) -> None:
         hf.check_decodable("slm", slm)
-        known = _common_ids(tokenizer)
+        self._tokenizers = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
+        known = _common_ids(self._tokenizers)
         if isinstance(llm, hf.CausalLM):
-            llm = LocalLLM(llm, valid_vocab=None if known is None else min(known, hf.vocabulary(llm)))
+            llm = LocalLLM(llm, tokenizer=self._tokenizers[-1])
         if llm is not None and not isinstance(llm, LLM):
             raise TypeError(
                 f"llm: expected type LLM, got {type(llm).__name__}; pass a LocalLLM or a transformers causal LM"
             )
         self.slm = slm
         self.llm = llm
-        self.tokenizer = tokenizer[0] if isinstance(tokenizer, tuple) else tokenizer
+        self.tokenizer = self._tokenizers[0]
         size, others = hf.vocabulary(slm), None if llm is None else llm.vocabulary
         if known is None and others is not None and size != others:
             raise ValueError(
@@ -60,8 +61,8 @@ class Pair:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end a continuation of either model."""
-        return hf.eos_ids(self.slm) | (frozenset() if self.llm is None else self.llm.ends)
+        """The ids that end a continuation of either model, the tokenizers' end tokens included."""
+        return hf.eos_ids(self.slm, *self._tokenizers) | (frozenset() if self.llm is None else self.llm.ends)
 
     def large(self) -> LLM:
         """The LLM; TypeError if there is none."""
@@ -76,26 +77,19 @@ class Pair:
         return cast(str, self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
-def known_ids(tokenizer: hf.Tokenizer) -> int:
-    """The number of ids that a tokenizer knows, unused ids between them included."""
-    return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def _common_ids(tokenizer: hf.Tokenizer | tuple[hf.Tokenizer, hf.Tokenizer] | None) -> int | None:
+def _common_ids(given: tuple[hf.Tokenizer | None, ...]) -> int | None:
     """The number of ids that both tokenizers know; None without a tokenizer."""
-    if tokenizer is None:
+    if given == (None,):
         return None
-    given = tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)
-    if len(given) > 2 or not all(hasattr(one, "get_vocab") for one in given):
-        raise TypeError(
-            f"tokenizer: expected a tokenizer or a pair of them, got {type(tokenizer).__name__}; load one with "
-            "AutoTokenizer"
-        )
-    small, large = (one.get_vocab() for one in (given[0], given[-1]))
+    if len(given) not in (1, 2) or not all(hasattr(one, "get_vocab") for one in given):
+        kinds = ", ".join(type(one).__name__ for one in given) or "an empty tuple"
+        raise TypeError(f"tokenizer: expected a tokenizer or a pair of them, got {kinds}; load one with AutoTokenizer")
+    tokenizers = cast(tuple[hf.Tokenizer, ...], given)
+    small, large = (one.get_vocab() for one in (tokenizers[0], tokenizers[-1]))
     if small != large:
         differing = len({name for name in small.keys() | large.keys() if small.get(name) != large.get(name)})
         raise ValueError(
             f"tokenizer: expected SLM and LLM to share one vocabulary, got {len(small)} and {len(large)} entries of "
             f"which {differing} differ; use two models of one family"
         )
-    return known_ids(given[0])
+    return hf.known_ids(tokenizers[0])

@@ -63,8 +63,8 @@ class CompatibilityScorer:
         model: a transformers causal LM (Qwen3, Qwen2, Llama, Mistral, Phi3, Gemma2 and others whose attention goes
             through `AttentionInterface`).
         valid_vocab: ids from this one on are padding of the embedding: they cannot be candidates or targets and get no
-            probability; None if there is no padding.
-        tokenizer: the model's own, for `score_texts`; None if only token ids are scored.
+            probability. If left out, those that the tokenizer does not know, or none without a tokenizer.
+        tokenizer: the model's own, needed for `score_texts`; None if only token ids are scored.
 
     Raises:
         TypeError: not a transformers model, a valid_vocab that is not an int, or not a transformers tokenizer.
@@ -82,7 +82,7 @@ class CompatibilityScorer:
             )
         self.model = model
         self.tokenizer = tokenizer
-        self.valid_vocab = hf.valid_ids(valid_vocab, model)
+        self.valid_vocab = hf.valid_ids(valid_vocab, model, tokenizer)
         hf.check_packed_forward(model)
 
     def score(

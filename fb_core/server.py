@@ -25,7 +25,6 @@ from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
 from fb_core.http import Connections, ServerError, url_parts
 from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
-from fb_core.pair import known_ids
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds before a retry; doubled each time, times 0.5 to 1.5
@@ -243,20 +242,20 @@ class ServerLLM(LLM):
             ServerError: no answer, or an answer without ids.
         """
         self._check_process()
-        most = known_ids(tokenizer)
+        most = hf.known_ids(tokenizer)
         if most > self._vocabulary:
             raise ValueError(
                 f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
                 "served model's own tokenizer and vocabulary"
             )
-        prompt = list(tokenizer.encode(TEXTS[0], add_special_tokens=False))
+        prompt = hf.text_ids(tokenizer, TEXTS[0], special=False, name="tokenizer")
         speaks = self._pool.submit(self._recognised, prompt).result()
         if speaks != self.flavour:
             raise ValueError(
                 f"flavour: expected {speaks!r}, as {self.url} answers, got {self.flavour!r}; name the server's"
             )
         for text in [*TEXTS, "".join(tokenizer.all_special_tokens)] if texts is None else texts:
-            ours = list(tokenizer.encode(text, add_special_tokens=False))
+            ours = hf.text_ids(tokenizer, text, special=False, name="tokenizer")
             theirs = self._pool.submit(self._read, f"the ids of {text!r}", self._dialect.tokenize, text).result()
             if theirs != ours:
                 raise ValueError(

@@ -33,14 +33,23 @@ class PagedLLM(LocalLLM):
         length: maximum tokens of a query.
         count: number of pages, enough for at least one query.
         valid_vocab: as for `LocalLLM`.
+        tokenizer: as for `LocalLLM`.
 
     Raises:
         TypeError: not a transformers model.
         ValueError: a model without a native decoder, in training mode, or valid_vocab out of range.
     """
 
-    def __init__(self, model: hf.CausalLM, length: int, count: int, *, valid_vocab: int | None = None) -> None:
-        super().__init__(model, valid_vocab=valid_vocab)
+    def __init__(
+        self,
+        model: hf.CausalLM,
+        length: int,
+        count: int,
+        *,
+        valid_vocab: int | None = None,
+        tokenizer: hf.Tokenizer | None = None,
+    ) -> None:
+        super().__init__(model, valid_vocab=valid_vocab, tokenizer=tokenizer)
         self.paged = PagedModel(model, length, count)
         self._held: list[_Held] = []  # the most recently used is last
 

@@ -491,7 +491,7 @@ def over_pages(
     """
     model, llm = PagedModel(pair.slm, length, count), pair.llm
     if type(llm) is LocalLLM and has_native("llm", llm.model):
-        llm = PagedLLM(llm.model, length, count, valid_vocab=llm.vocabulary)
+        llm = PagedLLM(llm.model, length, count, valid_vocab=llm.vocabulary, tokenizer=llm.tokenizer)
     merged: list[MergedReranker] = []
 
     def over(selector: Selector) -> Selector:

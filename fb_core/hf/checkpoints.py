@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fb_core.hf.models import Tokenizer
+from fb_core.hf.models import Tokenizer, ending
 
 WHOLE_FILE, SAMPLES = 64 << 20, 4096  # bytes of files hashed whole; blocks hashed of larger ones
 
@@ -167,11 +167,10 @@ def checkpoint_vocabulary(path: str) -> int:
     return int(AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).vocab_size)
 
 
-def checkpoint_ends(path: str) -> frozenset[int]:
-    """The ids that end a generation of a checkpoint, without loading it."""
-    value = None
+def checkpoint_ends(path: str, *tokenizers: Tokenizer) -> frozenset[int]:
+    """As `eos_ids` of a checkpoint, without loading it."""
+    generation = None
     with suppress(OSError):  # the checkpoint may have no generation config
-        value = GenerationConfig.from_pretrained(path).eos_token_id
-    if value is None:
-        value = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True).eos_token_id
-    return frozenset([] if value is None else [value] if isinstance(value, int) else value)
+        generation = GenerationConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+    return ending(generation, config, *tokenizers)

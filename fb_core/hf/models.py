@@ -126,8 +126,13 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def valid_ids(valid_vocab: Any, model: PreTrainedModel) -> int:
-    """The number of ids that count: `valid_vocab`, or all that the model takes for None.
+def known_ids(tokenizer: Tokenizer) -> int:
+    """The number of ids that a tokenizer knows, unused ids between them included."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def valid_ids(valid_vocab: Any, model: PreTrainedModel, tokenizer: Tokenizer | None = None) -> int:
+    """The number of ids that count: `valid_vocab`, or for None those that the tokenizer knows, or all of the model's.
 
     Raises:
         TypeError: not an int.
@@ -135,7 +140,7 @@ def valid_ids(valid_vocab: Any, model: PreTrainedModel) -> int:
     """
     size = vocabulary(model)
     if valid_vocab is None:
-        return size
+        return size if tokenizer is None else min(known_ids(tokenizer), size)
     if not isinstance(valid_vocab, int) or isinstance(valid_vocab, bool):
         raise TypeError(f"valid_vocab: expected an int, got {type(valid_vocab).__name__}; pass the tokenizer's size")
     if not 1 <= valid_vocab <= size:
@@ -153,15 +158,19 @@ def free_memory(device: torch.device) -> int:
         return 4 << 30
 
 
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The ids that end a generation."""
-    generation = getattr(model, "generation_config", None)
+def eos_ids(model: PreTrainedModel, *tokenizers: Tokenizer | None) -> frozenset[int]:
+    """The ids that end a generation: those of the model's generation settings and the tokenizers' end tokens."""
+    return ending(getattr(model, "generation_config", None), text_config(model), *tokenizers)
+
+
+def ending(generation: Any, config: Any, *tokenizers: Tokenizer | None) -> frozenset[int]:
+    """The ids that end a generation, from generation settings (or, without them, the model's) and tokenizers."""
     value = getattr(generation, "eos_token_id", None)
     if value is None:
-        value = getattr(text_config(model), "eos_token_id", None)
-    if value is None:
-        return frozenset()
-    return frozenset([int(value)] if isinstance(value, int) else [int(entry) for entry in value])
+        value = getattr(config, "eos_token_id", None)
+    named = [] if value is None else [value] if isinstance(value, int) else value
+    own = [getattr(tokenizer, "eos_token_id", None) for tokenizer in tokenizers]
+    return frozenset(int(end) for end in [*named, *own] if end is not None)
 
 
 def structure(model: PreTrainedModel) -> list[object]:

@@ -110,7 +110,7 @@ def spec_reason(
         )
     digits = _digit_ids(tokenizer)
     question = _encoded(tokenizer, judge_template)
-    large, small = pair.large(), LocalLLM(slm, valid_vocab=pair.vocabulary)
+    large, small = pair.large(), LocalLLM(slm, tokenizer=tokenizer)
     ends, limit = pair.ends, hf.max_positions(slm)
     checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
     written: list[list[int]] = [[] for _ in checked]

@@ -14,7 +14,6 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.config import ModelSettings, ProblemSettings, RunSettings, ServerSettings, SpanSettings, VerifierSettings
 from fb_core.llm import LLM, LocalLLM
-from fb_core.pair import known_ids
 from fb_core.scorer import CompatibilityScorer
 from fb_core.server import ServerLLM, key_in
 from fb_core.spans import Span, ending_ids
@@ -76,7 +75,7 @@ class Models:
     @property
     def vocabulary(self) -> int:
         """The number of token ids that the tokenizer knows."""
-        return known_ids(self.tokenizer)
+        return hf.known_ids(self.tokenizer)
 
     def prompts(self, problems: Sequence[Problem], template: str, thinking: bool = False) -> list[Tensor]:
         """The prompt ids [P] of every problem, on the SLM's device."""
@@ -92,12 +91,12 @@ class Models:
     @cached_property
     def local_slm(self) -> LocalLLM:
         """The SLM as a writer of whole continuations."""
-        return LocalLLM(self.slm, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(self.slm))
+        return LocalLLM(self.slm, batch_tokens=self.settings.batch_tokens, tokenizer=self.tokenizer)
 
     @cached_property
     def scorer(self) -> CompatibilityScorer:
         """The compatibility scorer over the SLM, without padding ids."""
-        return CompatibilityScorer(self.slm, valid_vocab=self._valid(self.slm))
+        return CompatibilityScorer(self.slm, tokenizer=self.tokenizer)
 
     @cached_property
     def slm_writer(self) -> LLM:
@@ -121,7 +120,7 @@ class Models:
                 f"llm: expected the vocabulary of {self.settings.slm}, got another in {self.settings.llm}; use two "
                 "models of one family"
             )
-        return LocalLLM(model, batch_tokens=self.settings.batch_tokens, valid_vocab=self._valid(model))
+        return LocalLLM(model, batch_tokens=self.settings.batch_tokens, tokenizer=tokenizer)
 
     @property
     def device(self) -> str:
@@ -169,16 +168,15 @@ class Models:
     def _load(self, path: str, role: str) -> tuple[hf.CausalLM, hf.Tokenizer]:
         return load_model(path, role, self.settings.device, self.settings.dtype)
 
-    def _valid(self, model: hf.CausalLM) -> int:
-        return min(self.vocabulary, hf.vocabulary(model))
-
     def _server(self, server: ServerSettings, name: str) -> ServerLLM:
+        demo, tokenizer = name.startswith(DEMO), self.tokenizer
+        ends = hf.eos_ids(self.slm, tokenizer) if demo else hf.checkpoint_ends(name, tokenizer)
         made = ServerLLM(
             server.url,
             server.flavour,
             model=server.model or name,
             vocabulary=self.vocabulary,
-            ends=hf.eos_ids(self.slm) if name.startswith(DEMO) else hf.checkpoint_ends(name),
+            ends=ends,
             timeout=server.timeout,
             retries=server.retries,
             in_flight=server.in_flight,

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from fb_core import hf
-from fb_core.decoding import CollaborativeDecoder
+from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.engine.engine import Engine
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.methods.r2r.decoding import r2r
@@ -32,8 +32,10 @@ from fb_core.selectors import (
     Selector,
     SLMPreference,
     State,
+    ValueSelector,
 )
 from fb_core.server import ServerLLM
+from fb_core.spans import Span
 
 MARGIN = 1e-4
 NEVER, ALWAYS = math.inf, -math.inf
@@ -306,6 +308,24 @@ def test_random_choice_depends_on_seed_and_tokens_alone():
     assert min(first.count(index) for index in range(5)) > 20
 
 
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: CertainLLM(None), "selector: expected type Selector, got NoneType"),
+        (lambda: CertainLLM(LLMPreference), "selector: expected type Selector, got ABCMeta"),
+        (lambda: CertainLLM(LLMPreference(), None), "certainty: expected a number from 0 to 1, got None"),
+        (lambda: ValueSelector(None, None), "selector: expected type ScoringSelector, got NoneType"),
+        (lambda: ValueSelector(LLMPreference(), None), "head: expected type ValueHead, got NoneType"),
+        (lambda: FutureBridgeSelector(None), "reranker: expected type TokenReranker, got NoneType"),
+        (lambda: candidate_features(None, None, None), r"slm_logprob: expected a tensor \[K\], got NoneType"),
+        (lambda: candidate_features(torch.zeros(2), [0.0, 0.0], torch.ones(2).int()), "llm_logprob: expected a tensor"),
+    ],
+)
+def test_selectors_and_features_are_made_of_their_parts_alone(make, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        make()
+
+
 def test_certain_llm_overrides_only_above_its_certainty():
     sure = pool_of([7, 8], [-0.1, -3.0], [-4.0, math.log(0.95)])
     unsure = pool_of([7, 8], [-0.1, -3.0], [-0.6, math.log(0.55)])
@@ -464,6 +484,40 @@ def test_vocabularies_are_compared():
         CollaborativeDecoder(padded, same, selector, policy, tokenizer=tokenizer_of(60))
 
 
+def test_the_tokenizers_end_token_ends_a_generation_too():
+    model = tiny("qwen3", 6)
+    (prompt,) = prompts(7)
+    model.generation_config.eos_token_id = []
+    whole = LocalLLM(model).complete(prompt, 20).tolist()
+    last = next(place for place in range(3, 20) if whole.index(whole[place]) == place)
+    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=f"w{whole[last]}")
+    plain = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    never = RequestPolicy(NEVER)
+    pair = Pair(model, model, (tokenizer, plain))
+    ways = [
+        CollaborativeDecoder(model, model, SLMPreference(), never, tokenizer=(plain, tokenizer)).generate(prompt, 20),
+        LowLatencyDecoder(model, model, SLMPreference(), never, max_length=64, tokenizer=tokenizer).generate(
+            prompt, 20
+        ),
+        CollaborativeDecoder(model, model, LLMPreference(), RequestPolicy(ALWAYS), tokenizer=tokenizer).generate(
+            prompt
+        ),
+        r2r(model, model, None, [prompt], 20, threshold=1.0, mode="entropy", tokenizer=tokenizer)[0],
+    ]
+    with Engine(pair, SLMPreference(), never, max_batch=2, max_length=64) as engine:
+        ways += engine.generate_many([prompt], 20)
+    assert [way.token_ids.tolist() for way in ways] == [whole[: last + 1]] * 5
+    large = Pair(model, model, tokenizer).large()
+    assert large.ends == {whole[last]}
+    assert large.complete(prompt, 20).tolist() == whole[: last + 1]
+    assert LocalLLM(model, tokenizer=tokenizer).complete(prompt, 20).tolist() == whole[: last + 1]
+    span = CollaborativeDecoder(
+        model, model, LLMPreference(), RequestPolicy(ALWAYS), max_length=64, tokenizer=tokenizer, span=Span(9)
+    )
+    assert span.generate(prompt, 20).token_ids.tolist() == whole[: last + 1]
+
+
 def test_padding_of_the_embedding_never_counts():
     slm = tiny("qwen3", 3, tie_word_embeddings=False)
     llm = tiny("qwen3", 4, tie_word_embeddings=False, vocab_size=64)
@@ -518,6 +572,9 @@ def decoder_of(**options):
         ({"selector": None}, TypeError, "selector: expected type Selector, got NoneType"),
         ({"policy": 1.0}, TypeError, "policy: expected type RequestPolicy, got float"),
         ({"tokenizer": "gpt2"}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got str"),
+        ({"tokenizer": ()}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got an empty tuple"),
+        ({"tokenizer": (None, None)}, TypeError, "tokenizer: expected a tokenizer or a pair of them, got NoneType"),
+        ({"span": 4}, TypeError, r"span: expected type Span, got int; pass one such as Span\(4\)"),
         ({"slm_k": 2.5}, ValueError, "slm_k: expected 1 or more, got 2.5"),
     ],
 )

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from tiny import FAMILIES, V, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
     Gemma3Config,
     NemotronConfig,
     PhimoeConfig,
+    PreTrainedTokenizerFast,
     Qwen2MoeConfig,
     StaticCache,
 )
@@ -384,6 +387,21 @@ def test_unsupported_models_are_refused_by_name():
             CompatibilityScorer(model.eval())
     with pytest.raises(TypeError, match="Linear"):
         CompatibilityScorer(torch.nn.Linear(2, 2))
+
+
+def test_ids_that_the_tokenizer_does_not_know_get_no_probability():
+    model, made = tiny("qwen3", vocab_size=64, tie_word_embeddings=False), Tokenizer(WordLevel({"a": 0, "b": V - 1}))
+    with torch.no_grad():
+        model.lm_head.weight[V:] *= 3
+    prefix, rest = torch.arange(5, 15), torch.tensor([4, 9])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    found = CompatibilityScorer(model, tokenizer=tokenizer)
+    with torch.no_grad():
+        logits = model(torch.cat([prefix, rest])[None]).logits[0, 9:-1, :V]
+    torch.testing.assert_close(found.logprobs(prefix, [rest])[0], logits.log_softmax(-1)[[0, 1], rest])
+    assert found.valid_vocab == V
+    assert CompatibilityScorer(model, tokenizer=tokenizer, valid_vocab=64).valid_vocab == 64
+    assert CompatibilityScorer(tiny(vocab_size=30), tokenizer=tokenizer).valid_vocab == 30
 
 
 GROUP = (torch.arange(5, 15), torch.tensor([3, 7, 21]), torch.tensor([4, 9, 30]))
