@@ -57,7 +57,8 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
 
     Raises:
         OSError: nothing usable there.
-        ValueError: a kind of model that transformers knows only with remote code.
+        ValueError: a kind of model that transformers knows only with remote code, or weights with an adapter beside
+            them, which may be merged into them or not.
     """
     check_place(path, "a model in safetensors")
     if device == "auto":
@@ -69,6 +70,11 @@ def load_model(path: str, device: str = "auto", dtype: str = "auto") -> tuple[Pr
     except OSError as problem:
         reason = str(problem).strip().partition("\n")[0]
         raise OSError(f"{path}: expected a folder or hub id of a model in safetensors, got: {reason}") from problem
+    if getattr(model, "_hf_peft_config_loaded", False) and _has_file(path, "config.json"):
+        raise ValueError(
+            f"{path}: expected weights alone, got an adapter beside them, which would be applied to them (again, if "
+            "they are merged); move adapter_config.json away if they are, else merge and save them first"
+        )
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
@@ -88,10 +94,14 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 def has_tokenizer(path: str) -> bool:
     """Whether the tokenizer of a folder or hub id is on this machine."""
-    files = ("tokenizer.json", "tokenizer_config.json")
+    return any(_has_file(path, file) for file in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def _has_file(path: str, file: str) -> bool:
+    """Whether this machine has a file of a folder or hub id."""
     if os.path.isdir(path):
-        return any(os.path.isfile(os.path.join(path, file)) for file in files)
-    return bool(HUB_ID.fullmatch(path)) and any(isinstance(try_to_load_from_cache(path, file), str) for file in files)
+        return os.path.isfile(os.path.join(path, file))
+    return bool(HUB_ID.fullmatch(path)) and isinstance(try_to_load_from_cache(path, file), str)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -1,5 +1,6 @@
 """The peers: decision rules on logits made by hand, equality where one is another, losses against their formulas."""
 
+import copy
 import json
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from tiny import EOS, V, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -463,3 +465,28 @@ def test_a_checkpoint_cannot_bring_code_along(tmp_path, monkeypatch):
         with pytest.raises((ValueError, OSError)):
             load(str(tmp_path))
     assert not ran.exists()
+
+
+def test_an_adapter_beside_weights_is_never_applied_to_them(tmp_path):
+    """Merged weights with the adapter's files left beside them: the adapter would count twice."""
+    model = tiny("llama", tie_word_embeddings=False)
+    made = Tokenizer(WordLevel({f"w{token}": token for token in range(V)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    both, adapter = tmp_path / "both", tmp_path / "adapter"
+    for folder in (both, adapter):
+        adapted.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "base")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    ids = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        wanted = adapted(ids).logits
+        torch.testing.assert_close(hf.load_model(str(adapter), "cpu")[0](ids).logits, wanted)  # an adapter alone
+        adapted.merge_and_unload().save_pretrained(both)
+        with pytest.raises(ValueError, match="both: expected weights alone, got an adapter beside them"):
+            hf.load_model(str(both), "cpu")
+        (both / "adapter_config.json").unlink()
+        torch.testing.assert_close(hf.load_model(str(both), "cpu")[0](ids).logits, wanted)
