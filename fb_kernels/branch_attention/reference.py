@@ -190,6 +190,7 @@ def _attend(
     scores, _ = _scores(_fold(q, k.shape[1]), k, scale, softcap)
     _mask(scores, visible, -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)  # [Hkv, rep R, 1]
+    lse.masked_fill_(lse == torch.inf, torch.nan)  # of a score of +inf; a merge takes +inf for no keys
     p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     if visible is None or (_host_reads(v) and _finite(v)):
         out = p @ v.transpose(0, 1)
@@ -306,7 +307,7 @@ def _fast(
                 _attend_self(q[rows], k[rows], v[rows], scale, out[rows], lse[:, rows])
             elif length:
                 _flash(q[rows], k[rows], v[rows], length, scale, out[rows], lse[:, rows])
-    exact_rows |= (lse == 0).any(0)  # flash also gives 0 where every score is -inf
+    exact_rows |= _doubtful(lse)
     for group in plan.groups:
         rows = slice(group.first, group.last)
         if group.first == group.last or not group.length:
@@ -315,7 +316,7 @@ def _fast(
         if _finite(keys) and _finite(values):
             on_prefix = torch.empty_like(out[rows]), torch.empty_like(lse[:, rows])
             _flash(q[rows], keys, values, None, scale, *on_prefix)
-            exact_rows[rows] |= (on_prefix[1] == 0).any(0)
+            exact_rows[rows] |= _doubtful(on_prefix[1])
             out[rows], lse[:, rows] = merge_attention_states(out[rows], lse[:, rows], *on_prefix)
         else:
             exact_rows[rows] = True
@@ -326,6 +327,11 @@ def _fast(
         out = torch.where(exact_rows[:, None, None], exact_out.to(out.dtype), out)
         lse = torch.where(exact_rows, exact_lse, lse)
     return out, lse
+
+
+def _doubtful(lse: Tensor) -> Tensor:
+    """[T] of lse[Hq, T]: flash gives 0 also where every score is -inf, and +inf where one overflows."""
+    return ((lse == 0) | (lse == torch.inf)).any(0)
 
 
 def _single_rows(

@@ -14,7 +14,7 @@ from typing import Any
 import emulation
 import pytest
 import torch
-from cases.base import Case, ids, single
+from cases.base import Case, ids, randn, single
 from cases.branch_attention import (
     BACKWARD_LAUNCH,
     LAUNCH,
@@ -674,3 +674,23 @@ def test_compiled_offsets_beyond_2_31(page: int | None) -> None:
     far = {name: far_apart(case.tensors[name]) for name in (*OWN, *SHARED)}
     with running("cuda"):
         assert same(case.run(**far), case.run())
+
+
+@pytest.mark.parametrize("shared", [0, 5])
+@pytest.mark.parametrize("branches", [[4], [1, 1]])
+@pytest.mark.parametrize("place", ["prefix", "own"])
+@pytest.mark.parametrize("way", [way for way in WAYS if torch.float32 in OP.way(way).dtypes])
+def test_a_score_that_overflows_shows(way: str, place: str, branches: list[int], shared: int) -> None:
+    """Though no argument is infinite: +inf would mark a state without keys where parts of the keys are merged."""
+    rows = sum(branches)
+    q, k, v = (randn(rows, 2, 8, seed=seed) for seed in range(3))
+    prefix_k, prefix_v = (randn(5, 2, 8, seed=seed) for seed in (3, 4))
+    q[0, 0, 0] = 1e30
+    (prefix_k if place == "prefix" else k)[0, 0, 0] = 1e30
+    with running(way):
+        layout = BranchLayout.of([branches], [(0, shared)])
+        out, lse = branch_attention(q, k, v, prefix_k, prefix_v, layout, return_lse=True)
+    seen = place == "own" or shared > 0
+    assert out[0, 0].isnan().all() == lse[0, 0].isnan() == seen
+    assert out[0, 1].isfinite().all()
+    assert out[1:].isfinite().all()
