@@ -294,7 +294,8 @@ def test_a_large_answer_holds_up_nobody_and_its_copies_are_equal(server, pair, c
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("count", [0, 1, PLACES, PLACES + 1, 3 * PLACES])
 def test_an_answer_in_parts_is_the_answer(chat, count):
-    places = [Place("a", -1.0, [("a", -1.0), ("é", -2.0)], place) for place in range(count)]
+    known = [b"a", b"a", "é".encode()]
+    places = [Place("a", -1.0, [("a", -1.0), ("é", -2.0)], place, known) for place in range(count)]
     shape = Shape("m", chat, True)
     answers = [(Piece('x "index": 0 é', (), places), "stop"), (Piece("", (), places[:1]), "length")]
     whole = json.loads(b"".join(shape.whole(answers, 3, {"total_tokens": 1})))
@@ -383,3 +384,19 @@ def test_an_open_address_without_a_key_is_warned_of(capsys, host, key, warns):
     with listening:
         assert on_loopback(listening, key) == (host == "::1")
     assert ("whoever reaches this address can use the server" in capsys.readouterr().err) == warns
+
+
+def test_a_client_that_takes_nothing_is_not_kept(pair, problem, monkeypatch):
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
+    body = {"prompt": [problem.prompt] * 16, "max_tokens": 48, "n": 16, "logprobs": 20}
+    with Engine(Pair(pair.slm, pair.llm), LLMPreference(), RequestPolicy(9.0), max_length=256) as engine:
+        service = Service(engine, pair.world.tokenizer, MODEL, 256, 60, 256)
+        with here(service) as url, socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little fits between the two
+            client.connect(("127.0.0.1", httpx.URL(url).port))
+            client.sendall(raw("/v1/completions", body))
+            until(lambda: "futurebridge_request_seconds_count 1" in httpx.get(f"{url}/metrics", timeout=HANG).text)
+            time.sleep(2)
+            got = received(client)
+    whole = int(re.search(rb"(?i)content-length: (\d+)", got)[1])
+    assert len(got) < whole
