@@ -105,7 +105,7 @@ def written(tokenizer, ids, *stops, **options):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(data=st.data(), skip=st.booleans())
 def test_the_pieces_are_the_tokenizers_own_text(name, data, skip):
     tokenizer = TOKENIZERS[name]
@@ -117,7 +117,7 @@ def test_the_pieces_are_the_tokenizers_own_text(name, data, skip):
 
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if not name.endswith(("cleaned", "alone"))])
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_an_answer_goes_on_a_text(name, data):
     tokenizer = TOKENIZERS[name]
@@ -128,7 +128,7 @@ def test_an_answer_goes_on_a_text(name, data):
 
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if "cleaned" not in name])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_stop_string_ends_the_text_with_the_token_that_completes_it(name, data):
     tokenizer = TOKENIZERS[name]
@@ -261,15 +261,10 @@ def test_text_grows_in_linear_time():
 
 
 class Served:
-    """A tiny model with a tokenizer, over HTTP's routes."""
+    """A tiny model with a tokenizer, behind the server's routes."""
 
-    def __init__(self, tokenizer, **options):
-        self.model, self.tokenizer = tiny("llama", 3, vocab_size=len(tokenizer), **options), tokenizer
-        self.model.generation_config.eos_token_id = None
-        self.engine = Engine(Pair(self.model, None), LLMPreference(), RequestPolicy(9.0), max_length=96, max_events=0)
-        self.client = TestClient(
-            application(Service(self.engine, tokenizer, "m", 8, 60, 96), key=None, body_limit=10_000)
-        )
+    def __init__(self, tokenizer, engine, client):
+        self.tokenizer, self.engine, self.client = tokenizer, engine, client
 
     def __call__(self, ids, **fields):
         answer = self.client.post("/v1/completions", json={"prompt": ids, "max_tokens": 40} | fields)
@@ -282,9 +277,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served():
-    made = Served(LLAMA)
-    yield made
-    made.engine.close()
+    model = tiny("llama", 3, vocab_size=len(LLAMA))
+    model.generation_config.eos_token_id = None
+    options = {"max_length": 96, "max_events": 0}
+    with Engine(Pair(model, None), LLMPreference(), RequestPolicy(9.0), **options) as engine:
+        made = application(Service(engine, LLAMA, "m", 8, 60, 96), key=None, body_limit=10_000)
+        with TestClient(made) as client:
+            yield Served(LLAMA, engine, client)
 
 
 def test_a_completion_goes_on_its_prompt(served):
