@@ -172,15 +172,14 @@ def gradients(row: Row) -> list[str]:
     """The arguments to which a small call's results give a gradient, by autograd."""
     call = SHAPED[row.op](**{name: SMALL[name] for name in bench.dimensions()[row.op]})
     floats, indices = call.given(torch.float32, "cpu")
-    try:
-        outputs = call.ours(*(x.requires_grad_() for x in floats), *indices)
-    except ValueError:  # expected an argument that requires no grad
-        return []
-    carriers = [x.sum() for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
-    if not carriers:
-        return []
-    found = torch.autograd.grad(carriers, floats, allow_unused=True)
-    names = [name for name, gradient in zip(row.floats, found, strict=True) if gradient is not None]
+    names = []
+    for name, x in zip(row.floats, floats, strict=False):
+        try:
+            outputs = call.ours(*(each.detach().requires_grad_(each is x) for each in floats), *indices)
+        except ValueError:  # expected an argument that requires no grad
+            continue
+        if any(each.requires_grad for each in (outputs if isinstance(outputs, tuple) else (outputs,))):
+            names.append(name)
     return [*names, *OPTIONAL.get(row.op, ())]
 
 
