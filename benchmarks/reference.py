@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -261,8 +262,8 @@ def layout_picture() -> str:
 
 def meanings(kind: type[BaseModel]) -> dict[str, str]:
     """{field: its text in the docstring's Attributes}."""
-    said = (kind.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", said, re.MULTILINE)
+    said = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]  # Python 3.13 takes the indentation away
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", said, re.MULTILINE)
     return {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found}
 
 

@@ -208,7 +208,10 @@ class FutureBridgeSelector(ScoringSelector):
     """
 
     def __init__(self, reranker: TokenReranker) -> None:
-        _check_kind("reranker", reranker, TokenReranker, "one from TokenReranker.from_pretrained")
+        if not hasattr(reranker, "scores_many"):
+            raise TypeError(
+                f"reranker: expected type TokenReranker, got {type(reranker).__name__}; pass one from from_pretrained"
+            )
         self.reranker = reranker
 
     def check_slm(self, slm: hf.CausalLM) -> None:

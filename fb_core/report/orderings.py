@@ -107,7 +107,7 @@ class Ordering(NamedTuple):
 @cache
 def averages() -> dict[str, float]:
     """The paper's average accuracies in percent, by key of a row."""
-    text = (resources.files("fb_core.experiment") / "published.yaml").read_text(encoding="utf-8")
+    text = (resources.files("fb_core") / "experiment" / "published.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)["accuracy"]["rows"]
 
 

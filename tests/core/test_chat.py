@@ -124,6 +124,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
         queue=4,
         body_limit=4096,
         on_llm_error="raise",
+        loopback=True,
     )
     try:
         (ids,) = made.service.prompts(ChatRequest.model_validate({"model": "m", "messages": messages}))

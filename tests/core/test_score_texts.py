@@ -96,7 +96,9 @@ def definition(model, tokenizer, prefix, candidate, future):
     has_bos = tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     ids = torch.tensor([*([tokenizer.bos_token_id] if has_bos else []), *whole])
     with torch.no_grad():
-        logprob = model(input_ids=ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+        logprob = (
+            model(input_ids=ids[None], use_cache=False).logits[0, :, : hf.known_ids(tokenizer)].double().log_softmax(-1)
+        )
     return logprob[:-1].gather(1, ids[1:, None])[-length:, 0]
 
 

@@ -619,7 +619,7 @@ def test_a_file_may_change_another(tmp_path):
     assert (mine.train.rank, mine.evaluate.limit) == (4, 7)
     assert mine.train.model_copy(update={"rank": tiny.train.rank}) == tiny.train
     (tmp_path / "other.yaml").write_text(f"base: {tmp_path / 'mine.yaml'}\n")
-    with pytest.raises(ValueError, match=r"other\.yaml: base: expected a known key"):
+    with pytest.raises(ValueError, match=r"mine\.yaml: expected a base of .*other\.yaml without a base of its own"):
         RunSettings.load(str(tmp_path / "other.yaml"))
     (tmp_path / "other.yaml").write_text("base: nothing\n")
     with pytest.raises(OSError, match="nothing: expected a YAML file or one of"):
