@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cached_property
@@ -571,12 +571,24 @@ def main(
         found = [json.loads(path.read_text()) for path in sorted((out / "cells").glob("*.json"))]
         report(found, Path("docs"))
         return
+    make_all(make, seeds or SEEDS, quantiles or QUANTILES, out, problems, workers)
+
+
+def make_all(
+    make_some: Callable[..., None],
+    seeds: Sequence[int],
+    quantiles: Sequence[float],
+    out: Path,
+    problems: int,
+    workers: int | None,
+) -> None:
+    """Make the missing cells of all worlds, one world and seed at a time in each process."""
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    jobs = [(world, seed) for seed in seeds or SEEDS for world in WORLDS]
+    jobs = [(world, seed) for seed in seeds for world in WORLDS]
     began = time.monotonic()
     with processes(workers) as pool:
         under_way = {
-            pool.submit(make, world, seed, quantiles or QUANTILES, out, problems): (world, seed) for world, seed in jobs
+            pool.submit(make_some, world, seed, quantiles, out, problems): (world, seed) for world, seed in jobs
         }
         for done, job in enumerate(as_completed(under_way), 1):
             job.result()

@@ -12,7 +12,6 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,6 @@ from torch import Tensor
 from benchmarks import evidence
 from benchmarks.evidence import PROBLEMS, PUBLISHED, QUANTILES, TAKEOVER, WORLDS, Cells
 from fb_core.config import RunSettings
-from fb_core.experiment.run import processes
 from fb_core.files import write_file
 from fb_core.methods import Generate
 from fb_core.pool import Pool
@@ -249,17 +247,7 @@ def main(
         write_file(Path("docs/evidence/value.json"), f"[\n{lines}\n]\n".encode())
         write_file(Path("docs/evidence_value.md"), page(cells).encode())
         return
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    jobs = [(world, seed) for seed in seeds or SEEDS for world in WORLDS]
-    began = time.monotonic()
-    with processes(workers) as pool:
-        under_way = {
-            pool.submit(make, world, seed, quantiles or QUANTILES, out, problems): (world, seed) for world, seed in jobs
-        }
-        for done, job in enumerate(as_completed(under_way), 1):
-            job.result()
-            world, seed = under_way[job]
-            print(f"{world}, seed {seed}: done, {done}/{len(jobs)}, {time.monotonic() - began:.0f} s", flush=True)
+    evidence.make_all(make, seeds or SEEDS, quantiles or QUANTILES, out, problems, workers)
 
 
 if __name__ == "__main__":

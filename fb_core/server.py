@@ -248,14 +248,14 @@ class ServerLLM(LLM):
                 f"tokenizer: expected at most the {self._vocabulary} ids of the served model, got {most}; use the "
                 "served model's own tokenizer and vocabulary"
             )
-        prompt = _encoded(tokenizer, TEXTS[0])
+        prompt = hf.text_ids(tokenizer, TEXTS[0], special=False, name="tokenizer")
         speaks = self._pool.submit(self._recognised, prompt).result()
         if speaks != self.flavour:
             raise ValueError(
                 f"flavour: expected {speaks!r}, as {self.url} answers, got {self.flavour!r}; name the server's"
             )
         for text in [*TEXTS, "".join(tokenizer.all_special_tokens)] if texts is None else texts:
-            ours = _encoded(tokenizer, text)
+            ours = hf.text_ids(tokenizer, text, special=False, name="tokenizer")
             theirs = self._pool.submit(self._read, f"the ids of {text!r}", self._dialect.tokenize, text).result()
             if theirs != ours:
                 raise ValueError(
@@ -398,19 +398,6 @@ class ServerLLM(LLM):
         key = self._api_key or ""
         text = text.replace(key, "***") if key else text
         return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
-
-
-def _encoded(tokenizer: hf.Tokenizer, text: str) -> list[int]:
-    """Its ids; ValueError if the tokenizer has none for a word of it."""
-    try:
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    except Exception as problem:
-        if type(problem) is not Exception:  # tokenizers raises plain Exceptions
-            raise
-        raise ValueError(
-            f"tokenizer: expected one that takes any text, as the served model's, got {problem} for {text!r}; use the "
-            "served model's own"
-        ) from None
 
 
 def _pause(seconds: float, gone: Future[None] | None) -> None:

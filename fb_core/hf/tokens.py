@@ -50,7 +50,7 @@ def text_ids(tokenizer: Tokenizer, text: str, *, special: bool = True, name: str
     """
     _check_text(name, text)
     try:
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        return list(tokenizer.encode(text, add_special_tokens=special))
     except Exception as problem:
         if type(problem) is not Exception:  # tokenizers raises plain Exceptions
             raise

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -126,6 +126,7 @@ class _Application:
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Close the engine at shutdown; the server has drained its connections by then."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "fb-json"))  # for what leaves the loop
         yield
         self.service.close()
         closing = threading.Thread(target=self.service.engine.close, daemon=True)  # it may wait for a large model
