@@ -36,7 +36,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
         model.to(getattr(torch, dtype)).save_pretrained(names[role])
         pair.world.tokenizer.save_pretrained(names[role])
     problems = folder / "problems.jsonl"
-    rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(40, 0, "train")]
+    rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(70, 0, "train")]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return RunSettings.model_validate(
         {
@@ -59,7 +59,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
                 "delimiter": ". ",
                 "judge": "=",
                 "timed": 4,
-                "router": {"problems": 20, "width": 16, "blocks": 1, "epochs": 2},
+                "router": {"problems": 60, "width": 16, "blocks": 1, "epochs": 2},
             },
             "experiment": {"alphas": [], "temperatures": [], "quantiles": []},
             "verify": {"workers": 1},
