@@ -6,8 +6,7 @@ import difflib
 import json
 import os
 import re
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from importlib import resources
 from itertools import combinations
@@ -15,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from fb_core.defaults import CERTAINTY
@@ -42,7 +50,21 @@ FREE = "changes no result"  # marks a setting that is not part of a stage's iden
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-class PairSettings(BaseModel):
+class Section(BaseModel):
+    """Settings that belong together: unknown keys and integers of more than 64 bits are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @field_validator("*")
+    @classmethod
+    def _in_64_bits(cls, value: Any) -> Any:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and abs(one) >= 1 << 63:
+                raise ValueError("expected a number below 2**63")
+        return value
+
+
+class PairSettings(Section):
     """A pair of models that decodes from the command line.
 
     Attributes:
@@ -64,8 +86,6 @@ class PairSettings(BaseModel):
         max_events: maximum events of an answer. If left out, the adapter's, or 8.
         max_length: maximum tokens of prompt and answer; memory is allocated for this many.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     slm: str
     llm: str | None = None
@@ -95,7 +115,7 @@ class PairSettings(BaseModel):
         return self
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(Section):
     """An inference server that serves a model.
 
     Attributes:
@@ -108,8 +128,6 @@ class ServerSettings(BaseModel):
         api_key_variable: environment variable that holds the key, if the server needs one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
     url: ServerUrl
     flavour: Literal["vllm", "sglang", "llama.cpp"] = "vllm"
     model: str | None = None
@@ -119,7 +137,7 @@ class ServerSettings(BaseModel):
     api_key_variable: str | None = None
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(Section):
     """The pair of a run.
 
     Attributes:
@@ -132,8 +150,6 @@ class ModelSettings(BaseModel):
         batch_tokens: maximum tokens of a batch decoded in this process, padding and new tokens included.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     slm: str
     llm: str
     slm_server: ServerSettings | None = None
@@ -143,7 +159,7 @@ class ModelSettings(BaseModel):
     batch_tokens: int = Field(default=65_536, ge=1)
 
 
-class ProblemSettings(BaseModel):
+class ProblemSettings(Section):
     """Which problems the states come from, and how they are asked.
 
     Attributes:
@@ -159,8 +175,6 @@ class ProblemSettings(BaseModel):
         per_shard: problems per shard, the most that a killed process loses.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     train: str = "math-train"
     held_out: tuple[str, ...] = ("math-500",)
     limit: int | None = Field(default=None, ge=2)
@@ -171,14 +185,15 @@ class ProblemSettings(BaseModel):
     thinking: bool = False
     per_shard: int = Field(default=64, ge=1)
 
-    @model_validator(mode="after")
-    def _names_the_problem(self) -> ProblemSettings:
-        if "{problem}" not in self.prompt:
-            raise ValueError(f"prompt: expected the text with {{problem}} in it, got {self.prompt!r}; put it in")
-        return self
+    @field_validator("prompt")
+    @classmethod
+    def _names_the_problem(cls, prompt: str) -> str:
+        if "{problem}" not in prompt:
+            raise ValueError("expected the text with {problem} in it, got none; put it in")
+        return prompt
 
 
-class CollectSettings(BaseModel):
+class CollectSettings(Section):
     """Trajectories and states; the request threshold is fixed on validation problems.
 
     Attributes:
@@ -193,8 +208,6 @@ class CollectSettings(BaseModel):
             problems, at that run's threshold, and its rerankers are judged on them. None for the run's own problems.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     max_new_tokens: int = Field(default=4096, ge=1)
     top_k: int = Field(default=64, ge=1)
     quantile: float = Field(default=0.99, ge=0, le=1)
@@ -204,7 +217,7 @@ class CollectSettings(BaseModel):
     tested: Annotated[str | None, FREE] = None  # likewise
 
 
-class SpanSettings(BaseModel):
+class SpanSettings(Section):
     """How much the LLM offers at an event, as in `fb_core.spans.Span`; one token is the published method.
 
     Attributes:
@@ -213,14 +226,12 @@ class SpanSettings(BaseModel):
         agree: whether a span ends before the first token that the SLM would write itself.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     tokens: int | None = Field(default=1, ge=1)
     delimiter: str | None = Field(default=None, min_length=1)
     agree: bool = False
 
 
-class FutureSettings(BaseModel):
+class FutureSettings(Section):
     """The LLM's greedy continuations, its candidates at their first position, and the tail of its own candidate.
 
     Attributes:
@@ -229,14 +240,12 @@ class FutureSettings(BaseModel):
         span: how much the LLM offers at an event.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     max_new_tokens: int = Field(default=4096, ge=1)
     llm_k: int = Field(default=8, ge=1)
     span: SpanSettings = SpanSettings()
 
 
-class SampleSettings(BaseModel):
+class SampleSettings(Section):
     """Sampled continuations, for runs that use other futures than the LLM's greedy ones.
 
     Attributes:
@@ -247,8 +256,6 @@ class SampleSettings(BaseModel):
         seed: of all samples.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     llm: int = Field(default=16, ge=1)
     llm_temperature: float = Field(default=1.0, gt=0)
     slm: int = Field(default=4, ge=1)
@@ -256,7 +263,7 @@ class SampleSettings(BaseModel):
     seed: int = Field(default=0, ge=0)
 
 
-class ScoreSettings(BaseModel):
+class ScoreSettings(Section):
     """The [K, horizon] matrices.
 
     Attributes:
@@ -271,15 +278,13 @@ class ScoreSettings(BaseModel):
             ("cross-state"), the verified one's tokens in a random order ("shuffled").
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     horizon: int = Field(default=128, ge=1)
     token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], FREE] = "auto"
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
     future: Literal["llm", "own", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
 
 
-class RolloutSettings(BaseModel):
+class RolloutSettings(Section):
     """Greedy rollouts of the SLM after every candidate.
 
     Attributes:
@@ -291,8 +296,6 @@ class RolloutSettings(BaseModel):
         seed: of the choice of states.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     validation: float = Field(default=1.0, gt=0, le=1)
     train: float = Field(default=0.2, ge=0, le=1)
     benchmark_problems: int = Field(default=50, ge=0)
@@ -300,7 +303,7 @@ class RolloutSettings(BaseModel):
     seed: int = Field(default=0, ge=0)
 
 
-class TrainSettings(BaseModel):
+class TrainSettings(Section):
     """The sweep of rerankers: horizons times seeds, on one data order.
 
     Attributes:
@@ -331,10 +334,8 @@ class TrainSettings(BaseModel):
             checkpoint; None for none.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    horizons: tuple[int, ...] = (16, 32, 64, 128)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    horizons: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(16, 32, 64, 128), min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
     target: Literal["future", "calibrated", "select"] = "future"
     temperature: float = Field(default=0.5, gt=0)
     alpha: float = Field(default=1.0, ge=0, le=1)
@@ -355,12 +356,12 @@ class TrainSettings(BaseModel):
     checkpoint_steps: Annotated[int, FREE] = Field(default=50, ge=1)
     tracker: Annotated[Literal["tensorboard", "wandb", "trackio"] | None, FREE] = None
 
-    @model_validator(mode="after")
-    def _some_runs(self) -> TrainSettings:
-        for name, values in (("horizons", self.horizons), ("seeds", self.seeds)):
-            if not values or len(set(values)) < len(values) or min(values) < (name == "horizons"):
-                raise ValueError(f"{name}: expected one or more different numbers, got {list(values)}; name each once")
-        return self
+    @field_validator("horizons", "seeds")
+    @classmethod
+    def _each_once(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError("expected different numbers, got one twice; name each once")
+        return values
 
     @model_validator(mode="after")
     def _of_this_target(self) -> TrainSettings:
@@ -372,7 +373,7 @@ class TrainSettings(BaseModel):
         return self
 
 
-class ChoiceSettings(BaseModel):
+class ChoiceSettings(Section):
     """How training ends: recipes compete on held-out problems, and one needs this evidence to be deployed.
 
     Attributes:
@@ -388,8 +389,6 @@ class ChoiceSettings(BaseModel):
             decoding, which is deployed if none passes, this says nothing.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     trained: tuple[Literal["features", "calibrated", "calibrated-features"], ...] = ("features", "calibrated")
     certainties: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.6, 0.75, 0.9)
     values: tuple[Literal["gate", "listwise"], ...] = ("gate", "listwise")
@@ -400,7 +399,7 @@ class ChoiceSettings(BaseModel):
     level: float = Field(default=0.95, gt=0, lt=1)
 
 
-class SelectionSettings(BaseModel):
+class SelectionSettings(Section):
     """The choice among the rerankers of the sweep, each of which decodes validation problems after every epoch.
 
     Attributes:
@@ -408,12 +407,10 @@ class SelectionSettings(BaseModel):
             left out, all of them, as published.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     problems: int | None = Field(default=None, ge=1)
 
 
-class EvaluateSettings(BaseModel):
+class EvaluateSettings(Section):
     """What the chosen reranker is evaluated on.
 
     Attributes:
@@ -425,8 +422,6 @@ class EvaluateSettings(BaseModel):
         per_shard: problems per shard; up to 64 of them decode at once.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     benchmarks: tuple[str, ...] = ("gsm8k", "math-500", "olympiadbench", "aime-2024", "aime-2025")
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=4096, ge=1)
@@ -434,17 +429,18 @@ class EvaluateSettings(BaseModel):
     certainty: float | None = Field(default=None, ge=0, le=1)
     per_shard: int = Field(default=64, ge=1)
 
-    @model_validator(mode="after")
-    def _each_once(self) -> EvaluateSettings:
-        for one, other in combinations(self.benchmarks, 2):
+    @field_validator("benchmarks")
+    @classmethod
+    def _each_once(cls, benchmarks: tuple[str, ...]) -> tuple[str, ...]:
+        for one, other in combinations(benchmarks, 2):
             names, files = zip(*(source.partition("=")[::2] for source in (one, other)), strict=True)
             paths = [os.path.realpath(file or name) for name, file in zip(names, files, strict=True)]
             if paths[0] == paths[1] or (names[0] == names[1] and not all(files)):  # a set's fields may serve two files
-                raise ValueError(f"benchmarks: expected each once, got {one!r} and {other!r}, the same; leave one out")
-        return self
+                raise ValueError(f"expected each once, got {one!r} and {other!r}, the same; leave one out")
+        return benchmarks
 
 
-class RouterSettings(BaseModel):
+class RouterSettings(Section):
     """The network of R2R and its training; the defaults are the published ones.
 
     Attributes:
@@ -456,8 +452,6 @@ class RouterSettings(BaseModel):
         learning_rate: of AdamW.
         min_recall: minimum recall of divergent held-out tokens; it sets the threshold.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     problems: int = Field(default=1000, ge=5)
     width: int = Field(default=1024, ge=1)
@@ -475,7 +469,7 @@ def _known_method(name: Any) -> Any:
     return name
 
 
-class CompareSettings(BaseModel):
+class CompareSettings(Section):
     """The methods that are compared on the benchmarks of `evaluate`, in batches.
 
     Attributes:
@@ -488,8 +482,6 @@ class CompareSettings(BaseModel):
             else plain words.
         timed: number of problems of the first benchmark that are decoded one at a time for the table of costs.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     methods: tuple[Annotated[str, BeforeValidator(_known_method)], ...] = Field(default_factory=names)
     external: dict[str, str] = {}
@@ -508,7 +500,7 @@ class CompareSettings(BaseModel):
         return self
 
 
-class ExperimentSettings(BaseModel):
+class ExperimentSettings(Section):
     """What `futurebridge experiment` varies, one thing at a time.
 
     Attributes:
@@ -522,8 +514,6 @@ class ExperimentSettings(BaseModel):
         delimiter: text after which a step ends, for the spans of one step.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
     quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
@@ -533,7 +523,7 @@ class ExperimentSettings(BaseModel):
     delimiter: str = Field(default="\n\n", min_length=1)
 
 
-class VerifierSettings(BaseModel):
+class VerifierSettings(Section):
     """The processes that judge answers.
 
     Attributes:
@@ -542,17 +532,13 @@ class VerifierSettings(BaseModel):
         memory_bytes: address space of one process.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     workers: Annotated[int, FREE] = Field(default=2, ge=1)
     timeout: float = Field(default=5.0, gt=0)
     memory_bytes: int = Field(default=2 << 30, ge=256 << 20)
 
 
-class RunSettings(BaseModel):
+class RunSettings(Section):
     """A whole run, as in a YAML file; what is left out has the published value."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     models: Annotated[ModelSettings, FREE]  # stages identify models by their hashes
     problems: ProblemSettings = ProblemSettings()
@@ -677,16 +663,17 @@ def _read_yaml(source: str) -> Any:
         got = f"{problem.reason} at byte {problem.start}"
         raise ValueError(f"{source}: expected UTF-8, got {got}; save the file as UTF-8") from None
     except ValueError as problem:
-        raise ValueError(f"{source}: expected YAML, got {problem}; mend the file") from None
+        raise ValueError(f"{source}: expected YAML, got {problem}; fix the file") from None
 
 
 def _base(source: str, name: Any) -> dict[str, Any]:
     """The settings that a file names as its base."""
     if not isinstance(name, str):
-        raise ValueError(f"{source}: base: expected a file or a shipped name, got {_shown(name)}; name one")
+        raise ValueError(f"{source}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
     values = _read_yaml(name)
     if not isinstance(values, dict):
-        raise ValueError(f"{name}: expected settings as the base of {source}, got {_shown(values)}; name other ones")
+        got = type(values).__name__
+        raise ValueError(f"{name}: expected settings by name as the base of {source}, got {got}; name another file")
     if "base" in values:
         raise ValueError(f"{name}: expected a base of {source} without a base of its own, got one; name that one")
     return values
@@ -697,25 +684,21 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = 0
+        self._depth = self._values = 0
         self._sizes: dict[int, int] = {}  # values in a finished node, aliases counted as what they stand for
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        alias = self.check_event(yaml.AliasEvent)
+        before, alias = self._values, self.check_event(yaml.AliasEvent)
         self._depth += 1
         if self._depth > MOST_LEVELS:
             raise ValueError(f"more than {MOST_LEVELS} levels")
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if alias and id(node) not in self._sizes:  # inside what it stands for
-            if isinstance(node, yaml.MappingNode):
-                raise ValueError("a mapping inside itself")
-            return node
-        if not alias:
-            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            inside = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
-            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(one), 1) for one in inside)
-        if self._sizes[id(node)] > MOST_VALUES:
+        if alias and id(node) not in self._sizes:
+            raise ValueError("a value inside itself")
+        self._values += self._sizes[id(node)] if alias else 1
+        self._sizes[id(node)] = self._values - before
+        if self._values > MOST_VALUES:
             raise ValueError(f"more than {MOST_VALUES} values, aliases counted as what they stand for")
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
             raise ValueError(f"a number of {len(node.value)} characters")
@@ -725,7 +708,7 @@ class _Loader(yaml.SafeLoader):
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if (name := (key.tag, str(key.value))) in seen:
-                raise ValueError(f"{_shown(key.value)} twice, again on line {key.start_mark.line + 1}")
+                raise ValueError(f"a key twice, again on line {key.start_mark.line + 1}")
             seen.add(name)
         return node
 
@@ -744,11 +727,11 @@ def _change(change: str) -> Any:
     """The content of a YAML file that would only set this "key=value"."""
     key, equals, text = change.partition("=")
     if not equals or not all(parts := key.strip().split(".")):
-        raise ValueError(f"--set: expected KEY=VALUE such as train.rank=32, got {_shown(change)}; name key and value")
+        raise ValueError("--set: expected KEY=VALUE such as train.rank=32, got no '=' or no key; name key and value")
     try:
         value = _yaml(text)
     except ValueError:
-        raise ValueError(f"--set {key}: expected YAML, got {_shown(text)}; put a text into quotes") from None
+        raise ValueError(f"--set {key}: expected a value in YAML, got none; put a text into quotes") from None
     return reduce(lambda inside, part: {part: inside}, reversed(parts), value)
 
 
@@ -784,99 +767,22 @@ def checked(kind: type[Settings], values: Any, source: str) -> Settings:
         source: the file that they come from, or "" for options of a command.
 
     Raises:
-        ValueError: values that do not fit, one line each: file, key, what is expected, what was found.
+        ValueError: values that do not fit, one line each: file, key, what is wrong. No value is shown, since it may
+            be long or secret.
     """
-    if not isinstance(values, dict):
-        raise ValueError(f"{source}: expected settings by name, got {type(values).__name__}; see configs/tiny.yaml")
     try:
-        made = kind.model_validate(values)
-        wrong = [f"{key}: expected a number below 2**63, got {reprlib.repr(value)}" for key, value in _huge(made)]
+        return kind.model_validate(values)
     except ValidationError as problem:
-        wrong = _wrong(problem, kind, values)
-    if wrong:
-        raise ValueError("\n".join(f"{source}: {line}" if source else line for line in wrong))
-    return made
+        raise ValueError("\n".join(_line(error, kind, source) for error in problem.errors())) from None
 
 
-def _wrong(problem: ValidationError, kind: type[BaseModel], values: Any) -> list[str]:
-    """A line for each key that does not fit."""
-    said: dict[str, list[str]] = {}  # by key: a union has an error for each of its members
-    got: dict[str, str] = {}
-    for error in problem.errors():
-        place = _place(error["loc"], values)
-        text = error["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ", 1)
-        key = ".".join(map(str, place))
-        if error["type"] == "extra_forbidden":
-            text = f"expected a known key{_nearest(kind, place)}"
-        elif error["type"] == "missing":
-            text = "expected a value"
-        elif error["type"] == "model_type":
-            text = "expected keys with values"
-        elif error["type"] == "tuple_type":
-            text = "expected a list such as [1, 2]"
-        elif error["type"].endswith(("_parsing", "_from_float")):
-            text = text.partition(", ")[0]  # drops the reason, which the shown value makes clear
-        elif error["type"] == "value_error":  # this text has its own key and "got"
-            inner, _, text = text.partition(": ")
-            key = key if key.split(".")[-1] == inner else ".".join(filter(None, (key, inner)))
-        if error["type"] != "value_error":
-            got[key] = "none" if error["type"] == "missing" else _shown(error["input"])
-        said.setdefault(key, []).append(text[:1].lower() + text[1:])
-    lines = []
-    for key, texts in said.items():
-        words = " or ".join([texts[0], *(text.removeprefix("expected ") for text in texts[1:])])
-        lines.append(f"{key}: {words}" + (f", got {got[key]}" if key in got else ""))
-    return lines
-
-
-def _shown(value: Any) -> str:
-    """A value as shown in an error; hidden if it may contain a secret."""
-    if any(mark in str(value) for mark in ("://", "@")):
-        return "what looks like a URL, which may hold a secret"
-    return reprlib.repr(value)[:80]
-
-
-def _huge(settings: BaseModel, before: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names and values of the integers that do not fit in 64 bits."""
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            yield from _huge(value, f"{before}{name}.")
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int) and abs(one) >= 1 << 63:
-                yield before + name, one
-
-
-def _place(loc: Sequence[str | int], values: Any) -> list[str | int]:
-    """The place of an error, without the names that pydantic gives to the members of a union."""
-    place: list[str | int] = []
-    for part in loc:
-        inside = isinstance(values, Mapping) or (isinstance(values, Sequence) and not isinstance(values, str))
-        if not inside:
-            break
-        place.append(part)
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            break
-    return place
-
-
-def _nearest(kind: type[BaseModel], place: Sequence[str | int]) -> str:
-    """The known keys that are closest to an unknown one, as the end of a sentence."""
-    known = list(_keys(kind))
-    here, name = ".".join(map(str, place[:-1])), str(place[-1])
-    beside = [key for key in known if key.rpartition(".")[0] == here]
-    close = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in beside], 1)
-    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
-    found = [*close, *elsewhere][:3]
-    return f" such as {' or '.join(found)}" if found else ""
-
-
-def _keys(kind: type[BaseModel], before: str = "") -> Iterator[str]:
-    """The dotted names of all keys of settings."""
-    for name, field in kind.model_fields.items():
-        yield before + name
-        for part in (field.annotation, *get_args(field.annotation)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                yield from _keys(part, f"{before}{name}.")
+def _line(error: Any, kind: Any, source: str) -> str:
+    """File, key and text of one of pydantic's errors, with the known key that is closest to an unknown one."""
+    text = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        *sections, name = error["loc"]
+        for section in sections:
+            field = kind.model_fields[section].annotation
+            kind = next(part for part in (field, *get_args(field)) if hasattr(part, "model_fields"))
+        text += "".join(f"; did you mean {close}?" for close in difflib.get_close_matches(name, kind.model_fields, 1))
+    return ": ".join(filter(None, (source, ".".join(map(str, error["loc"])), text)))

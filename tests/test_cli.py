@@ -123,53 +123,51 @@ def test_a_run_has_the_folder_of_its_settings(config, run, folder):
     assert _folder(config, run) == Path(folder)
 
 
+UNKNOWN = "Extra inputs are not permitted"
 BAD_SETTINGS = {
-    "collect: {quantle: 0.9}": ["collect.quantle: expected a known key such as quantile, got 0.9"],
-    "quantile: 0.9": ["quantile: expected a known key such as collect.quantile, got 0.9"],
-    "trian: {rank: 4}": ["trian: expected a known key such as train, got {'rank': 4}"],
-    "zzz: 1": ["zzz: expected a known key, got 1"],
-    "train: {rank: 0}": ["train.rank: expected greater than or equal to 1, got 0"],
-    f"train: {{rank: {10**400}}}": ["train.rank: expected a number below 2**63, got 1000"],
-    f"train: {{horizons: [1], seeds: [{2**63}]}}": [
-        "train.seeds: expected a number below 2**63, got 9223372036854775808"
-    ],
-    "train: {rank: x}": ["train.rank: expected a valid integer, got 'x'"],
-    "train: {rank: 1.5}": ["train.rank: expected a valid integer, got 1.5"],
-    "train: {rank: null}": ["train.rank: expected a valid integer, got None"],
-    "train: {target: futures}": ["train.target: expected 'future', 'calibrated' or 'select', got 'futures'"],
-    "train: [1]": ["train: expected keys with values, got [1]"],
-    "train: {horizons: [8, x]}": ["train.horizons.1: expected a valid integer, got 'x'"],
+    "collect: {quantle: 0.9}": [f"collect.quantle: {UNKNOWN}; did you mean quantile?"],
+    "trian: {rank: 4}": [f"trian: {UNKNOWN}; did you mean train?"],
+    "zzz: 1": [f"zzz: {UNKNOWN}"],
+    "3: 1": ["3: Keys should be strings"],
+    "train: {rank: 0}": ["train.rank: Input should be greater than or equal to 1"],
+    f"train: {{rank: {10**400}}}": ["train.rank: expected a number below 2**63"],
+    f"train: {{horizons: [1], seeds: [{2**63}]}}": ["train.seeds: expected a number below 2**63"],
+    f"train: {{temperature: {10**400}}}": ["train.temperature: Input should be a "],
+    "train: {rank: x}": ["train.rank: Input should be a valid integer, "],
+    "train: {rank: 1.5}": ["train.rank: Input should be a valid integer, "],
+    "train: {rank: null}": ["train.rank: Input should be a valid integer"],
+    "train: {target: futures}": ["train.target: Input should be 'future', 'calibrated' or 'select'"],
+    "train: [1]": ["train: Input should be a valid dictionary"],
+    "train: {horizons: [8, x]}": ["train.horizons.1: Input should be a valid integer, "],
     "train: {horizons: [256]}": ["train.horizons: expected at most the scored horizon 128, got 256; raise"],
-    "train: {seeds: [0, 0]}": ["train.seeds: expected one or more different numbers, got [0, 0]; name each once"],
-    "train: {hindsight: 2, target: select}": ['train.hindsight: expected 0 with target "select", got 2'],
-    "score: {token_budget: many}": ["score.token_budget: expected a valid integer or 'auto', got 'many'"],
-    "score: {horizon: .nan}": ["score.horizon: expected a finite number, got nan"],
-    "collect: {quantile: .nan}": ["collect.quantile: expected less than or equal to 1, got nan"],
+    "train: {horizons: []}": ["train.horizons: Tuple should have at least 1 item"],
+    "train: {seeds: [0, 0]}": ["train.seeds: expected different numbers, got one twice; name each once"],
+    "train: {hindsight: 2, target: select}": ['train: hindsight: expected 0 with target "select", got 2'],
+    "score: {token_budget: many}": ["score.token_budget.", "score.token_budget."],
+    "score: {horizon: .nan}": ["score.horizon: Input should be a finite number"],
+    "collect: {quantile: .nan}": ["collect.quantile: Input should be less than or equal to 1"],
     "collect: {quantile: 2, slm_k: 0}": [
-        "collect.quantile: expected less than or equal to 1, got 2",
-        "collect.slm_k: expected greater than or equal to 1, got 0",
+        "collect.quantile: Input should be less than or equal to 1",
+        "collect.slm_k: Input should be greater than or equal to 1",
     ],
-    "models: {slm: a}": ["models.llm: expected a value, got none"],
+    "models: {slm: a}": ["models.llm: Field required"],
     "models: {slm: a, llm: b, llm_server: {url: 'http://x', flavor: vllm}}": [
-        "models.llm_server.flavor: expected a known key such as flavour, got 'vllm'"
+        f"models.llm_server.flavor: {UNKNOWN}; did you mean flavour?"
     ],
     "models: {slm: a, llm: b, llm_server: 'http://me:s3cret@host'}": [
-        "models.llm_server: expected keys with values, got what looks like a URL, which may hold a secret"
+        "models.llm_server: Input should be a valid dictionary"
     ],
     "models: {slm: a, llm: b, llm_server: {ulr: 'me:s3cret@host'}}": [
-        "models.llm_server.url: expected a value, got none",
-        "models.llm_server.ulr: expected a known key such as url, got what looks like a URL, which may hold a secret",
+        "models.llm_server.url: Field required",
+        f"models.llm_server.ulr: {UNKNOWN}; did you mean url?",
     ],
-    "models: {slm: a, llm: b, llm_server: x}": ["models.llm_server: expected keys with values, got 'x'"],
-    "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got 'solve'; put it in"],
-    "compare: {methods: [greedy, gredy]}": ["compare.methods.1: expected 'greedy', "],
+    "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got none; put it in"],
+    f"problems: {{prompt: {'x' * 50_000}}}": ["problems.prompt: expected the text with {problem} in it, got none"],
+    "compare: {methods: [greedy, gredy]}": ["compare.methods.1: Input should be 'greedy', "],
     "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\ntrain: [*c, *c, *c]": [
-        "train: expected keys with values, got [[[[",
-        "a: expected a known key, got ['x', 'x', 'x']",
-        "b: expected a known key, got [[",
-        "c: expected a known key, got [[[",
+        "train: Input should be a valid dictionary",
+        *(f"{key}: {UNKNOWN}" for key in "abc"),
     ],
-    "a: &a [*a]": ["a: expected a known key, got [[["],
 }
 
 
@@ -184,6 +182,7 @@ def test_wrong_settings_are_a_line_each(tmp_path, text):
     for line, words in zip(lines, BAD_SETTINGS[text], strict=True):
         assert line.startswith(f"{config}: {words}")
         assert len(line) < 300 + len(str(config))
+        assert "s3cret" not in line
 
 
 def test_the_command_prints_them_so(tmp_path):
@@ -192,8 +191,8 @@ def test_the_command_prints_them_so(tmp_path):
     result = run("collect", "--config", str(config))
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        f"futurebridge: {config}: collect.quantle: expected a known key such as quantile, got 0.9",
-        f"futurebridge: {config}: train.rank: expected greater than or equal to 1, got 0",
+        f"futurebridge: {config}: collect.quantle: {UNKNOWN}; did you mean quantile?",
+        f"futurebridge: {config}: train.rank: Input should be greater than or equal to 1",
     ]
 
 
@@ -237,22 +236,23 @@ HOSTILE = {
     "a0: &a0 {x: 1}\n"
     + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in ROUNDS): "more than 10000 values",
     "\n".join(["-"] * 20_000): "expected YAML, got more than 10000 values",
-    "a: &a {b: *a}": "expected YAML, got a mapping inside itself; mend the file",
-    "a: &a {<<: *a}": "expected YAML, got a mapping inside itself; mend the file",
+    "a: &a {b: *a}": "expected YAML, got a value inside itself; fix the file",
+    "a: &a {<<: *a}": "expected YAML, got a value inside itself; fix the file",
     "a: &a [*a, x]\n"
     + "".join(
         f"a{n}: &a{n} [{', '.join(['*a' if n == 1 else f'*a{n - 1}'] * 9)}]\n" for n in ROUNDS
-    ): "more than 10000",
+    ): "expected YAML, got a value inside itself; fix the file",
+    "a: &a [*a]": "expected YAML, got a value inside itself; fix the file",
     "#" * 100_001: "expected at most 100000 bytes of settings, got more; name another file",
-    PAIR + "train: {rank: 3}\ntrain: {epochs: 4}": "expected YAML, got 'train' twice, again on line 3; mend the file",
-    PAIR + "train: {rank: 3, 'rank': 4}": "expected YAML, got 'rank' twice, again on line 2; mend the file",
+    PAIR + "train: {rank: 3}\ntrain: {epochs: 4}": "expected YAML, got a key twice, again on line 3; fix the file",
+    PAIR + "train: {rank: 3, 'rank': 4}": "expected YAML, got a key twice, again on line 2; fix the file",
     **{
-        PAIR + f"train: {{rank: {number}}}": f"expected YAML, got a number of {len(number)} characters; mend the file"
+        PAIR + f"train: {{rank: {number}}}": f"expected YAML, got a number of {len(number)} characters; fix the file"
         for number in ("9" * 5000, "0x" + "f" * 50_000, "1" + ":1" * 20_000, "0." + "1" * 50_000)
     },
-    "[" * 50_000: "expected YAML, got more than 32 levels; mend the file",
-    "train: {rank: !!int ''}": "expected YAML, got a tag that does not fit its value; mend the file",
-    "train: !!timestamp x": "expected YAML, got a tag that does not fit its value; mend the file",
+    "[" * 50_000: "expected YAML, got more than 32 levels; fix the file",
+    "train: {rank: !!int ''}": "expected YAML, got a tag that does not fit its value; fix the file",
+    "train: !!timestamp x": "expected YAML, got a tag that does not fit its value; fix the file",
 }
 
 
@@ -307,10 +307,10 @@ def test_settings_are_utf_8(tmp_path, monkeypatch, data, words):
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        ("base.yaml", "base.yaml: expected settings as the base of a.yaml, got "),
+        ("base.yaml", "base.yaml: expected settings by name as the base of a.yaml, got "),
         ("a.yaml", "a.yaml: expected a base of a.yaml without a base of its own, got one; name that one"),
-        ("3", "a.yaml: base: expected a file or a shipped name, got 3; name one"),
-        ("", "a.yaml: base: expected a file or a shipped name, got None; name one"),
+        ("3", "a.yaml: base: expected a file or a shipped name, got int; name one"),
+        ("", "a.yaml: base: expected a file or a shipped name, got NoneType; name one"),
     ],
 )
 @pytest.mark.parametrize("text", ["", "[1]", "text"])
@@ -323,24 +323,25 @@ def test_a_base_must_hold_settings(tmp_path, monkeypatch, base, words, text):
     assert str(raised.value).startswith(words)
 
 
+NO_CHANGE = "--set: expected KEY=VALUE such as train.rank=32, got no '=' or no key; name key and value"
+NO_VALUE = "expected a value in YAML, got none; put a text into quotes"
 BAD_CHANGES = {
-    "train.rank": "--set: expected KEY=VALUE such as train.rank=32, got 'train.rank'; name key and value",
-    "=3": "--set: expected KEY=VALUE such as train.rank=32, got '=3'; name key and value",
-    "train..rank=3": "--set: expected KEY=VALUE such as train.rank=32, got 'train..rank=3'; name key and value",
-    "me:s3cret@host": "--set: expected KEY=VALUE such as train.rank=32, got what looks like a URL, which may hold",
-    "train.rank=[1": "--set train.rank: expected YAML, got '[1'; put a text into quotes",
-    "problems.prompt={problem} ?": "--set problems.prompt: expected YAML, got '{problem} ?'; put a text into quotes",
-    "train.horizons=" + "[" * 100_000: "--set train.horizons: expected YAML, got '[[[",
-    "train.rank=1.5": "tiny with --set: train.rank: expected a valid integer, got 1.5",
-    "train.rank.deep=1": "tiny with --set: train.rank: expected a valid integer, got {'deep': 1}",
-    "train.horizons=4,8": "tiny with --set: train.horizons: expected a list such as [1, 2], got '4,8'",
+    "train.rank": NO_CHANGE,
+    "=3": NO_CHANGE,
+    "train..rank=3": NO_CHANGE,
+    "me:s3cret@host": NO_CHANGE,
+    "train.rank=[1": f"--set train.rank: {NO_VALUE}",
+    "problems.prompt={problem} ?": f"--set problems.prompt: {NO_VALUE}",
+    "train.horizons=" + "[" * 100_000: f"--set train.horizons: {NO_VALUE}",
+    "train.rank=1.5": "tiny with --set: train.rank: Input should be a valid integer, ",
+    "train.rank.deep=1": "tiny with --set: train.rank: Input should be a valid integer",
+    "train.horizons=4,8": "tiny with --set: train.horizons: Input should be a valid tuple",
     "train.horizons=[32]": "tiny with --set: train.horizons: expected at most the scored horizon 16, got 32",
-    "train.rnk=3": "tiny with --set: train.rnk: expected a known key such as rank, got 3",
-    "rank=3": "tiny with --set: rank: expected a known key such as train or train.rank, got 3",
-    "seed=3": "tiny with --set: seed: expected a known key such as problems.seed or samples.seed or rollouts.seed",
-    "trian.rank=3": "tiny with --set: trian: expected a known key such as train, got {'rank': 3}",
-    "base=tiny": "tiny with --set: base: expected a known key, got 'tiny'",
-    "models.llm_server={url: 'http://me:s3cret@host'}": "tiny with --set: models.llm_server.url: expected http",
+    "train.rnk=3": f"tiny with --set: train.rnk: {UNKNOWN}; did you mean rank?",
+    "seed=3": f"tiny with --set: seed: {UNKNOWN}",
+    "trian.rank=3": f"tiny with --set: trian: {UNKNOWN}; did you mean train?",
+    "base=tiny": f"tiny with --set: base: {UNKNOWN}",
+    "models.llm_server={url: 'http://me:s3cret@host'}": "tiny with --set: models.llm_server.url: url: expected http",
 }
 
 
@@ -413,14 +414,14 @@ def test_settings_are_shown_by_name(arguments):
     ("options", "words"),
     [
         (["--slm", "a"], "llm: expected --llm or --server, got neither; say where candidates come from"),
-        (["--slm", "a", "--llm", "b", "--max-length", "1"], "max_length: expected greater than or equal to 2, got 1"),
+        (["--slm", "a", "--llm", "b", "--max-length", "1"], "max_length: Input should be greater than or equal to 2"),
         (
             ["--slm", "a", "--llm", "b", "--dtype", "int8"],
-            "dtype: expected 'auto', 'float32', ",
+            "dtype: Input should be 'auto', 'float32', ",
         ),
         (
             ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
-            "flavour: expected 'vllm', 'sglang' or ",
+            "flavour: Input should be 'vllm', 'sglang' or ",
         ),
         (
             ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
@@ -438,7 +439,7 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
 def test_damaged_settings_of_a_run_are_one_sentence(tmp_path, text):
     (tmp_path / "settings.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"settings\.json: expected") as raised:
+    with pytest.raises(ValueError, match=r"settings\.json: (expected|Input should be)") as raised:
         settings_of(tmp_path)
     assert "\n" not in str(raised.value)
 
