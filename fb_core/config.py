@@ -477,7 +477,7 @@ class CompareSettings(Section):
         external: checkpoints that replace the SLM and decode alone, by the name of their method.
         votes: samples per problem for majority voting.
         router: the router of R2R.
-        delimiter: text after which a step of SpecReason ends.
+        delimiter: text after which a step ends, of SpecReason and of the spans.
         judge: the prompt between such a step and its score; None for a chat turn if the tokenizer is of Qwen's kind,
             else plain words.
         timed: number of problems of the first benchmark that are decoded one at a time for the table of costs.

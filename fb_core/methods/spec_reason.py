@@ -129,12 +129,12 @@ def spec_reason(
     while live:
         states = [checked[row] + written[row] for row in live]
         rooms = [min(step_tokens, room(row)) for row in live]
-        drafts = _write(small, states, rooms, ended)
+        drafts = write_steps(small, states, rooms, ended)
         shown = [draft[:-1] if draft[-1] in ends else draft for draft in drafts]
         asked = [state + step + question for state, step in zip(states, shown, strict=True)]
         scores = [_score(answer.score_logprob) for answer in large.candidates_many(asked, 1, [digits] * len(asked))]
         poor = [place for place, score in enumerate(scores) if score < threshold]
-        rewritten = _write(large, [states[place] for place in poor], [rooms[place] for place in poor], ended)
+        rewritten = write_steps(large, [states[place] for place in poor], [rooms[place] for place in poor], ended)
         kept = dict(enumerate(drafts)) | dict(zip(poor, rewritten, strict=True))
         for place, row in enumerate(live):
             start, length, drafted = len(written[row]), len(kept[place]), len(drafts[place])
@@ -149,7 +149,7 @@ def spec_reason(
     return generations
 
 
-def _write(
+def write_steps(
     writer: LLM, states: Sequence[list[int]], rooms: Sequence[int], ended: Callable[[list[int]], bool]
 ) -> list[list[int]]:
     """The writer's greedy step after every state, at most as many tokens as there is room for."""

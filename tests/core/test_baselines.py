@@ -15,13 +15,14 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fb_core import Recipe, TokenReranker, TrainingGroup, TrainingTrajectory, hf, train_reranker
-from fb_core.decoding import CollaborativeDecoder
+from fb_core.decoding import CollaborativeDecoder, Usage
 from fb_core.demo.pairs import load_pair
 from fb_core.llm import LLM, Candidates, LocalLLM
 from fb_core.methods import method
 from fb_core.methods.external import load_external
 from fb_core.methods.greedy import alone
 from fb_core.methods.majority import majority, majority_vote
+from fb_core.methods.spans import ending_ids, spans
 from fb_core.methods.takeover import takeover
 from fb_core.policy import RequestPolicy
 from fb_core.pool import LARGE, SLM
@@ -200,6 +201,74 @@ def test_takeover_where_the_llm_has_no_position_left(options):
         model.generation_config.eos_token_id = None
     full, short = takeover(slm, llm, RequestPolicy(-math.inf), prompts(99, 5), 20, **options)
     assert (len(full.token_ids), len(short.token_ids)) == (1, 20)
+
+
+STEP_ENDS = frozenset(range(5, V, 4))
+
+
+@torch.no_grad()
+def spans_by_definition(slm, llm, ids, threshold, budget, length):
+    """Spans, a full forward for every token: (tokens, steps of the events, tokens that the LLM wrote after theirs)."""
+    tokens, steps, written, writing, ends = ids.tolist(), [], 0, False, {EOS, 7}
+    while len(tokens) < len(ids) + length and (len(tokens) == len(ids) or tokens[-1] not in ends):
+        small, large = (model(torch.tensor([tokens])).logits[0, -1] for model in (slm, llm))
+        entropy = float(-(small.softmax(0) * small.log_softmax(0)).sum())
+        if writing:
+            written += 1
+        elif entropy > threshold and len(steps) < budget:
+            steps.append(len(tokens) - len(ids))
+            writing = True
+        tokens.append(int((large if writing else small).argmax()))
+        writing = writing and tokens[-1] not in STEP_ENDS
+    return tokens[len(ids) :], steps, written
+
+
+@pytest.mark.parametrize("options", [{}, {"max_length": 49, "max_batch": 2}], ids=["plain", "fast"])
+@pytest.mark.parametrize(("threshold", "budget"), [(-math.inf, 1), (1.5, 2), (2.0, 8), (2.3, 3), (math.inf, 3)])
+def test_spans_are_steps_of_the_llm_between_greedy_tokens(threshold, budget, options):
+    asked, made = prompts(4, 9, 3, 6, 5, 8, seed=2), 0
+    for seed in (2, 4, 6):
+        slm, llm = tiny("qwen3", seed), tiny("qwen3", seed + 1)
+        slm.generation_config.eos_token_id, llm.generation_config.eos_token_id = EOS, [EOS, 7]
+        policy, given = RequestPolicy(threshold), {"step_ends": STEP_ENDS, "max_events": budget, **options}
+        found = spans(slm, llm, policy, asked, 40, **given)
+        for ids, one in zip(asked, found, strict=True):
+            tokens, steps, written = spans_by_definition(slm, llm, ids, threshold, budget, 40)
+            assert one.token_ids.tolist() == tokens
+            assert [event.step for event in one.events] == steps
+            assert [event.token for event in one.events] == [tokens[step] for step in steps]
+            pool = 8.0 if steps else None
+            assert one.usage == Usage(len(steps), pool, len(steps), written)
+            made += written
+    assert (made > 20) == (threshold < math.inf)
+
+
+def test_spans_end_at_the_limits():
+    slm, llm = tiny("qwen3", 4), tiny("qwen3", 5, max_position_embeddings=20)
+    for model in (slm, llm):
+        model.generation_config.eos_token_id = None
+    policy, nothing = RequestPolicy(-math.inf), frozenset()
+    (whole,) = takeover(slm, llm, policy, prompts(5), 15)
+    for length in range(1, 16):  # a step without an end
+        (one,) = spans(slm, llm, policy, prompts(5), length, step_ends=nothing)
+        assert one.token_ids.tolist() == whole.token_ids[:length].tolist()
+        assert one.usage[2:] == (1, length - 1)
+    full, short = spans(slm, llm, policy, prompts(19, 5), 30, step_ends=nothing, max_events=1)
+    assert (len(full.token_ids), full.written) == (30, 0)  # the LLM has no position left after its first token
+    assert (len(short.token_ids), short.written) == (30, 14)
+    assert (
+        full.token_ids[1:].tolist() == greedy(slm, [[*prompts(19, 5)[0], full.token_ids[0]]], 29)[0].token_ids.tolist()
+    )
+    assert spans(slm, llm, policy, [], 9, step_ends=nothing) == []
+    with pytest.raises(ValueError, match="max_new_tokens: expected 1 or more, got 0"):
+        spans(slm, llm, policy, prompts(5), 0, step_ends=nothing)
+
+
+def test_a_step_ends_after_a_token_whose_text_holds_the_delimiter():
+    tokenizer = load_pair("plans").world.tokenizer
+    assert ending_ids(tokenizer, ".") == {tokenizer.get_vocab()[". "]}
+    with pytest.raises(ValueError, match="delimiter: expected a text that some token holds, got 'xyz'"):
+        ending_ids(tokenizer, "xyz")
 
 
 # What may follow the prompt's token 7; behind it comes the end. The SLM's order is 4, 5, 6, the LLM's 3, 6, 5: its

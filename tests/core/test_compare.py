@@ -18,6 +18,7 @@ from fb_core.llm import LocalLLM
 from fb_core.methods import EXTERNAL
 from fb_core.methods.majority import majority
 from fb_core.methods.r2r.decoding import r2r
+from fb_core.methods.spans import ending_ids, spans
 from fb_core.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
 from fb_core.methods.takeover import TakeoverGeneration
 from fb_core.pool import Event
@@ -215,6 +216,16 @@ def test_spec_reason_has_the_delimiter_and_judge_of_the_run(rows, prompts, pair)
     assert {step.writer for one in wanted for step in one.steps} == {"slm", "llm"}
 
 
+def test_spans_have_the_delimiter_and_budget_of_the_run(rows, prompts, pair, run):
+    ends = ending_ids(pair.world.tokenizer, ". ")
+    wanted = spans(pair.slm, pair.llm, frozen_policy(run), prompts, 45, step_ends=ends, tokenizer=pair.world.tokenizer)
+    found = rows["spans", None]
+    assert written(found) == tokens_of(wanted)
+    assert [row["steps"] for row in found] == [[event.step for event in one.events] for one in wanted]
+    assert [row["suffix"] for row in found] == [one.written for one in wanted]
+    assert sum(row["suffix"] for row in found) > 45
+
+
 def event(step, llm_logprob, choice=0):
     size = len(llm_logprob)
     return Event(step, 1.0, list(range(size)), [3] * size, [0.0] * size, llm_logprob, None, choice)
@@ -324,7 +335,8 @@ def test_a_checkpoint_that_was_trained_again_is_refused(pair, checkpoints, run, 
 
 def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
     few = settings(evaluate={"max_events": 2}, collect={"slm_k": 2})
-    for method in ("s2t", "direct", "one-token-takeover", "slm-preference", "random", "futurebridge", "r2r-events"):
+    rules = ("s2t", "direct", "one-token-takeover", "slm-preference", "random")
+    for method in (*rules, "futurebridge", "r2r-events", "spans"):
         found = generator(method, few, run, 0 if method in SEEDED else None)(prompts, 45)
         assert max(len(one.events) for one in found) == 2
         if method == "s2t":
