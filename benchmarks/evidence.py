@@ -265,7 +265,7 @@ def below(cells: Cells, world: str, name: str, delta: float) -> Below:
     """How often and how far a row is below the two, in one world."""
     gaps = [
         [
-            statistics.paired_interval(cells.correct(cell, name), cells.correct(cell, other.label), resamples=2000)
+            statistics.average_interval([cells.correct(cell, name)], [cells.correct(cell, other.label)], resamples=2000)
             for other in (GREEDY, DIRECT)
         ]
         for cell in cells.of(world)

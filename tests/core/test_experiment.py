@@ -206,17 +206,17 @@ def test_a_row_is_what_its_files_say(made, found):
     row = rows_of(found, "alpha")["alpha-0.5", None]
     own, events, tokens = shares(run, "alpha-0.5")
     assert len(own) == row.problems == 9
-    assert row.accuracy == statistics.interval(list(own.values()))
+    assert row.accuracy == statistics.average_interval([list(own.values())])
     assert (row.events, row.tokens) == (pytest.approx(events), pytest.approx(tokens))
     assert (row.seeds, row.x, row.label, row.benchmark) == ((0, 1), 0.5, "alpha = 0.5", "demo:plans")
     for name in ("greedy", "direct", "futurebridge"):
         theirs, _, _ = shares(run, name)
-        wanted = statistics.paired_interval(list(own.values()), [theirs[problem] for problem in own])
+        wanted = statistics.average_interval([list(own.values())], [[theirs[problem] for problem in own]])
         assert row.minus[name] == wanted
     assert list(row.minus) == ["greedy", "direct", "futurebridge"]
     ours = rows_of(found, "alpha")["futurebridge", None]
     assert (ours.x, ours.label) == (1.0, "alpha = 1")
-    assert ours.accuracy == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    assert ours.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
     assert "futurebridge" not in ours.minus
 
 
@@ -242,15 +242,15 @@ def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found,
     rows = rows_of(found, "quantiles")
     there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
     own, direct = shares(run, "q0.92/futurebridge")[0], shares(run, "q0.92/direct")[0]
-    assert there.accuracy == statistics.interval(list(own.values()))
-    assert there.minus["direct"] == statistics.paired_interval(list(own.values()), [direct[p] for p in own])
+    assert there.accuracy == statistics.average_interval([list(own.values())])
+    assert there.minus["direct"] == statistics.average_interval([list(own.values())], [[direct[p] for p in own]])
     greedy = shares(run, "greedy")[0]
-    assert there.minus["greedy"] == statistics.paired_interval(list(own.values()), [greedy[p] for p in own])
+    assert there.minus["greedy"] == statistics.average_interval([list(own.values())], [[greedy[p] for p in own]])
     assert "futurebridge" not in there.minus
     assert rows["direct", 0.92].minus["futurebridge"].mean == pytest.approx(-there.minus["direct"].mean)
     assert there.threshold == frozen_policy(run / "variants" / "q0.92").threshold
     assert here.threshold == frozen_policy(run).threshold
-    assert here.accuracy == statistics.interval(list(shares(run, "futurebridge")[0].values()))
+    assert here.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
     quantiles = [row.quantile for row in found.of("quantiles")]
     assert quantiles == sorted(quantiles)
     keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
@@ -389,7 +389,7 @@ def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
     found = gather(chosen, run)
     ours, new = found.of("events")
     assert (ours.label, new.label) == ("all events", "one event")
-    assert new.accuracy == statistics.interval(list(shares(run, "events-1")[0].values()))
+    assert new.accuracy == statistics.average_interval([list(shares(run, "events-1")[0].values())])
     assert set(new.minus) == {"greedy", "direct", "futurebridge"}
     (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
     assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]

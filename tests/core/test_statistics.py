@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from fb_core import statistics
 from fb_core.statistics import (
     Interval,
     above_line_interval,
     average_interval,
-    coverage,
-    interval,
     outcomes_differ,
-    paired_interval,
     paired_lower_bound,
     paired_share_interval,
     pairwise_agreement,
@@ -30,48 +27,45 @@ from fb_core.statistics import (
 
 def test_two_problems_resample_to_a_half_most_often() -> None:
     """One right, one wrong: the resampled means 0, 1/2 and 1 have probabilities 1/4, 1/2 and 1/4."""
-    assert interval([True, False]) == Interval(0.5, 0.0, 1.0)
-    assert interval([True, False], level=0.4) == Interval(0.5, 0.5, 0.5)
-
-
-def test_pairing_cancels_what_the_problems_share() -> None:
-    hardness = np.arange(40.0)
-    assert paired_interval(hardness + 0.25, hardness) == Interval(0.25, 0.25, 0.25)
-    apart = interval(hardness + 0.25)
-    assert apart.high - apart.low > 5
+    assert average_interval([[True, False]]) == Interval(0.5, 0.0, 1.0)
+    assert average_interval([[True, False]], level=0.4) == Interval(0.5, 0.5, 0.5)
 
 
 def test_difference_of_bools_is_signed() -> None:
-    assert paired_interval([True, False, False], [False, True, True]).mean == pytest.approx(-1 / 3)
+    assert average_interval([[True, False, False]], [[False, True, True]]).mean == pytest.approx(-1 / 3)
 
 
-def test_interval_agrees_with_the_normal_approximation() -> None:
-    values = np.random.default_rng(3).normal(size=400)
-    found = interval(values)
-    half_width = 1.96 * values.std() / math.sqrt(400)
-    assert found.low == pytest.approx(values.mean() - half_width, abs=0.1 * half_width)
-    assert found.high == pytest.approx(values.mean() + half_width, abs=0.1 * half_width)
+@pytest.mark.parametrize("problems", [(40,), (2, 300, 17)])
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
+def test_intervals_are_scipys(problems: tuple[int, ...], level: float) -> None:
+    """The same draws, since both take 32-bit integers from one generator, set by set."""
+    draw = np.random.default_rng(1)
+    a, b = ([draw.random(n) < share for n in problems] for share in (0.7, 0.6))
+    difference = [own.astype(float) - other for own, other in zip(a, b, strict=True)]
 
+    def average(*sets: np.ndarray, axis: int) -> np.ndarray:
+        return np.mean([one.mean(axis=axis) for one in sets], axis=0)
 
-def test_intervals_cover_the_truth_at_their_level() -> None:
-    generator = np.random.default_rng(0)
-    hits = 0
-    for seed in range(400):
-        found = interval(generator.random(60) < 0.3, resamples=400, level=0.9, seed=seed)
-        hits += found.low <= 0.3 <= found.high
-    assert 0.85 <= hits / 400 <= 0.94
+    for values, found in (
+        (a, average_interval(a, level=level, resamples=3000, seed=4)),
+        (difference, average_interval(a, b, level=level, resamples=3000, seed=4)),
+    ):
+        options = {"confidence_level": level, "n_resamples": 3000, "method": "percentile", "rng": 4}
+        batch = statistics.DRAWS_AT_ONCE // sum(problems)
+        wanted = stats.bootstrap([one.astype(float) for one in values], average, batch=batch, **options)
+        assert found[1:] == pytest.approx(wanted.confidence_interval)
 
 
 def test_the_seed_decides_and_the_chunks_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).random(50)
-    assert interval(values) == interval(values)
-    assert interval(values, seed=1) != interval(values)
+    assert average_interval([values]) == average_interval([values])
+    assert average_interval([values], seed=1) != average_interval([values])
     monkeypatch.setattr(statistics, "DRAWS_AT_ONCE", 10)  # fewer than the problems: one resample at a time
     statistics._kept_draws.cache_clear()
-    one_by_one = interval(values)
+    one_by_one = average_interval([values])
     monkeypatch.undo()
     statistics._kept_draws.cache_clear()
-    assert one_by_one.low == pytest.approx(interval(values).low, abs=0.01)
+    assert one_by_one.low == pytest.approx(average_interval([values]).low, abs=0.01)
 
 
 def test_two_problems_give_three_ratios() -> None:
@@ -83,13 +77,11 @@ def test_two_problems_give_three_ratios() -> None:
 def test_draws_without_a_whole_are_left_out() -> None:
     """The second problem has no pairs: every other draw gives 1/2, and those of the second alone give nothing."""
     assert ratio_interval([2, 0], [4, 0]) == Interval(0.5, 0.5, 0.5)
-    with pytest.raises(ValueError, match="draw more often"):
-        ratio_interval([2, 0], [4, 0], resamples=1, seed=0)  # draws the second problem twice
 
 
 def test_ratios_of_problems_of_one_size_are_means() -> None:
     values = np.random.default_rng(2).random(30)
-    apart, together = interval(values), ratio_interval(3 * values, np.full(30, 3.0))
+    apart, together = average_interval([values]), ratio_interval(3 * values, np.full(30, 3.0))
     assert together == pytest.approx(apart)
 
 
@@ -110,43 +102,11 @@ def test_an_average_is_over_benchmarks_and_draws_inside_them() -> None:
     assert average_interval([large, small]).mean == pytest.approx((1 / 3 + 1) / 2)  # however many problems
 
 
-def test_an_average_over_one_benchmark_is_its_own_interval() -> None:
-    draw = np.random.default_rng(5)
-    a, b = draw.random(40), draw.random(40)
-    assert average_interval([a]) == interval(a)
-    assert average_interval([a], [b]) == paired_interval(a, b)
-
-
-def test_an_averages_interval_is_that_of_independent_benchmarks() -> None:
-    draw = np.random.default_rng(6)
-    a = [draw.normal(size=n) for n in (400, 100, 50)]
-    found = average_interval(a)
-    half = 1.96 * math.sqrt(sum(one.var() / len(one) for one in a)) / 3
-    assert found.mean == pytest.approx(np.mean([one.mean() for one in a]))
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.1)
-
-
 def test_averages_are_paired_problem_by_problem() -> None:
     hardness = [np.arange(40.0), np.arange(7.0)]
     assert average_interval([one + 0.25 for one in hardness], hardness) == Interval(0.25, 0.25, 0.25)
     apart = average_interval(hardness)
     assert apart.high - apart.low > 3
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "words"),
-    [
-        ([], None, "one benchmark or more, got 0"),
-        ([[1.0]], [], "got 1 and 0"),
-        ([[1.0]], [[1.0], [1.0]], "got 1 and 2"),
-        ([[1.0], [1.0, 0.0]], [[1.0], [1.0]], r"a\[1\] and b\[1\] must be of one length, got 2 and 1"),
-        ([[]], None, "not empty"),
-        ([[math.nan]], None, "must be finite"),
-    ],
-)
-def test_benchmarks_that_do_not_fit_are_named(a: list, b: list | None, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        average_interval(a, b)
 
 
 def on_the_line(share: float, n: int = 2000) -> tuple[np.ndarray, ...]:
@@ -187,31 +147,11 @@ def test_chance_takeover_of_a_share_is_not_told_apart_from_its_line() -> None:
     assert covered >= 50
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        (0, [], "as many benchmarks everywhere"),
-        (1, [[1.0]], "of one length, got 2 and 1"),
-        (1, [[1.0, -1.0]], "tokens must not be negative, got -1.0"),
-        (2, [[1.0, math.nan]], "must be finite"),
-        (4, [[0.0, 0.0]], "takeover_tokens must not be 0 everywhere"),
-        (4, [[1.0, 0.0]] * 2, "as many benchmarks everywhere"),
-    ],
-)
-def test_a_line_that_cannot_be_drawn_is_refused(place: int, value: list, words: str) -> None:
-    given = [[[1.0, 0.0]], [[1.0, 2.0]], [[0.0, 0.0]], [[1.0, 1.0]], [[4.0, 4.0]]]
-    given[place] = value
-    with pytest.raises(ValueError, match=words):
-        above_line_interval(*given)
-
-
-@pytest.mark.parametrize(
-    ("right", "of", "low", "high"),
-    [(2, 2, 0.3424, 1.0), (0, 2, 0.0, 0.6576), (8, 10, 0.4902, 0.9433), (50, 100, 0.4038, 0.5962)],
-)
-def test_shares_of_single_trials_are_wilsons(right: int, of: int, low: float, high: float) -> None:
-    outcomes = np.arange(of) < right
-    assert share_interval(outcomes, np.ones(of)) == pytest.approx((right / of, low, high), abs=1e-4)
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
+@pytest.mark.parametrize(("right", "of"), [(2, 2), (0, 2), (0, 1), (8, 10), (50, 100), (399, 400)])
+def test_shares_of_single_trials_are_wilsons(right: int, of: int, level: float) -> None:
+    wanted = stats.binomtest(right, of).proportion_ci(level, method="wilson")
+    assert share_interval(np.arange(of) < right, np.ones(of), level=level)[1:] == pytest.approx(wanted, abs=1e-12)
 
 
 def test_a_problem_is_one_trial_however_many_states_it_has() -> None:
@@ -270,24 +210,6 @@ def test_intervals_of_shares_hold_their_mean_inside_their_bounds(rows: list, lev
     assert difference.mean == pytest.approx(share_interval(a, whole).mean - share_interval(b, whole).mean)
 
 
-@pytest.mark.parametrize("call", [share_interval, lambda part, whole: paired_share_interval([0, 0], part, whole)])
-@pytest.mark.parametrize(
-    ("part", "whole", "words"),
-    [
-        ([2, 0], [1, 1], "at most its whole, got 2.0 of 1.0 at 0"),
-        ([-1, 0], [1, 1], "must not be negative"),
-        ([0, 0], [0, 0], "must not be 0 everywhere"),
-        ([1], [1, 1], "must be of one length"),
-        ([math.nan, 0], [1, 1], "must be finite"),
-    ],
-)
-def test_bad_shares_are_refused(call: Callable[..., Interval], part: list, whole: list, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call(part, whole)
-    with pytest.raises(ValueError, match="level must lie between 0 and 1, got 95"):
-        share_interval([1], [1], level=95)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8).filter(
         lambda pairs: any(whole for _, whole in pairs)
@@ -303,58 +225,11 @@ def test_ratio_bounds_hold_and_repeat(pairs: list[tuple[int, int]], seed: int) -
     assert 0 <= found.low <= found.high <= 1
 
 
-@pytest.mark.parametrize(
-    ("part", "whole", "message"),
-    [
-        ([], [], "not empty"),
-        ([1, math.nan], [1, 1], "part.* must be finite, got nan at 1"),
-        ([1, 1], [math.inf, 1], "whole.* must be finite, got inf at 0"),
-        ([1, -1], [1, 1], "part.* must not be negative, got -1.0 at 1"),
-        ([1, 1], [1, -2], "whole.* must not be negative, got -2.0 at 1"),
-        ([1, 0], [1, 2, 3], "got 2 and 3"),
-        ([0, 0], [0, 0], "whole.* must not be 0 everywhere, got 2 zeros"),
-        ([[1]], [[1]], "one-dimensional"),
-    ],
-)
-def test_bad_ratios_are_refused(part: list[float], whole: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ratio_interval(part, whole)
-
-
-def test_ratios_want_a_resample() -> None:
-    with pytest.raises(ValueError, match="resamples"):
-        ratio_interval([1], [1], resamples=0)
-
-
 @pytest.mark.parametrize("values", [[0.7], [0.1] * 9, [True] * 3])
 def test_no_spread_gives_no_width(values: list[float]) -> None:
-    found = interval(values)
+    found = average_interval([values])
     assert found.low == found.high == pytest.approx(found.mean)
-    assert paired_interval(values, values) == Interval(0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("call", [interval, coverage, outcomes_differ, lambda a: paired_interval(a, a)])
-@pytest.mark.parametrize("values", [[], [1.0, math.nan], [1.0, math.inf], [[1.0, 0.0]]])
-def test_bad_outcomes_are_refused(call: Callable[[object], object], values: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        call(values)
-
-
-@pytest.mark.parametrize("call", [paired_interval, pairwise_agreement, top1_success])
-def test_lengths_must_match(call: Callable[[object, object], object]) -> None:
-    with pytest.raises(ValueError, match="got 2 and 3"):
-        call([1, 0], [1, 0, 1])
-
-
-@pytest.mark.parametrize("options", [{"resamples": 0}, {"level": 0.0}, {"level": 95}, {"level": math.nan}])
-def test_bad_options_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        interval([1, 0], **options)  # type: ignore[arg-type]
-
-
-def test_words_are_refused() -> None:
-    with pytest.raises(TypeError, match="dtype"):
-        interval(["correct", "wrong"])
+    assert average_interval([values], [values]) == Interval(0.0, 0.0, 0.0)
 
 
 def test_pairs_by_hand() -> None:
@@ -371,20 +246,16 @@ def test_graded_outcomes_compare_by_their_order() -> None:
 def test_equal_outcomes_are_not_comparable(outcome: list[bool]) -> None:
     assert pairwise_agreement(list(range(len(outcome))), outcome) == (0.0, 0)
     assert not outcomes_differ(outcome)
-    assert coverage(outcome) == top1_success(list(range(len(outcome))), outcome) == float(outcome[0])
+    assert top1_success(list(range(len(outcome))), outcome) == float(outcome[0])
 
 
-def test_impossible_candidates_are_tied_and_nan_scores_refused() -> None:
+def test_impossible_candidates_are_tied() -> None:
     assert pairwise_agreement([-math.inf, -math.inf, 0.0], [True, False, True]) == (1.5, 2)
-    for call in (pairwise_agreement, top1_success):
-        with pytest.raises(ValueError, match="free of NaN"):
-            call([math.nan, 0.0], [True, False])
 
 
 def test_top1_ties_go_to_the_lowest_index() -> None:
     assert top1_success([0.2, 0.7, 0.7], [True, False, True]) == 0.0
     assert top1_success([0.2, 0.7, 0.7], [False, True, False]) == 1.0
-    assert coverage([False, True, False]) == 1.0
     assert outcomes_differ([False, True, False])
 
 
@@ -432,9 +303,3 @@ def test_the_paired_lower_bound_keeps_its_level_where_methods_differ_rarely(won)
 def test_the_paired_lower_bound_of_equal_outcomes_stays_wide():
     assert -0.02 < paired_lower_bound(np.ones(300), np.ones(300), level=0.9875).low < 0
     assert paired_lower_bound([1], [1]).low < -0.5
-
-
-@pytest.mark.parametrize("values", [([0.5], [1]), ([1, 0], [1]), ([], [])])
-def test_the_paired_lower_bound_takes_one_run_a_problem(values):
-    with pytest.raises(ValueError, match="paired_lower_bound"):
-        paired_lower_bound(*values)
