@@ -31,9 +31,9 @@ from fb_core.methods import names
 
 
 def _server_url(url: str) -> str:
-    from fb_core.http import url_parts
+    from fb_core.http import checked_url
 
-    url_parts(url)  # settings are stored and shown: no secret may be in them
+    checked_url(url)  # settings are stored and shown: no secret may be in them
     return url
 
 

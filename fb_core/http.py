@@ -7,7 +7,6 @@ import ssl
 import threading
 from concurrent.futures import Future
 from http.cookiejar import DefaultCookiePolicy
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,31 +18,20 @@ class ServerError(OSError):
     """The server did not answer, or its answer lacks what was asked for."""
 
 
-class Address(NamedTuple):
-    """Where a server is."""
-
-    secure: bool
-    host: str
-    port: int
-    path: str  # put before the server's own paths
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.secure else 'http'}://{host}:{self.port}{self.path}"
-
-
 class Connections:
     """Connections to one server, on their own event loop; proxies are not used, redirects are not followed.
 
+    `httpx.Client` will not do: it limits each read but not the whole request, and no other thread can end one.
+
     Args:
-        address: of the server.
+        url: of the server, put before every path.
         headers: of every request.
         timeout: seconds for one request, from connecting to the complete answer.
         kept: maximum number of idle connections that are kept open.
     """
 
-    def __init__(self, address: Address, headers: dict[str, str], timeout: float, kept: int) -> None:
-        self._address = address
+    def __init__(self, url: str, headers: dict[str, str], timeout: float, kept: int) -> None:
+        self._url = url
         self._timeout = timeout
         self._client = httpx.AsyncClient(
             headers=headers | {"Accept-Encoding": "identity"} | ({} if kept else {"Connection": "close"}),
@@ -57,12 +45,7 @@ class Connections:
         threading.Thread(target=_run, args=(self._loop,), name="fb-http", daemon=True).start()
 
     def post(self, path: str, body: bytes, gone: Future[None] | None = None) -> tuple[int, bytes]:
-        """Status and body of the answer to a POST.
-
-        Args:
-            path: put behind the address's own.
-            body: of the request.
-            gone: the request is given up when this is cancelled.
+        """Status and body of the answer to a POST, which is given up when `gone` is cancelled.
 
         Raises:
             CancelledError: it was given up.
@@ -80,13 +63,13 @@ class Connections:
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                self._client.stream("POST", f"{self._address}{path}", content=body) as response,
+                self._client.stream("POST", f"{self._url}{path}", content=body) as response,
             ):
                 async for chunk in response.aiter_raw():
                     answer += chunk
                     if len(answer) > MAX_BODY:
                         raise ServerError(
-                            f"{self._address}: expected at most {MAX_BODY} bytes from {path}, got more; check what "
+                            f"{self._url}: expected at most {MAX_BODY} bytes from {path}, got more; check what "
                             "listens there"
                         )
                 return response.status_code, bytes(answer)
@@ -114,8 +97,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def url_parts(url: str) -> Address:
-    """The parts of a server's URL.
+def checked_url(url: str) -> str:
+    """A server's URL, without a slash at its end.
 
     Raises:
         TypeError: not a str.
@@ -125,15 +108,15 @@ def url_parts(url: str) -> Address:
         raise TypeError(f"url: expected a str, got {type(url).__name__}; pass one such as 'http://localhost:8000'")
     try:
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        host, _ = parts.hostname, parts.port  # a bad port raises here
     except ValueError:
-        parts, port = urlsplit(""), 0
+        parts, host = urlsplit(""), None
     extra = parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme not in ("http", "https") or not parts.hostname or extra or not url.isprintable() or " " in url:
+    if parts.scheme not in ("http", "https") or not host or extra or not url.isprintable() or " " in url:
         secret = any(mark in url for mark in "@?#%")
         got = "one with a user, a query, a fragment or an escape, which may hold a secret" if secret else repr(url)
         raise ValueError(
             f"url: expected http or https, a host, perhaps a port and a path, got {got}; pass one such as "
             "'http://localhost:8000', a key by api_key"
         )
-    return Address(parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/"))
+    return parts._replace(path=parts.path.rstrip("/")).geturl()

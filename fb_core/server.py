@@ -8,7 +8,6 @@ import operator
 import os
 import random
 import reprlib
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.counts import check_count
 from fb_core.dialects import DIALECTS
-from fb_core.http import Connections, ServerError, url_parts
+from fb_core.http import Connections, ServerError, checked_url
 from fb_core.llm import GONE, LLM, Candidates, Ids, check_max_new_tokens, check_sampling, seeded
 
 Flavour = Literal["vllm", "sglang", "llama.cpp"]
@@ -50,26 +49,15 @@ def key_in(variable: str | None) -> str | None:
 
 
 class ServerLLM(LLM):
-    r"""A large model on a server: greedy unless asked to sample, without penalties, whatever the server's defaults.
+    """A large model on a server: greedy unless asked to sample, without penalties, whatever the server's defaults.
 
     A request that fails (no connection, no complete answer in time, status 429 or 5xx) is sent again up to `retries`
     times with growing pauses; any other failure is final. All calls share one pool of threads and connections.
-    Connections are kept open, except to llama.cpp, where each would hold one of its few threads. The requests by
-    flavour:
-
-    - "vllm": `/v1/completions` with `logprobs=k`, which the server limits (`--max-logprobs`, 20 by default). It lists
-      its top tokens only, so the other `score_ids` are requested with `logprob_token_ids` (at most 128 of them). A
-      server that does not know that field ignores it; then each id is appended to the prompt and its `prompt_logprobs`
-      are read, all in one request. That is exact too, but the server prefills the prompt once per id. After three such
-      answers in a row only every 64th question tries the field again. Completions need `return_token_ids` (0.10.2 or
-      later).
-    - "sglang": `/generate` with `top_logprobs_num` and `token_ids_logprob`.
-    - "llama.cpp": `/completion` with `n_probs`, before sampling. Given ids cannot be requested, so `n_probs` grows from
-      128 by factors of 16, up to the vocabulary, until the answer contains the `score_ids`; the prompt stays cached.
+    Connections are kept open, except to llama.cpp, where each would hold one of its few threads. What each flavour is
+    asked is in `dialects.py`, and the versions and flags that it needs in docs/serving.md.
 
     Samples are drawn by the server, one request per sample, each with its own seed. They are not those of a `LocalLLM`,
-    and whether they can be reproduced depends on the server, where each batch may round differently. SGLang uses the
-    seeds only under `--enable-deterministic-inference` (a version without `sampling_seed` refuses them) and applies
+    and whether they can be reproduced depends on the server, where each batch may round differently. SGLang applies
     `top_p` to all probabilities instead of those of the `top_k`; vLLM raises a temperature below 0.01 to 0.01.
 
     A continuation ends where the server ends it (its model's end-of-sequence tokens), or after one of `ends`. If a
@@ -108,7 +96,7 @@ class ServerLLM(LLM):
         in_flight: int = 8,
         api_key: str | None = None,
     ) -> None:
-        address = url_parts(url)
+        address = checked_url(url)
         if flavour not in DIALECTS:
             raise ValueError(f"flavour: expected 'vllm', 'sglang' or 'llama.cpp', got {flavour!r}; name the server's")
         for name, count, least, remedy in (
@@ -165,9 +153,9 @@ class ServerLLM(LLM):
         Raises:
             TypeError: ids that are not integers.
             ValueError: no ids, one outside the vocabulary, or k below 1.
-            ServerError: no answer, or one that lacks any of the k candidates or `score_ids`, repeats an id, has an id
-                outside the vocabulary, a log-probability that is not a number up to 0, or a likeliest token with less
-                than half the probability of a uniform distribution over the ids. The object stays usable.
+            ServerError: no answer, or one that lacks what was asked for, repeats an id, has an id outside the
+                vocabulary, a log-probability that is not a number up to 0, or a likeliest token with less than half the
+                probability of a uniform distribution over the ids. The object stays usable.
         """
         check_count("k", k, 1, "the published pools take 8", "{} or more candidates")
         checked = self._prompts(prompts)
@@ -208,13 +196,7 @@ class ServerLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """As `LLM.sample_many`, one request per sample, at most `in_flight` at once.
-
-        Raises:
-            TypeError: ids or max_new_tokens that are not integers.
-            ValueError: a setting out of range, no ids, one outside the vocabulary, or max_new_tokens below 1.
-            ServerError: as `complete_many`.
-        """
+        """As `LLM.sample_many`, one request per sample; raises as `complete_many`, ValueError for such a setting."""
         check_sampling(n, temperature, top_p, top_k)
         check_max_new_tokens(max_new_tokens)
 
@@ -229,8 +211,8 @@ class ServerLLM(LLM):
     def check_tokenizer(self, tokenizer: hf.Tokenizer, texts: Sequence[str] | None = None) -> None:
         """Refuse a server of another flavour, or one whose tokenizer (its `/tokenize`) disagrees with this one.
 
-        All three flavours document that endpoint; an SGLang from before it was added answers 404, a ServerError. A
-        server is of another flavour if it answers a request for one candidate in that flavour and not in the given one.
+        A server is of another flavour if it answers a request for one candidate in that flavour and not in the given
+        one. An SGLang from before it had `/tokenize` answers 404, a ServerError.
 
         Args:
             tokenizer: the tokenizer whose ids this object will be given.
@@ -355,11 +337,12 @@ class ServerLLM(LLM):
 
     def _post(self, path: str, fields: dict[str, Any]) -> Any:
         """The JSON answer to a JSON request, with retries; CancelledError once nobody waits for it."""
-        body, gone, delay = self._body(fields), GONE.get(), 0.0
+        body, gone = self._body(fields), GONE.get() or Future()
         for attempt in range(self.retries + 1):
             if attempt:
                 delay = min(FIRST_DELAY * 2 ** (attempt - 1), LONGEST_DELAY) * self._random.uniform(0.5, 1.5)
-            _pause(delay, gone)
+                with suppress(TimeoutError):
+                    gone.result(delay)
             try:
                 status, answer = self._connections.post(path, body, gone)
             except ServerError:
@@ -398,15 +381,6 @@ class ServerLLM(LLM):
         key = self._api_key or ""
         text = text.replace(key, "***") if key else text
         return "***" if any(key[start : start + PART] in text for start in range(len(key) - PART + 1)) else text
-
-
-def _pause(seconds: float, gone: Future[None] | None) -> None:
-    """Wait so long; CancelledError as soon as `gone` is cancelled."""
-    if gone is None:
-        time.sleep(seconds)
-    else:
-        with suppress(TimeoutError):
-            gone.result(seconds)
 
 
 def _close(pool: ThreadPoolExecutor, connections: Connections) -> None:
