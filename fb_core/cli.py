@@ -539,46 +539,17 @@ def serve(
     prefill_tokens: Annotated[
         int, typer.Option(min=1, help="Most prompt tokens prefilled between two steps while others run.")
     ] = 512,
-    engine: Annotated[
-        str, typer.Option(help="local for this process, or ray for replicas on a Ray cluster.")
-    ] = "local",
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="Copies of the pair with --engine ray, each on its own GPU if there are GPUs."),
-    ] = None,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
-    settings = _pair_settings(locals())
+    given = locals()
+    from fb_core.config import ServeSettings, checked
     from fb_core.extras import require
 
-    if engine not in ("local", "ray"):
-        raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
-    if replicas is not None and engine == "local":
-        raise ValueError("replicas: expected --engine ray with it, got none; without Ray one process serves")
+    settings = checked(ServeSettings, {name: given[name] for name in ServeSettings.model_fields}, "")
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
-    from fb_core.server import key_in
+    from fb_core.serve.run import serve as run
 
-    given: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "key": key_in(key_variable),
-        "max_batch": max_batch,
-        "kv_memory": kv_memory,
-        "queue": queue,
-        "body_limit": body_limit,
-        "drain": drain,
-        "prefill_tokens": prefill_tokens,
-        "on_llm_error": on_llm_error,
-    }
-    if engine == "ray":
-        require("serve --engine ray", "ray", "fastapi", extra="serve-ray")
-        from fb_core.serve.replicas import serve_replicas
-
-        serve_replicas(settings, replicas or 1, **given)
-    else:
-        from fb_core.serve.run import serve as run
-
-        run(settings, **given)
+    run(settings, host=host, port=port, drain=drain)
 
 
 def _complain(problem: Exception) -> None:

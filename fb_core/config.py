@@ -115,6 +115,28 @@ class PairSettings(Section):
         return self
 
 
+class ServeSettings(PairSettings):
+    """A pair behind OpenAI's API.
+
+    Attributes:
+        key_variable: environment variable that holds the key that clients must send; None if no key is needed.
+        max_batch: sequences that run together.
+        kv_memory: bytes for keys and values; None for at most half of the free memory.
+        queue: maximum number of sequences that wait or run.
+        body_limit: maximum bytes of a request.
+        on_llm_error: as for `CollaborativeDecoder`.
+        prefill_tokens: as for `CollaborativeDecoder`.
+    """
+
+    key_variable: str | None = None
+    max_batch: int = Field(default=32, ge=1)
+    kv_memory: int | None = Field(default=None, ge=1)
+    queue: int = Field(default=256, ge=1)
+    body_limit: int = Field(default=1 << 20, ge=1)
+    on_llm_error: Literal["raise", "slm"] = "raise"
+    prefill_tokens: int = Field(default=512, ge=1)
+
+
 class ServerSettings(Section):
     """An inference server that serves a model.
 

@@ -36,6 +36,9 @@ ELSEWHERE = {  # pages whose Python is run elsewhere, or is a fragment of what a
 LARGE_MODEL = sorted((ROOT / "examples/llm_server").glob("*.yaml"))
 
 
+RAY_SERVE = "applications:\n"  # in a file of Ray Serve's
+
+
 def blocks(page: str, *languages: str) -> list[str]:
     return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
 
@@ -90,14 +93,31 @@ def test_a_command_is_one_that_the_program_takes(page: str, command: str) -> Non
         assert context.command is known
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")])
+def settings(page: str) -> list[str]:
+    return [block for block in blocks(page, "yaml") if RAY_SERVE not in block]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if settings(page)])
 def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
-    for number, block in enumerate(blocks(page, "yaml")):
+    for number, block in enumerate(settings(page)):
         for part in [block] if page != "experiments.md" else block.splitlines():
             values = {"models": {"slm": "a", "llm": "b"}} | yaml.safe_load(part)
             file = tmp_path / f"{number}.yaml"
             file.write_text(yaml.safe_dump(values))
             assert RunSettings.load(str(file)).models.slm
+
+
+def test_what_ray_serve_gets_is_known() -> None:
+    pytest.importorskip("fastapi")
+    schema = pytest.importorskip("ray.serve.schema")
+    from fb_core.serve.replicas import ReplicaSettings
+
+    (file,) = (block for block in blocks("serving.md", "yaml") if RAY_SERVE in block)
+    (application,) = schema.ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
+    (command,) = re.findall(r"^serve run fb_core\.serve\.replicas:app (.+)$", PAGES["serving.md"], re.MULTILINE)
+    assert ReplicaSettings.model_validate(application.args).replicas == 16
+    assert ReplicaSettings.model_validate(dict(word.split("=", 1) for word in shlex.split(command))).replicas == 8
+    assert application.import_path == "fb_core.serve.replicas:app"
 
 
 @pytest.mark.parametrize("file", LARGE_MODEL, ids=lambda file: file.stem)

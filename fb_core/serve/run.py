@@ -9,19 +9,19 @@ import socket
 import sys
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
 
-from fb_core.config import PairSettings
+from fb_core.config import ServeSettings
 from fb_core.engine.engine import Engine
 from fb_core.engine.pages import SIZE
-from fb_core.intervention import OnError
 from fb_core.loading import load
 from fb_core.serve.app import LAST, LOG, application
 from fb_core.serve.connection import configured
 from fb_core.serve.service import Service
+from fb_core.server import key_in
 
 
 class Room(NamedTuple):
@@ -37,57 +37,40 @@ class Room(NamedTuple):
         return self.engine.load.all_pages * SIZE
 
 
-def room(
-    settings: PairSettings,
-    *,
-    key: str | None,
-    max_batch: int,
-    kv_memory: int | None,
-    prefill_tokens: int,
-    queue: int,
-    body_limit: int,
-    on_llm_error: OnError,
-    loopback: bool,
-) -> Room:
+def room(settings: ServeSettings, *, loopback: bool) -> Room:
     """Load the pair and make the engine and the routes; the access log goes to stderr.
 
     Args:
-        settings: of the pair.
-        key: what clients must send, not empty; None if no key is needed.
-        max_batch: sequences that run together.
-        kv_memory: bytes for keys and values; None for at most half of the free memory.
-        prefill_tokens: as for `CollaborativeDecoder`.
-        queue: maximum number of sequences that wait or run.
-        body_limit: maximum bytes of a request.
-        on_llm_error: as for `CollaborativeDecoder`.
+        settings: of the pair and the server.
         loopback: as for `application`.
     """
+    key = _key(settings.key_variable)
     loaded = load(settings)
     engine = Engine(
         loaded.pair,
         loaded.selector,
         loaded.policy,
-        max_batch=max_batch,
+        max_batch=settings.max_batch,
         max_length=settings.max_length,
-        kv_memory=kv_memory,
-        prefill_tokens=prefill_tokens,
-        on_llm_error=on_llm_error,
+        kv_memory=settings.kv_memory,
+        prefill_tokens=settings.prefill_tokens,
+        on_llm_error=settings.on_llm_error,
         **loaded.options,
     )
-    show_log()
+    _show_log()
     service = Service(
         engine,
         loaded.tokenizer,
         settings.slm,
-        queue,
+        settings.queue,
         settings.max_new_tokens,
         settings.max_length,
         thinking=loaded.thinking,
     )
-    return Room(engine, service, application(service, key=key, body_limit=body_limit, loopback=loopback))
+    return Room(engine, service, application(service, key=key, body_limit=settings.body_limit, loopback=loopback))
 
 
-def show_log() -> None:
+def _show_log() -> None:
     """Send the access log to stderr, one line per request."""
     if not LOG.handlers:
         handler = logging.StreamHandler()
@@ -96,10 +79,12 @@ def show_log() -> None:
         LOG.setLevel(logging.INFO)
 
 
-def check_key(key: str | None) -> None:
-    """Refuse an empty key."""
+def _key(variable: str | None) -> str | None:
+    """The key in an environment variable, which must not be empty; None if no variable is named."""
+    key = key_in(variable)
     if key == "":
         raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
+    return key
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -110,33 +95,27 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listening, f"http://{name}:{listening.getsockname()[1]}"
 
 
-def on_loopback(listening: socket.socket, key: str | None) -> bool:
+def on_loopback(listening: socket.socket, key_variable: str | None) -> bool:
     """Whether only this machine reaches the socket; warns if others do and need no key."""
     loopback = ip_address(listening.getsockname()[0]).is_loopback
-    if not loopback and key is None:
+    if not loopback and key_variable is None:
         words = "whoever reaches this address can use the server; export a key and name it with --key-variable"
         print(f"futurebridge: warning: {words}", file=sys.stderr, flush=True)
     return loopback
 
 
-def serve(
-    settings: PairSettings, *, host: str, port: int, key: str | None, max_batch: int, drain: int, **others: Any
-) -> None:
+def serve(settings: ServeSettings, *, host: str, port: int, drain: int) -> None:
     """Load the pair and serve it; after SIGTERM or Ctrl-C, requests under way have `drain` seconds to end.
 
     Args:
-        settings: as for `room`.
+        settings: of the pair and the server.
         host: to listen on.
         port: to listen on; 0 takes a free one.
-        key: as for `room`.
-        max_batch: as for `room`.
         drain: seconds.
-        others: further arguments of `room`.
     """
-    check_key(key)
     listening, url = listen(host, port)
-    made = room(settings, key=key, max_batch=max_batch, loopback=on_loopback(listening, key), **others)
-    holds = f"{max_batch} sequences, {made.tokens} tokens of keys and values"
+    made = room(settings, loopback=on_loopback(listening, settings.key_variable))
+    holds = f"{settings.max_batch} sequences, {made.tokens} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
     config = configured(made.app, drain + int(LAST), made.service.metrics.unread)
     # As SIGTERM's: uvicorn raises it again when all is closed, and no thread that waits for an LLM keeps the process.

@@ -23,7 +23,7 @@ from warm import futurebridge
 
 from fb_core import CollaborativeDecoder, LLMPreference, LocalLLM, RequestPolicy, Span
 from fb_core.chat import EVENT_STYLE, Chat, Printer, read_prompt
-from fb_core.config import PairSettings
+from fb_core.config import PairSettings, ServeSettings
 from fb_core.pool import Event
 from fb_core.recipe import Deployed, Recipe
 from fb_core.serve.protocol import ChatRequest
@@ -115,17 +115,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
     generation = Chat(chosen).answer(messages, Console(file=io.StringIO()))
     prompt = "w7 w8 w4 w5" if wanted else "w7 w8 w4"
     assert generation.token_ids.tolist() == expected(pair, prompt).token_ids.tolist()
-    made = room(
-        chosen,
-        key=None,
-        max_batch=1,
-        kv_memory=1 << 24,
-        prefill_tokens=64,
-        queue=4,
-        body_limit=4096,
-        on_llm_error="raise",
-        loopback=True,
-    )
+    made = room(ServeSettings(**chosen.model_dump(), max_batch=1, kv_memory=1 << 24), loopback=True)
     try:
         (ids,) = made.service.prompts(ChatRequest.model_validate({"model": "m", "messages": messages}))
         assert ids == tokenizer()(prompt)["input_ids"]
