@@ -15,8 +15,8 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from benchmarks.paper.report.theme import Theme, pictured
 from fb_core.files import write_file
-from fb_core.report.theme import Theme, pictured
 
 ROOT = Path(__file__).parent.parent
 EVENT = Path("docs", "event.json")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,21 +23,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
+from benchmarks.paper.methods.takeover import takeover
+from benchmarks.paper.report.theme import Theme, pictured
+from benchmarks.paper.run import processes
 from fb_core import statistics
 from fb_core.config import RunSettings
-from fb_core.experiment.run import processes
 from fb_core.files import write_file
-from fb_core.methods import Generate
 from fb_core.recipe import DIRECT, GREEDY, Recipe
-from fb_core.report.theme import Theme, pictured
 from fb_core.stages.choice import ChoiceStage, TrialStage
 from fb_core.stages.commands import Command, run_command
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.deploy import Context, frozen_policy, generator
+from fb_core.stages.deploy import Context, Generate, frozen_policy
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems
 from fb_core.stages.inside import changed, work_through
+from fb_core.stages.run import run_stage
 from fb_core.stages.selection import RerankerStage
-from fb_core.stages.stage import run_stage
 from fb_core.stages.states import PolicyStage
 from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.stages.values import ValueStage
@@ -116,7 +116,8 @@ class TestStage(DecodeStage):
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         if trial.method == TAKEOVER:
-            return generator(TAKEOVER, self.settings, self.run, None, max_length, max_batch)
+            context = Context(self.settings, self.run, max_length, max_batch)
+            return partial(takeover, context.models.slm, context.models.llm, context.policy, **context.options)
         deployed = self._candidates[trial.method]
         reranker = self.input(ValueStage).reranker(deployed.recipe, self.seed)
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)

@@ -11,20 +11,20 @@ from typing import Any
 from benchmarks import cost, event, reference, roofline, serving, soak, speedups, stages, targets
 from benchmarks.evidence import PUBLISHED, TAKEOVER, Cells, above_the_line, page, points, times_below
 from benchmarks.harness import OURS, read_results
+from benchmarks.paper.report import figures as report_figures
+from benchmarks.paper.report import orderings
+from benchmarks.paper.report.columns import percent
+from benchmarks.paper.report.findings import DeploymentCost, Findings, read_findings
+from benchmarks.paper.report.recipes import COUNTED, caveats, counted
+from benchmarks.paper.report.recipes import recipes as recipes_of
 from benchmarks.summary import against_the_best, cost_table
 from fb_core.config import RunSettings
 from fb_core.files import write_file
+from fb_core.page import markdown_table
 from fb_core.recipe import DIRECT, GREEDY
-from fb_core.report import figures as report_figures
-from fb_core.report import orderings
-from fb_core.report.columns import percent
-from fb_core.report.findings import DeploymentCost, Findings, read_findings
-from fb_core.report.page import markdown_table
-from fb_core.report.recipes import COUNTED, caveats, counted
-from fb_core.report.recipes import recipes as recipes_of
 
 ROOT = Path(__file__).parent.parent
-ROWS = Path("docs", "experiments", "rows.json")  # as `futurebridge report` writes it
+ROWS = Path("docs", "experiments", "rows.json")  # as `python -m benchmarks.paper report` writes it
 GPUS = tuple(targets.SLOWER)  # folders of their results, and of their plots in docs
 CELLS = Path("docs", "evidence", "cells.json")  # as `python -m benchmarks.evidence --report` writes them
 DEPLOYED = "deployed"

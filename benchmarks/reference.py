@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from benchmarks.roofline import GREY
 from fb_core.config import RunSettings
-from fb_core.report.page import markdown_table
+from fb_core.page import markdown_table
 from fb_kernels import BranchLayout, bench, branch_attention
 from fb_kernels._op import Op
 from fb_kernels.self_check_calls import SHAPED

@@ -29,8 +29,8 @@ from benchmarks.roofline import COLOURS, GREY, MARKERS, STYLE, save
 from benchmarks.server_process import LENGTH, MODEL, NEW, PAIR, THREADS, THRESHOLD, Server, Truth, alone
 from fb_core import CollaborativeDecoder, Engine, LLMPreference, RequestPolicy
 from fb_core.demo.pairs import DemoPair, load_pair
+from fb_core.page import markdown_table
 from fb_core.pair import Pair
-from fb_core.report.page import markdown_table
 
 CLIENTS = (1, 4, 16, 64)
 PROBLEMS = 64

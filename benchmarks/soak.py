@@ -29,7 +29,7 @@ import torch
 from benchmarks import harness
 from benchmarks.server_process import MODEL, PAIR, THREADS, Server, Truth, alone
 from fb_core.demo.pairs import DemoPair, load_pair
-from fb_core.report.page import markdown_table
+from fb_core.page import markdown_table
 
 RESULTS = harness.ROOT / "benchmarks" / "results" / "soak"
 LIMITS, EVENTS = (60, 25, 7), (8, 0)  # maximum tokens, maximum events

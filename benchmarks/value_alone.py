@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks import evidence
 from benchmarks.evidence import PROBLEMS, PUBLISHED, QUANTILES, TAKEOVER, WORLDS, Cells
+from benchmarks.paper.methods.takeover import takeover
 from fb_core.config import RunSettings
 from fb_core.files import write_file
-from fb_core.methods import Generate
 from fb_core.pool import Pool
 from fb_core.recipe import DIRECT, GREEDY, Recipe
 from fb_core.selectors import ScoringSelector, State, ValueSelector
@@ -34,13 +34,13 @@ from fb_core.stages.artefacts import Artefact
 from fb_core.stages.choice import Tried, decide
 from fb_core.stages.commands import Command, stages_of
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
-from fb_core.stages.deploy import Context, frozen_policy, generator, pool_options
+from fb_core.stages.deploy import Context, Generate, frozen_policy, pool_options
 from fb_core.stages.examples import Examples
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, splits_of
 from fb_core.stages.inside import changed, work_through
 from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import run_stage
 from fb_core.stages.selection import RerankerStage
-from fb_core.stages.stage import run_stage
 from fb_core.stages.states import PolicyStage
 from fb_core.stages.trajectories import TrajectoryStage
 from fb_core.stages.values import ValueStage
@@ -86,7 +86,8 @@ class TestStage(DecodeStage):
 
     def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
         if trial.method == TAKEOVER:
-            return generator(TAKEOVER, self.settings, self.run, None, max_length, max_batch)
+            context = Context(self.settings, self.run, max_length, max_batch)
+            return partial(takeover, context.models.slm, context.models.llm, context.policy, **context.options)
         context = Context(self.settings, self.run, max_length=max_length, max_batch=max_batch)
         if trial.method == ALONE:
             options = pool_options(self.settings) | {"span": context.span}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 if TYPE_CHECKING:
-    from fb_core.config import PairSettings, RunSettings
+    from fb_core.config import PairSettings
     from fb_core.stages.commands import Command
     from fb_core.stages.stage import Engine
     from fb_kernels.bench import Found
@@ -37,7 +37,7 @@ def _root(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed for fresh problems.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, the report and plots.")] = Path("demo-results"),
+    out: Annotated[Path, typer.Option(help="Folder for the results and the runs.")] = Path("demo-results"),
     retrain: Annotated[bool, typer.Option("--retrain", help="First retrain the model pairs from scratch.")] = False,
 ) -> None:
     """Run the whole method on tiny trained SLM/LLM pairs and compare it with baselines."""
@@ -114,23 +114,9 @@ def rollouts(
     run: RunOption = None,
     engine: EngineOption = "local",
     dry_run: DryOption = False,
-    advise: Annotated[bool, typer.Option("--advise", help="Say how much each score is worth for this pair.")] = False,
 ) -> None:
-    """Diagnostics, after stage 3: the outcome of each candidate of the held-out states, and how well scores predict it.
-
-    After stage 4 also for some problems of every benchmark.
-    """
-    settings, folder = _run_command("rollouts", config, changes, run, engine, dry_run)
-    from fb_core.experiment.recommendation import recommend
-    from fb_core.stages.agreement import judge
-    from fb_core.stages.benchmark_states import judge_benchmarks
-
-    if not dry_run:
-        _show(judge(settings, folder))
-        if advise:
-            _show("\n".join(f"- {sentence}" for sentence in recommend(settings, folder)))
-    show = print if dry_run else _show
-    judge_benchmarks(settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+    """The outcome of each candidate of the held-out states and of some training states, by greedy SLM rollouts."""
+    _run_command("rollouts", config, changes, run, engine, dry_run)
 
 
 @app.command()
@@ -147,8 +133,8 @@ def evaluate(
 
 def _run_command(
     command: Command, config: str, changes: list[str] | None, run: Path | None, engine: str, dry_run: bool
-) -> tuple[RunSettings, Path]:
-    """Run the stages of a command; returns the settings and the folder of the run."""
+) -> None:
+    """Run the stages of a command."""
     from fb_core.config import RunSettings
 
     if engine not in ("local", "ray"):
@@ -159,7 +145,6 @@ def _run_command(
     logging.basicConfig(format="%(message)s")
     show = print if dry_run else _show
     run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
-    return settings, folder
 
 
 def _folder(config: str, run: Path | None) -> Path:
@@ -178,42 +163,6 @@ def _show(text: str) -> None:
         console.print(Markdown(text))
     else:
         print(text)
-
-
-@app.command()
-def experiment(
-    tables: Annotated[
-        list[str],
-        typer.Argument(
-            help="methods, pools, horizons, futures, alpha, scope, temperature, spans, repairs, quantiles, costs, or "
-            "all."
-        ),
-    ],
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default one per core, or one if there is a GPU.")
-    ] = None,
-) -> None:
-    """Baselines and ablations: everything a table needs, from states to benchmarks, and the report."""
-    from fb_core.config import RunSettings
-
-    settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
-    from fb_core.experiment.gather import gather
-    from fb_core.experiment.run import COSTS, run_experiment
-    from fb_core.experiment.tables import TABLES
-    from fb_core.experiment.turned import problem_pages
-    from fb_core.report.report import write_report
-
-    known = [*TABLES, COSTS]
-    if unknown := [table for table in tables if table not in ("all", *known)]:
-        raise ValueError(f"experiment: expected all or some of {', '.join(known)}, got {unknown[0]!r}; name those")
-    logging.basicConfig(format="%(message)s")
-    run_experiment(known if "all" in tables else tables, settings, folder, workers, _show)
-    found = gather(settings, folder)
-    written = write_report([found], folder / "report", problem_pages(settings, folder, found))
-    typer.echo("Written: " + ", ".join(str(path) for path in written))
 
 
 @app.command()
@@ -249,35 +198,9 @@ def push(
 
 
 @app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md, figures and problem pages.")] = Path(
-        "report"
-    ),
-) -> None:
-    """Write one HTML and one Markdown report that compares runs side by side."""
-    from fb_core.config import settings_of
-
-    settings = [settings_of(run) for run in runs]
-    from fb_core.experiment.gather import gather
-    from fb_core.experiment.turned import problem_pages
-    from fb_core.report.report import write_report
-
-    found = [gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)]
-    pages: dict[str, bytes] = {}
-    for chosen, run, one in zip(settings, runs, found, strict=True):
-        pages |= problem_pages(chosen, run, one)
-    written = write_report(found, out, pages)
-    typer.echo("Written: " + ", ".join(str(path) for path in written))
-
-
-@app.command()
 def explain(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     problem: Annotated[str, typer.Argument(help="A problem's id, or a part of it that is unique.")],
-    row: Annotated[
-        str | None, typer.Option(help="Row of `futurebridge experiment`, such as s2t; default: the evaluation.")
-    ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the page to this HTML file.")] = None,
 ) -> None:
     """Show how a problem was solved: the text with its events, their candidates and scores."""
@@ -288,7 +211,7 @@ def explain(
     settings = settings_of(run)
     from fb_core import explain as viewer
 
-    viewer.explain(settings, run, problem, Console(), html, row)
+    viewer.explain(settings, run, problem, Console(), html)
 
 
 @app.command()

@@ -5,29 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticKnownError
-
-from fb_core.defaults import CERTAINTY
-from fb_core.methods import names
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 def _server_url(url: str) -> str:
@@ -267,24 +253,6 @@ class FutureSettings(Section):
     span: SpanSettings = SpanSettings()
 
 
-class SampleSettings(Section):
-    """Sampled continuations, for runs that use other futures than the LLM's greedy ones.
-
-    Attributes:
-        llm: maximum LLM samples per state, drawn until one is right and one is wrong.
-        llm_temperature: temperature of the LLM's samples, over its whole distribution.
-        slm: the SLM's own samples per state.
-        slm_temperature: temperature of the SLM's samples.
-        seed: of all samples.
-    """
-
-    llm: int = Field(default=16, ge=1)
-    llm_temperature: float = Field(default=1.0, gt=0)
-    slm: int = Field(default=4, ge=1)
-    slm_temperature: float = Field(default=0.7, gt=0)
-    seed: int = Field(default=0, ge=0)
-
-
 class ScoreSettings(Section):
     """The [K, horizon] matrices.
 
@@ -293,17 +261,11 @@ class ScoreSettings(Section):
         token_budget: maximum rows of a packed forward; "auto" sets it once from the free memory.
         pool: the candidates that are scored, trained on and deployed: those of both models, of one of them, or
             ("slm-wide") as many of the SLM's as both models together may propose.
-        future: what follows the candidates: the LLM's greedy continuation if it is right ("llm"), the SLM's own correct
-            sample from the bare state ("own"); or, on the states that have all of the following, that same continuation
-            ("verified"), the LLM's first sample with a right answer ("sampled"), its first one with any answer
-            ("unverified"), its first wrong one ("incorrect"), the continuation of another problem's state
-            ("cross-state"), the verified one's tokens in a random order ("shuffled").
     """
 
     horizon: int = Field(default=128, ge=1)
     token_budget: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], FREE] = "auto"
     pool: Literal["joint", "slm", "llm", "slm-wide"] = "joint"
-    future: Literal["llm", "own", "verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"] = "llm"
 
 
 class RolloutSettings(Section):
@@ -462,89 +424,6 @@ class EvaluateSettings(Section):
         return benchmarks
 
 
-class RouterSettings(Section):
-    """The network of R2R and its training; the defaults are the published ones.
-
-    Attributes:
-        problems: number of training problems whose LLM solutions are labelled token by token, a fifth of them held out.
-        width: of its layers.
-        blocks: number of layers.
-        epochs: passes over the labelled tokens.
-        batch_size: tokens per step.
-        learning_rate: of AdamW.
-        min_recall: minimum recall of divergent held-out tokens; it sets the threshold.
-    """
-
-    problems: int = Field(default=1000, ge=5)
-    width: int = Field(default=1024, ge=1)
-    blocks: int = Field(default=6, ge=1)
-    epochs: int = Field(default=50, ge=1)
-    batch_size: int = Field(default=1024, ge=1)
-    learning_rate: float = Field(default=5e-5, gt=0)
-    min_recall: float = Field(default=0.95, gt=0, le=1)
-
-
-def _known_method(name: Any) -> Any:
-    if name not in (known := names()):
-        *others, last = map(repr, known)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
-    return name
-
-
-class CompareSettings(Section):
-    """The methods that are compared on the benchmarks of `evaluate`, in batches.
-
-    Attributes:
-        methods: which methods; all if left out.
-        external: checkpoints that replace the SLM and decode alone, by the name of their method.
-        votes: samples per problem for majority voting.
-        router: the router of R2R.
-        delimiter: text after which a step ends, of SpecReason and of the spans.
-        judge: the prompt between such a step and its score; None for a chat turn if the tokenizer is of Qwen's kind,
-            else plain words.
-        timed: number of problems of the first benchmark that are decoded one at a time for the table of costs.
-    """
-
-    methods: tuple[Annotated[str, BeforeValidator(_known_method)], ...] = Field(default_factory=names)
-    external: dict[str, str] = {}
-    votes: int = Field(default=8, ge=1)
-    router: RouterSettings = RouterSettings()
-    delimiter: str = Field(default="\n\n", min_length=1)
-    judge: str | None = Field(default=None, min_length=1)
-    timed: int = Field(default=50, ge=1)
-
-    @model_validator(mode="after")
-    def _each_by_its_name(self) -> CompareSettings:
-        if len(set(self.methods)) < len(self.methods):
-            raise ValueError(f"methods: expected different ones, got {list(self.methods)}; name each once")
-        if bad := [name for name in self.external if not re.fullmatch(r"\w[\w .-]*", name)]:
-            raise ValueError(f"external: expected names of letters, digits, '.', '-' or spaces, got {bad}; rename them")
-        return self
-
-
-class ExperimentSettings(Section):
-    """What `futurebridge experiment` varies, one thing at a time.
-
-    Attributes:
-        alphas: shares of the future's score in the hybrid target.
-        temperatures: of the soft targets.
-        quantiles: of the request policy; states, futures and rerankers are made again for each.
-        certainty: probability above which the override takes the LLM's token.
-        hindsight: early tokens of the hindsight baseline.
-        spans: maximum tokens that the LLM offers at an event; the largest also bounds the spans that end where the SLM
-            agrees.
-        delimiter: text after which a step ends, for the spans of one step.
-    """
-
-    alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.25, 0.5, 0.75)
-    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (0.25, 1.0, 2.0)
-    quantiles: tuple[Annotated[float, Field(ge=0, le=1)], ...] = (0.98, 0.995)
-    certainty: float = Field(default=CERTAINTY, ge=0, le=1)
-    hindsight: int = Field(default=4, ge=1)
-    spans: tuple[Annotated[int, Field(ge=2)], ...] = (2, 4, 8)
-    delimiter: str = Field(default="\n\n", min_length=1)
-
-
 class VerifierSettings(Section):
     """The processes that judge answers.
 
@@ -566,15 +445,12 @@ class RunSettings(Section):
     problems: ProblemSettings = ProblemSettings()
     collect: CollectSettings = CollectSettings()
     futures: FutureSettings = FutureSettings()
-    samples: SampleSettings = SampleSettings()
     score: ScoreSettings = ScoreSettings()
     rollouts: RolloutSettings = RolloutSettings()
     train: TrainSettings = TrainSettings()
     selection: SelectionSettings = SelectionSettings()
     choice: ChoiceSettings = ChoiceSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
-    compare: CompareSettings = CompareSettings()
-    experiment: ExperimentSettings = ExperimentSettings()
     verify: VerifierSettings = VerifierSettings()
 
     @model_validator(mode="after")
@@ -588,10 +464,7 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _spans_begin_the_future(self) -> RunSettings:
-        for name, value, plain in (
-            ("score.future", self.score.future, "llm"),
-            ("train.hindsight", self.train.hindsight, 0),
-        ):
+        for name, value, plain in (("train.hindsight", self.train.hindsight, 0),):
             if self.futures.span.tokens != 1 and value != plain:
                 raise ValueError(
                     f"{name}: expected {plain!r} with futures.span, got {value!r}; a span is followed by the rest of "
@@ -600,7 +473,7 @@ class RunSettings(Section):
         return self
 
     @classmethod
-    def load(cls, source: str, changes: Sequence[str] = ()) -> RunSettings:
+    def load(cls, source: str, changes: Sequence[str] = ()) -> Self:
         """Load a YAML file, or shipped settings by name, such as tiny or qwen3-1.7b.
 
         A file may name another as its `base`, from which it takes what it leaves out.

@@ -67,12 +67,10 @@ def test_explain_wants_a_run(tmp_path):
     assert "expected a run's settings" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["report", "explain", "collect", "futures", "experiment", "generate", "chat"])
+@pytest.mark.parametrize("command", ["explain", "collect", "futures", "generate", "chat"])
 def test_a_wrong_name_is_answered_before_torch_is_imported(tmp_path, command):
     arguments = {
-        "report": ["nope"],
         "explain": ["nope", "1"],
-        "experiment": ["all", "--config", "nope"],
         "generate": ["hello", "--slm", "a"],
         "chat": ["--slm", "a"],
     }.get(command, ["--config", "nope"])

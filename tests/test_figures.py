@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import event, figures, roofline, summary, targets
 from benchmarks.evidence import Cells
-from fb_core.report.findings import Costs, DeploymentCost, Findings, Policy, Result
+from benchmarks.paper.report.findings import Costs, DeploymentCost, Findings, Policy, Result
 from fb_core.statistics import Interval
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from limits import HANG
 
-IMPORTED = ["warm", "fb_core.cli", "fb_core.chat", "fb_core.demo.pairs", "fb_core.experiment.run"]
+IMPORTED = ["warm", "fb_core.cli", "fb_core.chat", "fb_core.demo.pairs", "benchmarks.paper.run"]
 IMPORTED += ["transformers.models.qwen3.modeling_qwen3", "peft.utils.transformers_weight_conversion"]
 IMPORTED += ["pandas", "pyarrow.pandas_compat"]  # which pyarrow imports where pandas is installed
 
@@ -37,24 +38,33 @@ def launched(count: int) -> list[dict[str, str]]:
 
 
 def start_futurebridge(
-    arguments: Sequence[object], folder: Path, *, cwd: Path | None = None, **environment: str
+    arguments: Sequence[object],
+    folder: Path,
+    *,
+    cwd: Path | None = None,
+    program: str = "fb_core.__main__",
+    **environment: str,
 ) -> BaseProcess:
-    """`futurebridge` at work in a process of its own, with `stdin`, if there, `stdout` and `stderr` in the folder."""
+    """`futurebridge` or another program in a process of its own; `stdin`, `stdout` and `stderr` are in the folder."""
     given = [str(argument) for argument in arguments]
-    process = context().Process(target=_command, args=(given, folder, cwd or Path.cwd(), environment))
+    process = context().Process(target=_command, args=(program, given, folder, cwd or Path.cwd(), environment))
     process.start()
     return process
 
 
 def futurebridge(
-    *arguments: object, typed: str | None = None, cwd: Path | None = None, **environment: str
+    *arguments: object,
+    typed: str | None = None,
+    cwd: Path | None = None,
+    program: str = "fb_core.__main__",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """`futurebridge` with these arguments to its end, as `subprocess.run` would have it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if typed is not None:
             (folder / "stdin").write_text(typed, encoding="utf-8")
-        process = start_futurebridge(arguments, folder, cwd=cwd, **environment)
+        process = start_futurebridge(arguments, folder, cwd=cwd, program=program, **environment)
         process.join(HANG)
         process.kill()  # where it hangs
         process.join()
@@ -63,7 +73,7 @@ def futurebridge(
         return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
 
 
-def _command(arguments: list[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> None:
+def _command(program: str, arguments: list[str], folder: Path, cwd: Path, environment: Mapping[str, str]) -> None:
     typed = folder / "stdin"
     for number, (path, mode) in enumerate(
         ((typed if typed.exists() else os.devnull, "r"), (folder / "stdout", "w"), (folder / "stderr", "w"))
@@ -76,6 +86,4 @@ def _command(arguments: list[str], folder: Path, cwd: Path, environment: Mapping
     sys.argv = ["futurebridge", *arguments]
     os.environ.update(environment)
     os.chdir(cwd)
-    from fb_core.__main__ import main
-
-    main()
+    import_module(program).main()

@@ -1,82 +1,64 @@
-"""`futurebridge demo`: runs the shipped worlds through the stages, tables and report of `futurebridge experiment`."""
+"""`futurebridge demo`: trains and evaluates the shipped pairs by the ordinary commands, and shows what came out."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from collections.abc import Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
-from dataclasses import replace
-from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import TimeElapsedColumn
 
 from fb_core.config import RunSettings
 from fb_core.demo import pairs
-from fb_core.experiment.gather import gather
-from fb_core.experiment.run import LOG, PREPARED, make, prepare, processes, waves
-from fb_core.experiment.tables import TABLES, Plan, Variant
-from fb_core.experiment.turned import problem_pages
-from fb_core.experiment.variants import plan_of
+from fb_core.explain import find_rows, html_page, print_rows
+from fb_core.files import write_file
 from fb_core.progress import Board
-from fb_core.report import figures
-from fb_core.report.findings import Findings, findings_bytes
-from fb_core.report.page import Figure
-from fb_core.report.report import FIGURES, document_files, render, write_files
-from fb_core.report.theme import png
-from fb_core.stages.commands import Command
-from fb_core.stages.inputs import DEMO
+from fb_core.stages.artefacts import Artefact, json_bytes
+from fb_core.stages.commands import Command, run_command
+from fb_core.stages.deploy import LABELS
+from fb_core.stages.evaluation import EvaluateStage
+from fb_core.stages.inputs import DEMO, models_of
 from fb_core.stages.inside import Changes, changed
 
-QUANTILES = {"tiny": (0.9,), "tiny-helpful": (), "tiny-control": ()}  # additional quantiles; the slowest world first
-METHODS = ("greedy", "majority", "random", "s2t", "direct", "takeover", "futurebridge", "deployed")
-REPAIRS = ("features", "override", "features-override")
-SWEPT = ("direct", "futurebridge", "override")
-
-
-def _methods(plan: Plan) -> list[Variant]:
-    """The compared methods, FutureBridge and its repairs."""
-    rows = [row for name in ("methods", "repairs") for row in TABLES[name].rows(plan)]
-    return [row for row in rows if row.key in (*METHODS, *REPAIRS) and not row.borrowed]
-
-
-def _quantiles(plan: Plan) -> list[Variant]:
-    return [row for row in TABLES["quantiles"].rows(plan) if row.key in SWEPT]
-
-
-# No figures in the sections: the PNGs show all worlds at once.
-TABLES_SHOWN = {
-    "methods": replace(TABLES["methods"], rows=_methods, figure=None),
-    "quantiles": replace(TABLES["quantiles"], rows=_quantiles, figure=None, judged=False),
-}
+WORLDS = ("tiny", "tiny-helpful", "tiny-control")  # the slowest first
+COMMANDS: tuple[Command, ...] = ("collect", "futures", "score", "train", "evaluate")
+LOG = "log.txt"
 
 
 def demo_settings(seed: int) -> dict[str, RunSettings]:
-    """The shipped worlds by name, with fresh problems of a seed, one reranker, and fewer recipes and quantiles."""
+    """The shipped worlds by name, with fresh problems of a seed, one reranker, and fewer recipes."""
     found = {}
-    for name, others in QUANTILES.items():
+    for name in WORLDS:
         shipped = RunSettings.load(name)
         once: Changes = {
             "problems": {"seed": seed},
             "train": {"seeds": (seed,), "horizons": (shipped.score.horizon,)},
-            "choice": {"trained": ("features",), "tried": 5},
-            "experiment": {"quantiles": others},
+            "choice": {"trained": (), "tried": 5},
         }
         found[name] = changed(shipped, once)
     return found
 
 
-def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> tuple[Findings, ...]:
-    """Run every world, write results.json and a report with its pictures into `out`, and print the summary.
+def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = False) -> dict[str, Any]:
+    """Run every world, write results.json, accuracy.png and problem.html into `out`, and print the tables.
 
     Args:
-        worlds: by the names of their configurations; the slowest first.
+        worlds: by the names of their configurations.
         out: folder for the results, created if missing. It holds one run per world; finished work is not repeated.
         retrain: first train the model pairs from scratch into `out`/weights, and use them.
+
+    Returns:
+        the rows of every world's evaluation by its name, as in results.json.
 
     Raises:
         ValueError: `out` holds a run with other settings.
@@ -86,37 +68,57 @@ def run_demo(worlds: Mapping[str, RunSettings], out: Path, *, retrain: bool = Fa
     if retrain:
         worlds = _retrained(worlds, out / "weights")
     after = "-retrained" if retrain else ""
-    runs = {out / "runs" / f"{name}-seed-{one.problems.seed}{after}": one for name, one in worlds.items()}
-    found = _found(runs)
-    pages: dict[str, bytes] = {}
-    for (run, settings), one in zip(runs.items(), found, strict=True):
-        pages |= problem_pages(settings, run, one)
-    document, drawn = render(found, pages), _merged(found)
-    pictures = {
-        "accuracy.png": png(figures.forest, found),
-        "agreement.png": png(figures.agreement, drawn),
-        "sweep.png": png(figures.sweep, drawn, "quantiles"),
-    }
-    files = {"results.json": findings_bytes(found)} | document_files(document)
-    write_files(pages, out)
-    written = write_files(files | {name: data for name, data in pictures.items() if data}, out)
-    console = Console()
-    words = [block for block in document.blocks if not isinstance(block, Figure)]
-    console.print(Markdown(replace(document, blocks=words, sections=document.sections[:1]).markdown(FIGURES)))
-    console.print("Written: " + ", ".join(str(path) for path in written if path.parent == out))
+    runs = {name: out / "runs" / f"{name}-seed-{one.problems.seed}{after}" for name, one in worlds.items()}
+    _work_through({runs[name]: one for name, one in worlds.items()})
+    console, found = Console(), dict[str, Any]()
+    for name, run in runs.items():
+        stage = EvaluateStage(worlds[name], run)
+        manifest = Artefact(run, EvaluateStage.name).finished()
+        found[name] = manifest["summary"]["table"]
+        console.print(f"\n[bold]{name}[/bold]")
+        console.print(Markdown(stage.report(manifest)))
+    files = {"results.json": json_bytes(found), "accuracy.png": _picture(found)}
+    files |= _explained(worlds, runs, console)
+    for name, data in files.items():
+        write_file(out / name, data)
+    console.print("Written: " + ", ".join(str(out / name) for name in files))
     return found
 
 
-def _merged(found: Sequence[Findings]) -> Findings:
-    """The findings of all worlds as one, for figures with one panel per world."""
-    agreement = [
-        row.model_copy(update={"kind": " ".join(one.test_sets)})
-        for one in found
-        for row in one.agreement or ()
-        if row.kind == "all" and row.benchmark is None
-    ]
-    rows = tuple(row for one in found for row in one.rows)
-    return found[0].model_copy(update={"rows": rows, "agreement": tuple(agreement)})
+def _explained(worlds: Mapping[str, RunSettings], runs: Mapping[str, Path], console: Console) -> dict[str, bytes]:
+    """The page of the first problem that FutureBridge solves and greedy decoding does not; none if there is none."""
+    for name, run in runs.items():
+        right: dict[str, set[str]] = {}
+        for row in EvaluateStage(worlds[name], run).rows():
+            right.setdefault(row.problem, set()).update({row.method} if row.correct else ())
+        solved = [problem for problem, by in right.items() if "futurebridge" in by and "greedy" not in by]
+        if solved:
+            rows, tokenizer = find_rows(run, solved[0]), models_of(worlds[name].models).tokenizer
+            print_rows([row for row in rows if row.method in ("greedy", "futurebridge")], tokenizer, console)
+            return {"problem.html": html_page(rows, tokenizer).encode()}
+    return {}
+
+
+def _picture(found: Mapping[str, list[dict[str, Any]]]) -> bytes:
+    """Accuracies with intervals as a PNG, one panel per world; greedy decoding is a dashed line."""
+    figure = Figure(figsize=(3.2 * len(found), 2.4), layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    labels = list(LABELS.values())
+    for panel, (name, rows) in zip(panels, found.items(), strict=True):
+        for row in rows:
+            mean, low, high = (100 * part for part in row["accuracy"])
+            colour = "#d55e00" if row["method"].startswith("FutureBridge") else "#0072b2"
+            place = labels.index(row["method"])
+            panel.errorbar(mean, place, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, capsize=2)
+            if row["method"] == LABELS["greedy"]:
+                panel.axvline(mean, color="#5d6670", linestyle="--", linewidth=1)
+        panel.set_title(name, loc="left", fontsize=9)
+        panel.set_xlabel("accuracy, %")
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(len(labels) - 0.5, -0.5)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
 
 
 def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, RunSettings]:
@@ -136,16 +138,17 @@ def _retrained(worlds: Mapping[str, RunSettings], weights: Path) -> dict[str, Ru
     return found
 
 
-def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
-    """The findings of all runs; one-threaded processes, one per core, share the work."""
+def _work_through(runs: Mapping[Path, RunSettings]) -> None:
+    """Do all runs, in one-threaded processes, one per core."""
     with (
         Board(TimeElapsedColumn(), transient=True) as board,
-        ThreadPoolExecutor(len(runs)) as threads,  # one thread per run waits for its parts
-        processes(os.cpu_count()) as pool,
+        ThreadPoolExecutor(len(runs)) as threads,  # one thread per run waits for its commands
+        ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
     ):
         jobs = [threads.submit(_work, pool, board, settings, run) for run, settings in runs.items()]
         try:
-            return tuple(job.result() for job in jobs)
+            for job in jobs:
+                job.result()
         except BrokenProcessPool:
             raise OSError(
                 "demo: expected its worker processes to finish, got one that was killed, perhaps for lack of memory; "
@@ -155,30 +158,18 @@ def _found(runs: Mapping[Path, RunSettings]) -> tuple[Findings, ...]:
             pool.shutdown(cancel_futures=True)
 
 
-def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> Findings:
-    """Do one run: its commands one after the other, then its variants, those of a wave at the same time."""
-    values, of, done = settings.model_dump_json(), len(PREPARED), count(1)
-
-    def show(words: str) -> None:
-        now = next(done)
-        board.show(run.name, now, of, words)
-        board.say(run.name, f"{words}, {now}/{of}")
-
-    board.show(run.name, 0, of)
-    for command in PREPARED:
-        pool.submit(_prepare, command, values, run).result()
-        show(command)
-    steps = list(waves(TABLES_SHOWN.values(), plan_of(settings, run)))
-    of += sum(map(len, steps))
-    for step in steps:
-        jobs = {pool.submit(make, variant, values, run, judge): variant for variant, judge in step}
-        for job in as_completed(jobs):
-            problem = job.result()
-            show(jobs[job].name if problem is None else f"{jobs[job].name} not made: {problem}")
-    return pool.submit(gather, settings, run, TABLES_SHOWN).result()
+def _work(pool: Executor, board: Board, settings: RunSettings, run: Path) -> None:
+    """The commands of one run, one after the other."""
+    values = settings.model_dump_json()
+    board.show(run.name, 0, len(COMMANDS))
+    for done, command in enumerate(COMMANDS, 1):
+        pool.submit(_run, command, values, run).result()
+        board.show(run.name, done, len(COMMANDS), command)
+        board.say(run.name, f"{command}, {done}/{len(COMMANDS)}")
 
 
-def _prepare(command: Command, values: str, run: Path) -> None:
+def _run(command: Command, values: str, run: Path) -> None:
+    torch.set_num_threads(1)
     run.mkdir(parents=True, exist_ok=True)
     with (run / LOG).open("a") as log, redirect_stdout(log):  # progress lines
-        prepare(command, RunSettings.model_validate_json(values), run)
+        run_command(command, RunSettings.model_validate_json(values), run)

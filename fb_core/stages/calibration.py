@@ -22,7 +22,7 @@ class CalibrationStage(Stage):
     """The weights theta for every horizon of the sweep, with the number of states that they were fitted to."""
 
     name = "calibration"
-    command = "train"
+    command = "futurebridge train"
     slice = ("train.horizons", "rollouts.minimum_mixed")
     reads = (ScoreStage, RolloutStage)
     unit = "horizons"

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fb_core import statistics
-from fb_core.methods import Generate
 from fb_core.recipe import DIRECT, GREEDY, PUBLISHED, Difference, Evidence, Recipe
 from fb_core.stages.decode import DecodeStage, Row, Trial, read_rows
-from fb_core.stages.deploy import DEPLOYED_STAGE, Context
+from fb_core.stages.deploy import DEPLOYED_STAGE, Context, Generate
 from fb_core.stages.inputs import DEPLOYED, splits_of
 from fb_core.stages.problems import Problem
 from fb_core.stages.selection import RerankerStage
@@ -44,7 +43,7 @@ ALWAYS = {GREEDY: "greedy", DIRECT: "direct"}  # decoded once, whatever the seed
 class _RecipeTrials(DecodeStage):
     """Recipes on a run's held-out problems, one shard each; greedy decoding and the direct score first."""
 
-    command = "train"
+    command = "futurebridge train"
     unit = "decodes"
     split: str
 
@@ -287,7 +286,7 @@ class ChoiceStage(Stage):
     """One folder per seed: the adapter with its deployed recipe and evidence, and the published adapter inside."""
 
     name = DEPLOYED_STAGE
-    command = "train"
+    command = "futurebridge train"
     slice = ("choice.delta", "choice.level", "train.seeds")
     reads = (RerankerStage, ValueStage, CertificationStage)
     unit = "adapters"

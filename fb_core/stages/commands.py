@@ -12,14 +12,15 @@ from fb_core.files import write_file
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.calibration import CalibrationStage
 from fb_core.stages.choice import STAGES as CHOICE
-from fb_core.stages.evaluation import EvaluateStage
+from fb_core.stages.cluster import dismiss
+from fb_core.stages.evaluation import EvaluateStage, write_page
 from fb_core.stages.futures import FutureStage
 from fb_core.stages.inside import FOLDER, TRAINED, changed, training_changes, work_through
 from fb_core.stages.rollouts import RolloutStage
-from fb_core.stages.samples import OwnFutureStage, SampleStage
+from fb_core.stages.run import plan, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import RerankerStage, SelectionStage
-from fb_core.stages.stage import Engine, Stage, plan, run_stage
+from fb_core.stages.stage import Engine, Stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage
@@ -32,11 +33,10 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 def stages_of(command: Command, settings: RunSettings) -> tuple[type[Stage], ...]:
     """The stages that a command runs under these settings, in order."""
     calibrated = settings.train.target == "calibrated"
-    other: dict[str, tuple[type[Stage], ...]] = {"llm": (), "own": (OwnFutureStage,)}
     stages: dict[Command, tuple[type[Stage], ...]] = {
         "collect": (TrajectoryStage, PolicyStage, StateStage),
         "futures": (FutureStage,),
-        "score": (*other.get(settings.score.future, (SampleStage,)), ScoreStage),
+        "score": (ScoreStage,),
         "rollouts": (RolloutStage,),
         "train": (
             *((RolloutStage, CalibrationStage) if calibrated else ()),
@@ -80,7 +80,10 @@ def run_command(
             if leads and dry_run:
                 show(plan(stage))
             elif leads:
-                show(stage.report(run_stage(stage, engine)))
+                manifest = run_stage(stage, engine)
+                show(stage.report(manifest))
+                if kind is EvaluateStage:
+                    write_page(run, manifest)
             elif kind is TrainStage and not dry_run:
                 run_stage(stage, leads=False)
 
@@ -98,13 +101,11 @@ def run_command(
                 show(f"{names or 'no other rerankers'}: also trained and selected, {runs} runs each at one horizon")
             else:
                 if engine == "ray":
-                    from fb_core.stages.cluster import dismiss
-
                     dismiss()  # the other rerankers are trained in this process
                 train_others(settings, run, show)
             work(CHOICE)
     if leads and not dry_run:
-        write_file(run / SETTINGS, settings.model_dump_json(indent=1).encode())
+        write_file(run / SETTINGS, settings.model_dump_json(indent=1, include=set(RunSettings.model_fields)).encode())
 
 
 def train_others(settings: RunSettings, run: Path, show: Callable[[str], None]) -> None:

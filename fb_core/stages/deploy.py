@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch import Tensor
+
+from fb_core import hf
 from fb_core.config import RunSettings
-from fb_core.decoding import CollaborativeDecoder
-from fb_core.methods import Generate, method
+from fb_core.decoding import CollaborativeDecoder, Generation
 from fb_core.policy import RequestPolicy
 from fb_core.recipe import Deployed
 from fb_core.reranker import TokenReranker
-from fb_core.selectors import FutureBridgeSelector, Selector, overridden
+from fb_core.selectors import FutureBridgeSelector, LLMPreference, Selector, overridden
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.inputs import models_of, span_of, verifier_of
 
 if TYPE_CHECKING:
     from fb_core.spans import Span
-    from fb_core.stages.router import Router
     from fb_core.verify import Verifier
 
 POLICY, RERANKER, DEPLOYED_STAGE = "policy", "reranker", "deployed"  # names of stages
 TOGETHER = 64  # most prompts decoded at once
+LABELS = {
+    "greedy": "Greedy",
+    "s2t": "S2T",
+    "direct": "Direct LLM score",
+    "futurebridge": "FutureBridge",
+    "deployed": "FutureBridge, as deployed",
+}
+
+Generate: TypeAlias = Callable[[Sequence[Tensor], int], Sequence[Generation]]
+"""From prompts and max_new_tokens to one generation a prompt."""
 
 
 def frozen_policy(run: Path) -> RequestPolicy:
@@ -76,7 +89,6 @@ class Context:
     Args:
         settings: of the run.
         run: its folder.
-        method: the method's name, as in the settings.
         max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
         max_batch: prompts that the fast loop decodes together.
 
@@ -86,10 +98,8 @@ class Context:
         options: options of a decoder.
     """
 
-    def __init__(
-        self, settings: RunSettings, run: Path, method: str = "", max_length: int | None = None, max_batch: int = 1
-    ) -> None:
-        self.settings, self.run, self.method = settings, run, method
+    def __init__(self, settings: RunSettings, run: Path, max_length: int | None = None, max_batch: int = 1) -> None:
+        self.settings, self.run = settings, run
         self.models = models_of(settings.models)
         self.batched = {"tokenizer": self.models.tokenizer, "batch_tokens": settings.models.batch_tokens}
         self.options: dict[str, Any] = {**self.batched, "max_length": max_length, "max_batch": max_batch}
@@ -112,12 +122,6 @@ class Context:
     def reranker(self, seed: int) -> TokenReranker:
         """The chosen reranker of a seed."""
         return chosen_reranker(self.settings, self.run, seed)
-
-    def router(self, seed: int) -> Router:
-        """The trained router of a seed."""
-        from fb_core.stages.router import read_router
-
-        return read_router(self.settings, self.run, seed)
 
     def decoder(self, selector: Selector, *, ask: bool = True, **options: Any) -> CollaborativeDecoder:
         """A decoder with the run's models, policy, pool sizes and budget, and a selector; with `ask=False` no LLM."""
@@ -163,40 +167,38 @@ class Context:
         return self.decoder(selector, ask=needs_llm(self.settings), span=self.span, **pool_options(self.settings))
 
 
-def generator(
-    name: str,
-    settings: RunSettings,
-    run: Path,
-    seed: int | None,
-    max_length: int | None = None,
-    max_batch: int = 1,
-) -> Generate:
-    """The function that decodes prompts with a method.
+def decoder_for(
+    name: str, settings: RunSettings, run: Path, seed: int | None, max_length: int | None = None, max_batch: int = 1
+) -> CollaborativeDecoder:
+    """The decoder of one of `LABELS`.
 
     Args:
-        name: of the method; `fb_core.methods.EXTERNAL` followed by a name for an external checkpoint.
+        name: of the method.
         settings: of the run.
         run: its folder.
-        seed: for a method that runs once per seed, else None.
+        seed: of the reranker, for a method that has one.
         max_length: as for `Context`.
         max_batch: as for `Context`.
 
     Raises:
-        ValueError: a reranker or router is not trained, or a checkpoint is missing or has another tokenizer.
+        ValueError: the reranker is not trained.
     """
-    return method(name).decode(Context(settings, run, name, max_length, max_batch), seed)
+    context = Context(settings, run, max_length, max_batch)
+    if name == "greedy":
+        return alone(context.models.slm, **context.options)
+    if name == "direct":
+        return context.decoder(LLMPreference(), pool="joint", span=context.span)
+    if name == "s2t":
+        return context.decoder(LLMPreference(), pool="slm")
+    assert seed is not None
+    return context.chosen(seed) if name == "deployed" else context.deployed(context.reranker(seed))
+
+
+def alone(slm: hf.CausalLM, **options: Any) -> CollaborativeDecoder:
+    """The decoder that never asks; raises as `CollaborativeDecoder`, whose options it takes."""
+    return CollaborativeDecoder(slm, None, None, RequestPolicy(math.inf), max_events=0, **options)
 
 
 def together_of(settings: RunSettings, length: int) -> int:
     """How many prompts to decode at once, if a prompt with its answer has at most `length` tokens."""
     return max(1, min(TOGETHER, settings.models.batch_tokens // length))
-
-
-def seed_of(name: str, settings: RunSettings) -> int | None:
-    """The run's first seed for a method that runs once per seed, else None."""
-    return settings.train.seeds[0] if method(name).seeded else None
-
-
-def label_of(name: str, settings: RunSettings) -> str:
-    """A method's label in tables."""
-    return method(name).label.format(name=name, votes=settings.compare.votes)

@@ -5,33 +5,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fb_core import statistics
 from fb_core.config import AVERAGE
-from fb_core.methods import method
+from fb_core.files import write_file
+from fb_core.page import Table, markdown_table, page
 from fb_core.stages.choice import ChoiceStage
 from fb_core.stages.decode import ASKED, DecodeStage, Row, Trial
+from fb_core.stages.deploy import LABELS
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
 from fb_core.stages.problems import BENCHMARKS
 from fb_core.stages.selection import RerankerStage
 from fb_core.stages.stage import Stage
 from fb_core.stages.states import PolicyStage
 
+SEEDED = ("futurebridge", "deployed")  # run once per reranker seed
+REFERENCES = ("greedy", "direct")  # which every method is compared with
+PAGE = "evaluation.html"  # in the run's folder
+
 log = logging.getLogger(__name__)
 
 
 class EvaluateStage(DecodeStage):
-    """Greedy decoding and the rerankers on the benchmarks: as published and, if `train` chose a recipe, as deployed.
+    """Greedy decoding, S2T, the direct LLM score and the rerankers on the benchmarks: as published and as deployed.
 
-    FutureBridge runs once for every reranker seed; with the three published seeds these are AIME's three repeats. On a
-    benchmark with repeats greedy decoding has as many runs, although they are all alike; on others it has one.
+    The last is there if `train` chose a recipe. FutureBridge runs once for every reranker seed; with the three
+    published seeds these are AIME's three repeats. On a benchmark with repeats every method has as many runs, although
+    those without a seed are all alike; on others it has one.
     """
 
     name = "evaluation"
-    command = "evaluate"
+    command = "futurebridge evaluate"
     slice = (*DEPLOYED, *ASKED, "evaluate", "train.seeds", "problems.certification")
 
     def inputs(self) -> Sequence[type[Stage]]:
@@ -39,7 +47,7 @@ class EvaluateStage(DecodeStage):
 
     @property
     def _methods(self) -> list[str]:
-        return ["greedy", "futurebridge", *(("deployed",) if self.settings.problems.certification else ())]
+        return [name for name in LABELS if name != "deployed" or self.settings.problems.certification]
 
     def data(self) -> dict[str, Any]:
         return {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
@@ -57,7 +65,7 @@ class EvaluateStage(DecodeStage):
                 raise ValueError(f"evaluate.benchmarks: expected names that differ, got {name!r} again; rename a file")
             repeated = known is not None and known.repeats > 1
             for key in self._methods:
-                runs: Sequence[int | None] = (None,) if key == "greedy" and not repeated else seeds
+                runs: Sequence[int | None] = seeds if key in SEEDED or repeated else (None,)
                 for seed in runs:
                     for start in range(0, len(problems), size):
                         shard = f"{stem}.{key}{'' if seed is None else f'-{seed}'}.{start // size:05d}"
@@ -65,7 +73,7 @@ class EvaluateStage(DecodeStage):
         return trials
 
     def summary(self) -> dict[str, Any]:
-        """Accuracy and difference to greedy with intervals, events and tokens, per benchmark and on their average."""
+        """Accuracy and its differences with intervals, calls and tokens, per benchmark and on their average."""
         rows: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for row in self.rows():
             rows.setdefault((row.benchmark, row.method), {}).setdefault(row.problem, []).append(row)
@@ -76,18 +84,21 @@ class EvaluateStage(DecodeStage):
         table = []
         for name, members in self._shown().items():
             for key in self._methods:
-                own, plain = ([right[member, kind] for member in members] for kind in (key, "greedy"))
+                own, *others = ([right[member, kind] for member in members] for kind in (key, *REFERENCES))
                 decoded = [rows[member, key] for member in members]
                 flat = [[row for runs in by_problem.values() for row in runs] for by_problem in decoded]
                 table.append(
                     {
                         "benchmark": name,
-                        "method": key if key == "greedy" else method(key).label,
+                        "method": LABELS[key],
                         "problems": sum(map(len, decoded)),
                         "runs": len(next(iter(decoded[0].values()))),
                         "accuracy": list(statistics.average_interval(own)),
-                        "minus greedy": None if key == "greedy" else list(statistics.average_interval(own, plain)),
-                        "events": float(np.mean([np.mean([len(row.events) for row in one]) for one in flat])),
+                        **{
+                            f"minus {name}": None if key == name else list(statistics.average_interval(own, other))
+                            for name, other in zip(REFERENCES, others, strict=True)
+                        },
+                        "calls": float(np.mean([np.mean([row.calls for row in one]) for one in flat])),
                         "tokens": float(np.mean([np.mean([len(row.tokens) for row in one]) for one in flat])),
                     }
                 )
@@ -99,18 +110,27 @@ class EvaluateStage(DecodeStage):
         return {name: [name] for name in names} | ({AVERAGE: names} if len(names) > 1 else {})
 
     def report(self, manifest: dict[str, Any]) -> str:
-        accuracy, per_problem = "accuracy, % [95%] | minus greedy, pp [95%]", "events per problem | tokens per problem"
-        lines = [
-            f"| benchmark | method | problems x runs | {accuracy} | {per_problem} |",
-            "|---|---|---|---|---|---|---|",
+        table = table_of(manifest)
+        return "\n".join(markdown_table(table.head, table.rows, table.sides))
+
+
+def table_of(manifest: dict[str, Any]) -> Table:
+    """The table of a finished evaluation: accuracy and its differences with 95% intervals, calls and tokens."""
+    differences = [f"minus {name}, pp" for name in REFERENCES]
+    head = ("benchmark", "method", "problems x runs", "accuracy, %", *differences, "LLM calls", "tokens")
+    rows = []
+    for row in manifest["summary"]["table"]:
+        spread = [
+            "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
+            for value in (row["accuracy"], *(row[f"minus {name}"] for name in REFERENCES))
         ]
-        for row in manifest["summary"]["table"]:
-            spread = [
-                "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
-                for value in (row["accuracy"], row["minus greedy"])
-            ]
-            lines.append(
-                f"| {row['benchmark']} | {row['method']} | {row['problems']} x {row['runs']} | {' | '.join(spread)} | "
-                f"{row['events']:.2f} | {row['tokens']:.1f} |"
-            )
-        return "\n".join(lines)
+        size, calls, tokens = f"{row['problems']} x {row['runs']}", f"{row['calls']:.2f}", f"{row['tokens']:.1f}"
+        rows.append((row["benchmark"], row["method"], size, *spread, calls, tokens))
+    note = "In brackets 95% intervals by resampling problems; differences are paired. Calls and tokens are per problem."
+    return Table("Evaluation", head, rows, note, "ll" + "r" * (len(head) - 2))
+
+
+def write_page(run: Path, manifest: dict[str, Any]) -> None:
+    """Write the table of a finished evaluation as a page into the run's folder."""
+    title = f"Evaluation of {run.name}"
+    write_file(run / PAGE, page("evaluation.html", title=title, table=table_of(manifest)).encode())

@@ -91,7 +91,7 @@ class FutureStage(OverStates):
     """The LLM's continuation of every state, verified."""
 
     name = "futures"
-    command = "futures"
+    command = "futurebridge futures"
     slice = ("futures.max_new_tokens", "verify")
     reads = (TrajectoryStage, StateStage)
     uses = ("slm", "llm", "tokenizer")

@@ -6,16 +6,19 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from fb_core.config import RunSettings
 from fb_core.recipe import Trained
 from fb_core.reranker import FEATURES
 from fb_core.stages.artefacts import Artefact
-from fb_core.stages.stage import Stage, run_stage
+from fb_core.stages.run import run_stage
+from fb_core.stages.stage import Stage
 
 FOLDER = "variants"  # inside a run's
 Changes = Mapping[str, Mapping[str, Any]]
+Settings = TypeVar("Settings", bound=RunSettings)
 TRAINED: Mapping[Trained, Mapping[str, Any]] = {  # changed settings of `train`
     "features": {"features": FEATURES},
     "calibrated": {"target": "calibrated"},
@@ -32,15 +35,21 @@ def training_changes(horizon: int, **train: Any) -> Changes:
     return {"train": {"horizons": (horizon,), **train}}
 
 
-def changed(settings: RunSettings, changes: Changes) -> RunSettings:
+def changed(settings: Settings, changes: Changes) -> Settings:
     """The settings with some changed; raises ValueError if they do not fit together."""
     values = settings.model_dump()
     for section, parts in changes.items():
         values[section] |= parts
-    return RunSettings.model_validate(values)
+    return type(settings).model_validate(values)
 
 
-def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Path, run: Path) -> None:
+def work_through(
+    kinds: Sequence[type[Stage]],
+    settings: RunSettings,
+    folder: Path,
+    run: Path,
+    instead: Mapping[type[Stage], type[Stage]] = MappingProxyType({}),
+) -> None:
     """Do what is left of some stages of an inner run; a stage that the outer run has finished identically is linked.
 
     Args:
@@ -48,6 +57,7 @@ def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Pa
         settings: of the inner run.
         folder: of the inner run.
         run: folder of the outer run.
+        instead: stages that take the place of others.
 
     Raises:
         ValueError: as `run_stage`.
@@ -55,7 +65,7 @@ def work_through(kinds: Sequence[type[Stage]], settings: RunSettings, folder: Pa
     """
     folder.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
-        stage, path = kind(settings, folder), folder / kind.name
+        stage, path = instead.get(kind, kind)(settings, folder, instead), folder / kind.name
         if path.is_symlink():
             continue
         finished = Artefact(run, kind.name).manifest()

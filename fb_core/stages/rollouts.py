@@ -68,7 +68,7 @@ class RolloutStage(OverStates):
     """Rollouts of all candidates of held-out states, for the diagnostics, and of some training states, for fitting."""
 
     name = "rollouts"
-    command = "rollouts"
+    command = "futurebridge rollouts"
     slice = (
         "rollouts.validation",
         "rollouts.train",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ from fb_core.stages.examples import Examples, Future, Group, group_files
 from fb_core.stages.futures import FutureStage, usable
 from fb_core.stages.inputs import span_of
 from fb_core.stages.pools import in_parts, with_spans
-from fb_core.stages.samples import OwnFutureStage, SampleStage, futures_of_quality, read_samples
-from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.stage import Cost, Output
 from fb_core.stages.states import OverStates, StateStage
 from fb_core.stages.trajectories import TrajectoryStage
 
@@ -77,13 +76,14 @@ class ScoreStage(OverStates):
     """The groups of all states with two or more candidates, with the matrices of those with a usable future."""
 
     name = "scores"
-    command = "score"
-    slice = ("score", "collect.slm_k", "futures.span")
+    command = "futurebridge score"
+    slice: ClassVar[Sequence[str]] = ("score", "collect.slm_k", "futures.span")
+    reads = (TrajectoryStage, StateStage, FutureStage)
     uses = ("slm", "tokenizer", "valid_vocab")
 
-    def inputs(self) -> Sequence[type[Stage]]:
-        other: dict[str, type[Stage]] = {"llm": FutureStage, "own": OwnFutureStage}
-        return (TrajectoryStage, StateStage, FutureStage, other.get(self.settings.score.future, SampleStage))
+    def futures(self, examples: Examples) -> list[Future]:
+        """The futures of a shard's states."""
+        return list(examples.futures().values())
 
     def choose(self) -> dict[str, Any]:
         automatic = self.settings.score.token_budget == "auto"
@@ -95,7 +95,7 @@ class ScoreStage(OverStates):
         if budget == "auto":
             chosen = (self.folder.manifest() or {}).get("chosen", {})
             budget = chosen.get("token_budget", packing.TOKEN_BUDGET)
-        futures = self._futures(Examples(self.run, shard, self.models.slm.device))
+        futures = self.futures(Examples(self.run, shard, self.models.slm.device))
         used, filters = usable(in_parts(futures, slm_k), settings.horizon)
         kept = [future for future in in_parts(futures, slm_k, settings.pool) if len(future.state.pool) >= 2]
         span = span_of(self.settings.futures.span, self.models.tokenizer)
@@ -110,18 +110,6 @@ class ScoreStage(OverStates):
         side = shard.partition("-")[0]
         counts = {**vars(filters), f"{side} groups": len(scored), "candidates": sum(map(len, matrices))}
         return Output(group_files(shard, groups, settings.horizon), counts)
-
-    def _futures(self, examples: Examples) -> list[Future]:
-        """The futures that the settings ask for."""
-        kind, horizon = self.settings.score.future, self.settings.score.horizon
-        if kind == "own":
-            return list(examples.futures(OwnFutureStage.name).values())
-        futures = list(examples.futures().values())
-        if kind == "llm":
-            return futures
-        used, _ = usable(in_parts(futures, self.settings.collect.slm_k), horizon)
-        sampled = read_samples(self.input(SampleStage).folder, examples.shard)
-        return futures_of_quality(kind, futures, [future.state.id for future in used], sampled, horizon, examples.shard)
 
     def report(self, manifest: dict[str, Any]) -> str:
         return filter_table(manifest["counts"])

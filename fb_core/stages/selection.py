@@ -11,10 +11,9 @@ import numpy as np
 
 from fb_core import hf
 from fb_core.config import ProblemSettings
-from fb_core.methods import Generate
 from fb_core.recipe import Deployed, Recipe
 from fb_core.stages.decode import DecodeStage, Trial, read_rows
-from fb_core.stages.deploy import Context, frozen_policy, needs_llm, pool_options
+from fb_core.stages.deploy import Context, Generate, frozen_policy, needs_llm, pool_options
 from fb_core.stages.inputs import DEMO, DEPLOYED, span_of
 from fb_core.stages.problems import Problem, drawn
 from fb_core.stages.scores import ScoreStage, filter_table
@@ -28,7 +27,7 @@ class SelectionStage(DecodeStage):
     """Decodes the validation problems with every reranker of every epoch, and chooses the best horizon and epoch."""
 
     name = "selection"
-    command = "train"
+    command = "futurebridge train"
     slice = (*DEPLOYED, "selection", "collect.max_new_tokens", "train.epochs", "verify")
     reads = (TrajectoryStage, PolicyStage, TrainStage)
     unit = "decodes"
@@ -116,7 +115,7 @@ class RerankerStage(Stage):
     """The chosen adapters, one folder per seed: each is a PEFT checkpoint with a model card."""
 
     name = "reranker"
-    command = "train"
+    command = "futurebridge train"
     slice = (*DEPLOYED, "train")
     reads = (TrajectoryStage, PolicyStage, ScoreStage, TrainStage, SelectionStage)
     unit = "adapters"

@@ -70,7 +70,7 @@ class PolicyStage(Stage):
     """The request policy, calibrated on the validation problems; if another run is deployed or tested, that run's."""
 
     name = "policy"
-    command = "collect"
+    command = "futurebridge collect"
     slice = ("collect.top_k", "collect.quantile", "collect.deployed", "collect.tested")
     reads = (TrajectoryStage,)
     unit = "policies"
@@ -119,7 +119,7 @@ class StateStage(Stage):
     """The admitted states with both models' candidates; `slm_k + llm_k` of the SLM's and `llm_k` of the LLM's."""
 
     name = "states"
-    command = "collect"
+    command = "futurebridge collect"
     slice = ("collect.max_states", "collect.slm_k", "futures.llm_k")
     reads = (TrajectoryStage, PolicyStage)
     uses = ("slm", "llm", "tokenizer")

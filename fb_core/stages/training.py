@@ -48,7 +48,7 @@ class TrainStage(Stage):
     """
 
     name = "training"
-    command = "train"
+    command = "futurebridge train"
     slice = ("train", "collect.deployed")
     reads = (TrajectoryStage, StateStage, FutureStage, ScoreStage)
     unit = "groups"

@@ -13,9 +13,8 @@ from torch import Tensor
 from fb_core import hf
 from fb_core.config import RunSettings
 from fb_core.llm import LocalLLM
-from fb_core.methods import Generate
 from fb_core.policy import RequestPolicy
-from fb_core.stages.deploy import deployed_digest, generator, together_of
+from fb_core.stages.deploy import Generate, decoder_for, deployed_digest, together_of
 from fb_core.stages.examples import State, Trajectory, example_files
 from fb_core.stages.inputs import DEPLOYED, benchmark_problems, problems_hash, splits_of, verifier_of
 from fb_core.stages.problems import Problem, drawn
@@ -100,7 +99,7 @@ class TrajectoryStage(Stage):
     """Greedy outputs of the SLM, or of a deployed reranker, with entropies; of benchmarks if a reranker is tested."""
 
     name = "trajectories"
-    command = "collect"
+    command = "futurebridge collect"
     slice = ("problems", "collect.max_new_tokens", "collect.top_k", "collect.deployed", "collect.tested", "verify")
 
     @classmethod
@@ -172,7 +171,8 @@ class TrajectoryStage(Stage):
         """The decoder with the first seed's reranker of the deployed run."""
         run = Path(self.settings.collect.deployed or "")
         together = together_of(self.settings, self.longest)
-        return generator("futurebridge", self.settings, run, self.settings.train.seeds[0], self.longest, together)
+        seed = self.settings.train.seeds[0]
+        return decoder_for("futurebridge", self.settings, run, seed, self.longest, together).generate_many
 
     def cost(self) -> Cost:
         return Cost("generated and teacher-forced, prompts included", 2 * self.longest)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fb_core import hf
 from fb_core.config import ChoiceSettings, RunSettings
 from fb_core.policy import AskHead
 from fb_core.pool import Pool
 from fb_core.recipe import DIRECT, GREEDY, Deployed, Recipe, Trained
-from fb_core.reranker import TokenReranker
-from fb_core.stages.agreement import reranked
+from fb_core.reranker import TokenReranker, candidate_features
 from fb_core.stages.artefacts import Artefact, tensor_bytes
 from fb_core.stages.calibration import rolled_out_terms
 from fb_core.stages.deploy import RERANKER, chosen_reranker, frozen_policy, pool_options
-from fb_core.stages.examples import Examples
+from fb_core.stages.examples import Examples, State
 from fb_core.stages.inputs import DEPLOYED, span_of
 from fb_core.stages.inside import FOLDER, TRAINED
 from fb_core.stages.rollouts import RolloutStage
@@ -36,6 +36,7 @@ from fb_core.value import Form, ValueHead, fit_ask, fit_gate, fit_listwise, gate
 
 Flags = NDArray[np.bool_]
 Places = NDArray[np.int64]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Candidate(NamedTuple):
@@ -56,7 +57,7 @@ class ValueStage(Stage):
     """One shard per seed: every recipe with its fitted heads and its results by the rollouts."""
 
     name = "values"
-    command = "train"
+    command = "futurebridge train"
     slice = (
         "rollouts.minimum_mixed",
         "choice.trained",
@@ -280,3 +281,38 @@ class _States:
 
     def _success(self, chosen: Places) -> NDArray[np.float64]:
         return np.array([float(one[at]) for one, at in zip(self.correct, chosen, strict=True)])
+
+
+def reranked(
+    slm: hf.CausalLM, rerankers: Mapping[Key, TokenReranker], states: Sequence[State]
+) -> Iterator[tuple[State, Key, Tensor]]:
+    """(state, reranker's key, its scores float32 [K] on the CPU) for all; prefixes are computed once per trajectory."""
+    members: dict[str, list[State]] = {}
+    for state in states:
+        members.setdefault(state.trajectory.problem.id, []).append(state)
+    for of_trajectory in members.values():
+        longest = max(of_trajectory, key=lambda state: state.position).prefix
+        whole = hf.prefill_packed(slm, [longest])[0]
+        for key, reranker in rerankers.items():
+            for state, scores in zip(of_trajectory, _scores(reranker, whole, of_trajectory), strict=True):
+                yield state, key, scores
+
+
+@torch.no_grad()
+def _scores(reranker: TokenReranker, whole: hf.Prefix, states: Sequence[State]) -> list[Tensor]:
+    """Scores float32 [K] of every state of one trajectory; the prefix `whole` reaches to the last of them."""
+    device = reranker.base.device
+    pools = [state.pool.ids.to(device) for state in states]
+    features = [
+        candidate_features(pool.slm_logprob, pool.llm_logprob, pool.sources, reranker.feature_names).to(device)
+        for pool in (state.pool for state in states)
+    ]
+    if reranker.scope == "candidate":
+        prefixes = [replace(whole, length=state.position) for state in states]
+        found = reranker.scores_many(prefixes, pools, features, [state.pool.tails for state in states])
+    else:
+        found = [
+            reranker.scores(state.prefix, pool, features=rows, tails=state.pool.tails)
+            for state, pool, rows in zip(states, pools, features, strict=True)
+        ]
+    return [scores.cpu() for scores in found]

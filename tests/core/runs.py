@@ -28,7 +28,6 @@ SMALL = {
     },
     "collect": {"max_new_tokens": 45, "quantile": 0.9, "slm_k": 3},
     "futures": {"max_new_tokens": 45, "llm_k": 3},
-    "samples": {"llm": 4, "llm_temperature": 1.5, "slm": 2},
     "score": {"horizon": 8},
     "rollouts": {"train": 0.5, "minimum_mixed": 3},
     "train": {
@@ -42,21 +41,6 @@ SMALL = {
         "learning_rate": 0.002,
     },
     "evaluate": {"benchmarks": ["demo:plans"], "limit": 9, "max_new_tokens": 45, "per_shard": 3},
-    "compare": {
-        "votes": 2,
-        "delimiter": ". ",
-        "judge": "=",
-        "timed": 2,
-        "router": {"problems": 15, "width": 16, "blocks": 1, "epochs": 2, "learning_rate": 0.001},
-    },
-    "experiment": {
-        "alphas": [0.5],
-        "temperatures": [1.0],
-        "quantiles": [0.92],
-        "hindsight": 2,
-        "spans": [3],
-        "delimiter": ".",
-    },
     "verify": {"workers": 1},
 }
 TIMES = ("cost", "seconds", "made_by", "sha256")  # what may differ between two runs

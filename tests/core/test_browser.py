@@ -13,8 +13,8 @@ from matplotlib.image import imread
 from test_explain import HOSTILE, row
 from test_report import everywhere, read, tiny
 
+from benchmarks.paper.report.report import write_report
 from fb_core.explain import html_page
-from fb_core.report.report import write_report
 
 pytestmark = pytest.mark.skipif(not (browser.DRIVER and browser.BROWSER), reason="neither chromium nor its driver here")
 SCREENS = {"desk": (1280, 900), "telephone": (390, 844)}

@@ -12,12 +12,12 @@ from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.paper.r2r.decoding import r2r
+from benchmarks.paper.r2r.network import R2RRouter
 from fb_core import hf
 from fb_core.decoding import CollaborativeDecoder, LowLatencyDecoder
 from fb_core.engine.engine import Engine
 from fb_core.llm import LLM, Candidates, LocalLLM
-from fb_core.methods.r2r.decoding import r2r
-from fb_core.methods.r2r.router import R2RRouter
 from fb_core.pair import Pair
 from fb_core.policy import RequestPolicy
 from fb_core.pool import Pool, candidate_pool

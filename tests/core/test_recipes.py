@@ -23,8 +23,8 @@ from fb_core.stages.inputs import splits_of
 from fb_core.stages.pools import part_of
 from fb_core.stages.problems import prompt_ids
 from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import run_stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage

@@ -14,8 +14,8 @@ from fb_core import ServerError, server
 from fb_core.config import RunSettings
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.futures import FutureStage
+from fb_core.stages.run import run_stage
 from fb_core.stages.scores import ScoreStage
-from fb_core.stages.stage import run_stage
 from fb_core.stages.states import PolicyStage, StateStage
 from fb_core.stages.trajectories import TrajectoryStage
 

@@ -15,6 +15,7 @@ from test_runtime import random_reranker
 from tiny import EOS, tiny
 from transformers import DynamicCache
 
+from benchmarks.paper.methods.takeover import takeover
 from fb_core import (
     CollaborativeDecoder,
     FutureBridgeSelector,
@@ -33,7 +34,6 @@ from fb_core.engine.large import PagedLLM
 from fb_core.engine.model import PagedModel
 from fb_core.explain import print_rows
 from fb_core.llm import LLM
-from fb_core.methods.takeover import takeover
 from fb_core.pair import Pair
 from fb_core.pool import Event
 from fb_core.serve.app import application

@@ -39,9 +39,9 @@ from fb_core.stages.inputs import models_of, splits_of
 from fb_core.stages.pools import part_of
 from fb_core.stages.problems import Problem, prompt_ids
 from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import plan, run_stage
 from fb_core.stages.scores import ScoreStage
 from fb_core.stages.selection import SelectionStage
-from fb_core.stages.stage import plan, run_stage
 from fb_core.stages.states import PolicyStage, StateStage, log_states
 from fb_core.stages.training import TrainStage
 from fb_core.stages.trajectories import TrajectoryStage

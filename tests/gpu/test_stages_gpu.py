@@ -10,10 +10,10 @@ import pytest
 import torch
 from gpu_checks import DEVICE
 
-from fb_core.config import RunSettings
+from benchmarks.paper.gather import gather
+from benchmarks.paper.run import run_tables
+from benchmarks.paper.settings import PaperSettings
 from fb_core.demo.pairs import load_pair
-from fb_core.experiment.gather import gather
-from fb_core.experiment.run import run_experiment
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.commands import COMMANDS, run_command
 from fb_core.stages.inside import changed
@@ -28,7 +28,7 @@ AGAIN = {  # a shard of each stage whose bytes depend on its inputs alone
 }
 
 
-def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
+def pair_on_disk(folder: Path, device: str, dtype: str) -> PaperSettings:
     """The demo's pair as ordinary checkpoints, and problems of its world."""
     pair, names = load_pair("plans"), {}
     for role, model in (("slm", pair.slm), ("llm", pair.llm)):
@@ -38,7 +38,7 @@ def pair_on_disk(folder: Path, device: str, dtype: str) -> RunSettings:
     problems = folder / "problems.jsonl"
     rows = [{"problem": p.prompt, "answer": p.answer} for p in pair.world.problems(70, 0, "train")]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return RunSettings.model_validate(
+    return PaperSettings.model_validate(
         {
             "models": {**names, "device": device, "dtype": dtype},
             "problems": {
@@ -79,14 +79,14 @@ def run_and_repeat(folder: Path, device: str, dtype: str) -> None:
         run_command(command, settings, run)
     assert {stage: shard_bytes(run, stage, shard) for stage, shard in AGAIN.items()} == before
     manifest = Artefact(run, "evaluation").finished()
-    assert manifest["counts"]["decoded"] == 24
+    assert manifest["counts"]["decoded"] == 40
     assert (manifest["cost"]["gpu_hours"] > 0) == (device != "cpu")
 
 
 def experiments(folder: Path, device: str, dtype: str, changes: dict[str, dict[str, object]]) -> None:
     """Peers, repairs and costs, and all that they are held against, in this process."""
     settings, run = changed(pair_on_disk(folder, device, dtype), changes), folder / "run"
-    run_experiment(["methods", "repairs", "costs"], settings, run, workers=1)
+    run_tables(["methods", "repairs", "costs"], settings, run, workers=1)
     made = gather(settings, run)
     rows = {(row.table, row.label) for row in made.rows if row.accuracy}
     assert {label for table, label in rows if table == "methods"} >= {"Greedy", "R2R", "SpecReason", "FutureBridge"}

@@ -1,0 +1,90 @@
+"""The paper's comparisons: `python -m benchmarks.paper tables all --config tiny`, then `report RUN ...`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.paper.agreement import judge
+from benchmarks.paper.benchmark_states import judge_benchmarks
+from benchmarks.paper.changed_outcomes import problem_pages
+from benchmarks.paper.gather import gather
+from benchmarks.paper.report.report import write_report
+from benchmarks.paper.run import COSTS, run_tables
+from benchmarks.paper.settings import PaperSettings
+from benchmarks.paper.tables import TABLES
+from fb_core.stages.commands import run_command
+from fb_core.terminal import escaped
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+ConfigOption = Annotated[str, typer.Option(help="A YAML file, or a name such as tiny or qwen3-1.7b-published.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
+RunOption = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; default runs/NAME.")]
+
+
+def _opened(config: str, changes: list[str] | None, run: Path | None) -> tuple[PaperSettings, Path]:
+    logging.basicConfig(format="%(message)s")
+    return PaperSettings.of_config(config, changes or ()), run or Path("runs") / Path(config).name.removesuffix(".yaml")
+
+
+@app.command()
+def tables(
+    names: Annotated[list[str], typer.Argument(help=f"{', '.join((*TABLES, COSTS))}, or all.")],
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default one per core, or one if there is a GPU.")
+    ] = None,
+) -> None:
+    """Baselines and ablations: everything a table needs, from states to benchmarks, and the report."""
+    settings, folder = _opened(config, changes, run)
+    known = [*TABLES, COSTS]
+    if unknown := [name for name in names if name not in ("all", *known)]:
+        raise ValueError(f"tables: expected all or some of {', '.join(known)}, got {unknown[0]!r}; name those")
+    run_tables(known if "all" in names else names, settings, folder, workers)
+    report([folder], folder / "report")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.html, report.md, figures and problem pages.")] = Path(
+        "report"
+    ),
+) -> None:
+    """Write one HTML and one Markdown report that compares runs side by side."""
+    settings = [PaperSettings.of_run(run) for run in runs]
+    found = [gather(chosen, run) for chosen, run in zip(settings, runs, strict=True)]
+    pages: dict[str, bytes] = {}
+    for chosen, run, one in zip(settings, runs, found, strict=True):
+        pages |= problem_pages(chosen, run, one)
+    print("Written: " + ", ".join(map(str, write_report(found, out, pages))))
+
+
+@app.command()
+def rollouts(
+    config: ConfigOption,
+    changes: SetOption = None,
+    run: RunOption = None,
+) -> None:
+    """How well scores predict the outcome of each candidate, at held-out states and, once trained, at benchmarks."""
+    settings, folder = _opened(config, changes, run)
+    run_command("rollouts", settings, folder)
+    print(judge(settings, folder))
+    judge_benchmarks(settings, folder)
+
+
+def main() -> None:
+    """Run a command; an error that a user can fix is printed as one line."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as problem:
+        raise SystemExit(escaped(str(problem))) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""How well scores agree with rollouts: pairwise accuracy and top-1 success of scores, coverage of pools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fb_core import statistics
+from fb_core.config import RunSettings
+from fb_core.pool import LARGE, SLM
+from fb_core.reranker import TokenReranker
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.deploy import chosen_reranker
+from fb_core.stages.examples import NATS, Examples, Group, Rollout
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import run_stage
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import StateStage
+from fb_core.stages.trajectories import TrajectoryStage
+from fb_core.stages.values import reranked
+from fb_core.statistics import Interval
+
+Tally = NDArray[np.float64]
+KINDS = ("all", "word", "digit", "mark")
+
+
+class AgreementStage(Stage):
+    """Scores of the chosen rerankers, as deployed, for the candidates of the held-out states that were rolled out."""
+
+    name = "agreement"
+    command = "python -m benchmarks.paper"
+    slice = ("evaluate.certainty", "train.seeds", "train.scope", "train.horizons", "collect.tested")
+    reads = (TrajectoryStage, StateStage, RolloutStage)
+    unit = "states"
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return self.reads if self.settings.collect.tested else (*self.reads, RerankerStage)
+
+    def shards(self) -> dict[str, int]:
+        folder, found = self.input(RolloutStage).folder, {}
+        for shard in folder.shards("validation"):
+            receipt = folder.receipt(shard)
+            if receipt is None:
+                raise ValueError(f"{folder.path}: expected {shard}, got none; run `rollouts`")
+            found[shard] = receipt.counts["validation states"]
+        return found
+
+    def work(self, shard: str) -> Output:
+        slm, certainty = self.models.slm, self.settings.evaluate.certainty
+        states = [one.state for one in Examples(self.run, shard, slm.device).rollouts.values()]
+        rows: dict[str, dict[str, Any]] = {state.id: {"state": state.id} for state in states}
+        for done, (state, seed, scores) in enumerate(reranked(slm, self._rerankers, states)):
+            self.on_progress(done // len(self._rerankers))
+            llm = state.pool.llm_logprob
+            certain = certainty is not None and bool(llm.max().exp() > certainty)
+            judged = llm if certain else scores  # as in `CertainLLM`
+            rows[state.id][f"seed-{seed}"] = judged.tolist()
+        columns = {"state": pa.string()} | {f"seed-{seed}": NATS for seed in self._rerankers}
+        return Output({f"{shard}.parquet": table_bytes(list(rows.values()), columns)}, {"states": len(rows)})
+
+    @cached_property
+    def _rerankers(self) -> dict[int, TokenReranker]:
+        """The chosen rerankers by seed."""
+        run = Path(self.settings.collect.tested or self.run)
+        return {seed: chosen_reranker(self.settings, run, seed) for seed in self.settings.train.seeds}
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        return agreement_table(self.settings, self.run)
+
+    def cost(self) -> Cost:
+        return Cost("scored by every reranker", self.input(TrajectoryStage).settings.collect.max_new_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A held-out state that was rolled out, with all known scores [K] of its candidates, by name."""
+
+    rolled: Rollout
+    scores: Mapping[str, Sequence[Tensor]]  # one per seed for rerankers, else one
+
+
+def judged_states(settings: RunSettings, run: Path) -> list[Judged]:
+    """The rolled-out held-out states with all scores from the run's finished stages.
+
+    Raises:
+        ValueError: the run has no rollouts.
+    """
+    Artefact(run, RolloutStage.name).finished()
+    scored, reranked = Artefact(run, ScoreStage.name), Artefact(run, AgreementStage.name)
+    known, learned = _complete(scored), _complete(reranked)
+    found = []
+    for shard in Artefact(run, RolloutStage.name).shards("validation"):
+        examples = Examples(run, shard)
+        groups = examples.groups if known else {}
+        table = {row["state"]: row for row in reranked.table(shard)} if learned else {}
+        for state, one in examples.rollouts.items():
+            pool = one.state.pool
+            scores: dict[str, Sequence[Tensor]] = {"SLM": [pool.slm_logprob], "LLM": [pool.llm_logprob]}
+            if (matrix := matrix_of(groups.get(state), one)) is not None:
+                for horizon in settings.train.horizons:
+                    scores[f"Direct-B_{horizon}"] = [matrix[:, :horizon].double().mean(1)]
+            if state in table:
+                row = table[state]
+                scores["FutureBridge"] = [torch.tensor(row[f"seed-{seed}"]) for seed in settings.train.seeds]
+            found.append(Judged(one, scores))
+    return found
+
+
+def matrix_of(group: Group | None, rolled: Rollout) -> Tensor | None:
+    """The group's matrix [K, H], if it has one and its candidates are the ones that were rolled out."""
+    if group is None:
+        return None
+    scored, tried = group.state.pool, rolled.state.pool
+    return group.logprob if torch.equal(scored.ids, tried.ids) and scored.tails == tried.tails else None
+
+
+def _complete(folder: Artefact) -> bool:
+    return bool((folder.manifest() or {}).get("complete"))
+
+
+def judge(settings: RunSettings, run: Path) -> str:
+    """Agreement and coverage in Markdown; includes the chosen rerankers if there are any.
+
+    Raises:
+        ValueError: the run has no rollouts, or as `run_stage`.
+    """
+    if _complete(Artefact(run, RerankerStage.name)):
+        run_stage(AgreementStage(settings, run))
+    return agreement_table(settings, run)
+
+
+def agreement_rows(states: Sequence[Judged], names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """One row per kind of event and score: pairwise accuracy and top-1 success with intervals over problems.
+
+    Each row also has the differences of its top-1 success to that of the SLM's and of the LLM's own score on the same
+    states. If `names` is None, there are rows for all scores.
+    """
+    if names is None:
+        names = list(dict.fromkeys(name for state in states for name in state.scores))
+    rows = []
+    for kind in KINDS:
+        for name in names:
+            members = [
+                state for state in states if name in state.scores and (kind == "all" or state.rolled.kind == kind)
+            ]
+            if members:
+                rows.append({"score": name, "kind": kind, **_agreement(members, name)})
+    return rows
+
+
+def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
+    tallies: dict[
+        str, Tally
+    ] = {}  # by problem: agreeing, comparable, top-1, states, of mixed, mixed, SLM's, LLM's top-1
+    for state in states:
+        outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
+        tally = tallies.setdefault(state.rolled.state.trajectory.problem.id, np.zeros(8))
+        mixed = statistics.outcomes_differ(outcome)
+        local = [statistics.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
+        for score in seeds:
+            agreeing, comparable = statistics.pairwise_agreement(score.numpy(), outcome)
+            success = statistics.top1_success(score.numpy(), outcome)
+            tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed, *local]) / len(seeds)
+    won, pairs, hits, count, mixed_hits, mixed_count, slm, llm = np.stack(list(tallies.values())).T
+    return {
+        "states": round(count.sum()),
+        "mixed_states": round(mixed_count.sum()),
+        "pairs": round(pairs.sum()),
+        "problems": len(tallies),
+        "pairwise": _ratio(won, pairs),
+        "top1": _ratio(hits, count),
+        "top1_mixed": _ratio(mixed_hits, mixed_count),
+        "top1_minus_slm": None if name == "SLM" else statistics.paired_share_interval(hits, slm, count),
+        "top1_minus_llm": None if name == "LLM" else statistics.paired_share_interval(hits, llm, count),
+    }
+
+
+def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
+    """How often the SLM's, the LLM's and the joint pool hold a candidate from which the SLM succeeds."""
+    rows: list[dict[str, Any]] = []
+    if not states:
+        return rows
+    for name, bits in (("SLM", SLM), ("LLM", LARGE), ("joint", SLM | LARGE)):
+        tallies: dict[str, Tally] = {}  # by problem: covered, states, covered of mixed, mixed
+        sizes = []
+        for state in states:
+            one = state.rolled
+            inside = (one.state.pool.sources & bits) > 0
+            sizes.append(int(inside.sum()))
+            covered = bool((one.correct & inside).any())
+            mixed = statistics.outcomes_differ(one.correct.numpy())
+            tally = tallies.setdefault(one.state.trajectory.problem.id, np.zeros(4))
+            tally += np.array([covered, 1, covered and mixed, mixed])
+        hits, count, mixed_hits, mixed_count = np.stack(list(tallies.values())).T
+        rows.append(
+            {
+                "pool": name,
+                "mean_size": sum(sizes) / len(sizes),
+                "states": round(count.sum()),
+                "mixed_states": round(mixed_count.sum()),
+                "coverage": _ratio(hits, count),
+                "coverage_mixed": _ratio(mixed_hits, mixed_count),
+            }
+        )
+    return rows
+
+
+def _ratio(part: Tally, whole: Tally) -> Interval | None:
+    return statistics.share_interval(part, whole) if whole.any() else None
+
+
+def _percent(value: Interval | None) -> str:
+    return "" if value is None else "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * part for part in value))
+
+
+def agreement_table(settings: RunSettings, run: Path) -> str:
+    """Agreement and coverage on the held-out states in Markdown."""
+    states = judged_states(settings, run)
+    head = (
+        *("pairwise accuracy, % [95%]", "pairs", "top-1 success, % [95%]", "states"),
+        "top-1 success, mixed states, % [95%]",
+    )
+    lines = [f"| events | score | {' | '.join(head)} | mixed states |", "|---|---|---|---|---|---|---|---|"]
+    for row in agreement_rows(states):
+        pairwise, top1, mixed = (_percent(row[name]) for name in ("pairwise", "top1", "top1_mixed"))
+        cells = (row["kind"], row["score"], pairwise, row["pairs"], top1, row["states"], mixed, row["mixed_states"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| pool | mean size | coverage, % [95%] | states | coverage, mixed states, % [95%] | mixed states |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in coverage_rows(states):
+        lines.append(
+            f"| {row['pool']} | {row['mean_size']:.2f} | {_percent(row['coverage'])} | {row['states']} | "
+            f"{_percent(row['coverage_mixed'])} | {row['mixed_states']} |"
+        )
+    return "\n".join(lines)

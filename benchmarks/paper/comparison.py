@@ -1,0 +1,78 @@
+"""All methods on the same benchmark problems, decoded in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from benchmarks.paper.methods import generator, label_of, method
+from benchmarks.paper.r2r.stages import RouterStage
+from benchmarks.paper.settings import EXTERNAL, PaperSettings
+from fb_core import hf
+from fb_core.stages.decode import ASKED, DecodeStage, Trial
+from fb_core.stages.deploy import Generate, chosen_digest
+from fb_core.stages.inputs import DEPLOYED, benchmark_problems, file_stem, problems_hash
+from fb_core.stages.selection import RerankerStage
+from fb_core.stages.stage import Stage
+from fb_core.stages.states import PolicyStage
+
+METHODS = ("compare.methods", "compare.votes", "compare.delimiter", "compare.judge", "train.seeds")
+AT_ONCE = 256  # problems per shard
+
+
+class CompareStage(DecodeStage):
+    """Every method and seed on every benchmark."""
+
+    name = "comparison"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = (*DEPLOYED, *ASKED, *METHODS, "compare.external")
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        methods = self.settings.compare.methods
+        routers = (RouterStage,) if any(method(name).routed for name in methods) else ()
+        return (PolicyStage, *((RerankerStage,) if "futurebridge" in methods else ()), *routers)
+
+    def data(self) -> dict[str, Any]:
+        hashes = {name: problems_hash(problems) for name, problems in benchmark_problems(self.settings).items()}
+        chosen = {"deployed": chosen_digest(self.run)} if "deployed" in self.settings.compare.methods else {}
+        return hashes | {"checkpoints": self._checkpoints()} | chosen
+
+    def _checkpoints(self) -> dict[str, str]:
+        """Hashes of the external checkpoints."""
+        try:
+            return {name: hf.checkpoint_hash(path) for name, path in self.settings.compare.external.items()}
+        except OSError as problem:  # as a ValueError it ends only this row
+            raise ValueError(f"compare.external: {problem}") from None
+
+    @cached_property
+    def trials(self) -> dict[str, Trial]:
+        compare, trials = self.settings.compare, dict[str, Trial]()
+        methods = [*compare.methods, *(EXTERNAL + name for name in compare.external)]
+        for benchmark, problems in benchmark_problems(self.settings).items():
+            for name in methods:
+                for seed in self.settings.train.seeds if method(name).seeded else (None,):
+                    for start in range(0, len(problems), AT_ONCE):
+                        stem = file_stem(f"{benchmark}.{name}")
+                        shard = f"{stem}.{'only' if seed is None else seed}.{start // AT_ONCE:05d}"
+                        if shard in trials:
+                            raise ValueError(
+                                "compare: expected benchmarks and methods that differ by letters and digits, got "
+                                f"{benchmark!r} and {name!r} again; rename one"
+                            )
+                        trials[shard] = Trial(benchmark, name, seed, "batch", problems[start : start + AT_ONCE])
+        return trials
+
+    def generate(self, trial: Trial, max_length: int | None, max_batch: int) -> Generate:
+        return generator(trial.method, self.settings, self.run, trial.seed, max_length, max_batch)
+
+    def report(self, manifest: dict[str, Any]) -> str:
+        right: dict[tuple[str, str], list[bool]] = {}
+        for row in self.rows():
+            right.setdefault((row.benchmark, row.method), []).append(row.correct)
+        lines = ["| benchmark | method | accuracy, % | runs |", "|---|---|---|---|"]
+        for (benchmark, name), outcomes in right.items():
+            accuracy = 100 * sum(outcomes) / len(outcomes)
+            lines.append(f"| {benchmark} | {label_of(name, self.settings)} | {accuracy:.1f} | {len(outcomes)} |")
+        return "\n".join(lines)

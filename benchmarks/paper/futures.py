@@ -1,0 +1,215 @@
+"""Futures other than the LLM's greedy one: the SLM's own, and those that the ablation of futures compares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from benchmarks.paper.settings import PaperSettings
+from fb_core.llm import seeded
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.examples import IDS, Examples, Future, example_files
+from fb_core.stages.futures import FutureStage, own_futures, usable
+from fb_core.stages.inputs import verifier_of
+from fb_core.stages.pools import in_parts
+from fb_core.stages.scores import ScoreStage
+from fb_core.stages.stage import Cost, Output, Stage
+from fb_core.stages.states import OverStates, StateStage
+from fb_core.stages.trajectories import TrajectoryStage, judged
+
+SAMPLED, UNVERIFIED, INCORRECT = "sampled", "unverified", "incorrect"  # columns: first right sample, first, first wrong
+SAMPLES = {"state": pa.string(), SAMPLED: IDS, UNVERIFIED: IDS, INCORRECT: IDS}
+
+Samples = Mapping[str, Mapping[str, Tensor]]
+"""The kept samples, [n >= 1] ids each, by column and the state's id."""
+
+
+class OwnFutureStage(OverStates):
+    """The SLM's own futures, sampled from the bare states: the first right sample, else the first."""
+
+    name = "own-futures"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = ("samples.slm", "samples.slm_temperature", "samples.seed", "futures.max_new_tokens", "verify")
+    reads = (TrajectoryStage, StateStage)
+
+    def work(self, shard: str) -> Output:
+        found = own_futures(
+            self.models.local_slm,
+            list(Examples(self.run, shard).states.values()),
+            self.models.tokenizer,
+            verifier_of(self.settings.verify),
+            self.settings.futures.max_new_tokens,
+            samples=self.settings.samples.slm,
+            temperature=self.settings.samples.slm_temperature,
+            seed=self.settings.samples.seed,
+        )
+        counts = {"futures": len(found), "correct": sum(future.verdict == "correct" for future in found)}
+        return Output(example_files(shard, Future, found), counts)
+
+    def cost(self) -> Cost:
+        longest = self.input(TrajectoryStage).longest + self.settings.futures.max_new_tokens
+        return Cost("sampled", self.settings.samples.slm * longest)
+
+
+class SampleStage(OverStates):
+    """The LLM's samples from the states with a usable future: the first, the first right and the first wrong one."""
+
+    name = "samples"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = (
+        "samples.llm",
+        "samples.llm_temperature",
+        "samples.seed",
+        "collect.slm_k",
+        "score.horizon",
+        "futures.max_new_tokens",
+        "verify",
+    )
+    reads = (TrajectoryStage, StateStage, FutureStage)
+    uses = ("slm", "llm", "tokenizer")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.settings.models.llm_server is None
+
+    @property
+    def device(self) -> str:
+        return self.models.device if self.on_gpu else "server"
+
+    def units(self, manifest: dict[str, Any]) -> int:
+        return int(manifest["counts"]["sampled"])
+
+    def work(self, shard: str) -> Output:
+        examples, llm, settings = Examples(self.run, shard), self.models.llm, self.settings.samples
+        futures = in_parts(examples.futures().values(), self.settings.collect.slm_k)
+        left = [future.state for future in usable(futures, self.settings.score.horizon)[0]]
+        found: dict[str, dict[str, Tensor]] = {SAMPLED: {}, UNVERIFIED: {}, INCORRECT: {}}
+        for draw in range(settings.llm):
+            if not left:
+                break
+            drawn = llm.sample_many(
+                [state.prefix.to(llm.device) for state in left],
+                1,
+                self.settings.futures.max_new_tokens,
+                temperature=settings.llm_temperature,
+                top_p=1.0,
+                top_k=0,
+                seed=settings.seed + draw,
+            )
+            written = [new[0].cpu() for new in drawn]
+            _, verdicts = judged(left, written, self.models.tokenizer, verifier_of(self.settings.verify))
+            for state, new, verdict in zip(left, written, verdicts, strict=True):
+                if draw == 0:
+                    found[UNVERIFIED][state.id] = new
+                if verdict in ("correct", "wrong"):
+                    found[SAMPLED if verdict == "correct" else INCORRECT].setdefault(state.id, new)
+            left = [state for state in left if state.id not in found[SAMPLED] or state.id not in found[INCORRECT]]
+            self.on_progress(len(found[UNVERIFIED]) - len(left))
+        rows = [
+            {"state": state} | {name: by_id[state].tolist() for name, by_id in found.items() if state in by_id}
+            for state in examples.states
+        ]
+        counts = {"states": len(rows), "sampled": len(found[UNVERIFIED])}
+        counts |= {"with a right one": len(found[SAMPLED]), "with a wrong one": len(found[INCORRECT])}
+        return Output({f"{shard}.parquet": table_bytes(rows, SAMPLES)}, counts)
+
+    def cost(self) -> Cost:
+        return Cost("sampled", self.settings.samples.llm * self.input(FutureStage).longest, "llm")
+
+
+class OtherScoreStage(ScoreStage):
+    """The matrices of other futures than the LLM's greedy ones, under the name of the ordinary scores."""
+
+    slice = (*ScoreStage.slice, "samples.future")
+    settings: PaperSettings
+
+    def inputs(self) -> Sequence[type[Stage]]:
+        return (*self.reads, OwnFutureStage if self.settings.samples.future == "own" else SampleStage)
+
+    def futures(self, examples: Examples) -> list[Future]:
+        kind, horizon = self.settings.samples.future, self.settings.score.horizon
+        if kind == "own":
+            return list(examples.futures(OwnFutureStage.name).values())
+        futures = super().futures(examples)
+        used, _ = usable(in_parts(futures, self.settings.collect.slm_k), horizon)
+        sampled = read_samples(self.input(SampleStage).folder, examples.shard)
+        return futures_of_quality(kind, futures, [future.state.id for future in used], sampled, horizon, examples.shard)
+
+
+def read_samples(folder: Artefact, shard: str) -> Samples:
+    """The samples of a finished shard."""
+    rows = folder.table(shard)
+    return {
+        name: {row["state"]: torch.tensor(row[name]) for row in rows if row[name] is not None}
+        for name in (SAMPLED, UNVERIFIED, INCORRECT)
+    }
+
+
+def futures_of_quality(
+    quality: str, futures: Sequence[Future], used: Sequence[str], sampled: Samples, horizon: int, shard: str
+) -> list[Future]:
+    """The futures of one quality at the states that have futures of every quality; at other states they are empty.
+
+    Args:
+        quality: "verified", "sampled", "unverified", "incorrect", "cross-state" or "shuffled".
+        futures: the LLM's greedy futures, one per state.
+        used: ids of the states whose greedy future is usable.
+        sampled: as from `read_samples`.
+        horizon: number of tokens that every future must have.
+        shard: seeds the permutations.
+
+    Returns:
+        futures with the first token and verdict of the greedy one, so that they pass the same filters.
+    """
+    greedy = {future.state.id: future for future in futures}
+    common = [
+        state
+        for state in used
+        if all(state in by_id and len(by_id[state]) > horizon for by_id in sampled.values())  # and a first token
+    ]
+    owners = {state: greedy[state].state.trajectory.problem.id for state in common}
+    chosen: dict[str, Tensor] = {}
+    for state, donor in _donors(owners, shard).items():
+        tokens = greedy[state].tokens
+        if quality in sampled:
+            tokens = sampled[quality][state][1:]
+        elif quality == "cross-state":
+            tokens = greedy[donor].tokens
+        elif quality == "shuffled":
+            order = list(range(horizon))
+            seeded(0, tokens[:horizon].tolist()).shuffle(order)
+            tokens = tokens[torch.tensor(order)]
+        chosen[state] = tokens
+    empty = torch.zeros(0, dtype=torch.int64)
+    return [replace(future, tokens=chosen.get(state, empty)) for state, future in greedy.items()]
+
+
+def _donors(owners: Mapping[str, str], shard: str) -> dict[str, str]:
+    """A state of another problem for every state, from the states' problems; empty if all are of one problem.
+
+    If possible each state donates only once: the states are sorted by problem and rotated by the largest number of
+    states of one problem, so no state meets its own problem unless one problem has more than half of the states.
+    """
+    states = list(owners)
+    order = np.random.default_rng(list(shard.encode())).permutation(len(states)).tolist()
+    shuffled = [states[place] for place in order]
+    rank = {problem: place for place, problem in enumerate(dict.fromkeys(owners[state] for state in shuffled))}
+    grouped = sorted(shuffled, key=lambda state: rank[owners[state]])
+    shift = max(Counter(owners.values()).values(), default=0)
+    donors = {}
+    for place, state in enumerate(grouped):
+        for step in range(len(grouped)):
+            donor = grouped[(place + shift + step) % len(grouped)]
+            if owners[donor] != owners[state]:
+                donors[state] = donor
+                break
+    return donors

@@ -1,0 +1,95 @@
+"""The methods, ours and peers': one file (or folder) each, named for the method, whose `METHOD` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from benchmarks.paper.settings import PaperSettings
+from fb_core.stages import deploy
+from fb_core.stages.deploy import Generate
+
+
+class Context(deploy.Context):
+    """What a run offers a method: as `fb_core.stages.deploy.Context`, with the settings of the comparison.
+
+    Args:
+        method: the method's name, as in the settings.
+        settings: of the run.
+        run: its folder.
+        max_length: tokens of a prompt and its answer in the fast loop; None for the plain loop.
+        max_batch: prompts that the fast loop decodes together.
+    """
+
+    def __init__(
+        self, method: str, settings: PaperSettings, run: Path, max_length: int | None = None, max_batch: int = 1
+    ) -> None:
+        super().__init__(settings, run, max_length, max_batch)
+        self.method, self.compare = method, settings.compare
+
+
+@dataclass(frozen=True)
+class Method:
+    """How prompts are decoded.
+
+    Attributes:
+        name: the file's, with dashes.
+        label: in tables; {votes} and {name} are filled in.
+        decode: maps a run's context and a seed (None if not seeded) to the function that decodes.
+        source: the paper and software that it is from.
+        seeded: whether it runs once per seed.
+        routed: whether it needs trained routers.
+        timed: the loops in which it is timed against "greedy". In the fast one the decoders of the context run on
+            buffers, one prompt at a time.
+    """
+
+    name: str
+    label: str
+    decode: Callable[[Context, Any], Generate]
+    source: str = ""
+    seeded: bool = False
+    routed: bool = False
+    timed: tuple[Literal["fast", "plain"], ...] = ()
+
+
+def method(name: str) -> Method:
+    """The method of a name; a checkpoint's name begins with `settings.EXTERNAL`."""
+    stem = name.partition(":")[0].replace("-", "_")
+    return cast(Method, import_module(f"{__name__}.{stem}").METHOD)
+
+
+def generator(
+    name: str,
+    settings: PaperSettings,
+    run: Path,
+    seed: int | None,
+    max_length: int | None = None,
+    max_batch: int = 1,
+) -> Generate:
+    """The function that decodes prompts with a method.
+
+    Args:
+        name: of the method; `settings.EXTERNAL` followed by a name for an external checkpoint.
+        settings: of the run.
+        run: its folder.
+        seed: for a method that runs once per seed, else None.
+        max_length: as for `Context`.
+        max_batch: as for `Context`.
+
+    Raises:
+        ValueError: a reranker or router is not trained, or a checkpoint is missing or has another tokenizer.
+    """
+    return method(name).decode(Context(name, settings, run, max_length, max_batch), seed)
+
+
+def seed_of(name: str, settings: PaperSettings) -> int | None:
+    """The run's first seed for a method that runs once per seed, else None."""
+    return settings.train.seeds[0] if method(name).seeded else None
+
+
+def label_of(name: str, settings: PaperSettings) -> str:
+    """A method's label in tables."""
+    return method(name).label.format(name=name, votes=settings.compare.votes)

@@ -1,0 +1,17 @@
+"""FutureBridge as deployed: the recipe that `train` chose on held-out problems, with its evidence.
+
+Definition: validation and certification (`fb_core.stages.choice`) choose, for each seed, one of greedy decoding, the
+direct LLM score, and rerankers with overrides, value heads and gates that decide before the LLM is asked.
+"""
+
+from __future__ import annotations
+
+from benchmarks.paper.methods import Method
+
+METHOD = Method(
+    name="deployed",
+    label="FutureBridge, as deployed",
+    decode=lambda run, seed: run.chosen(seed).generate_many,
+    seeded=True,
+    timed=("fast", "plain"),
+)

@@ -1,0 +1,18 @@
+"""FutureBridge: at every admitted state the candidate that the SLM is expected to continue from best.
+
+Definition: of the pool that the reranker was trained on, the candidate with the reranker's highest score; the run chose
+the reranker on validation problems, one per seed. If the run sets a certainty, the LLM's own token is taken wherever
+its probability is above it.
+"""
+
+from __future__ import annotations
+
+from benchmarks.paper.methods import Method
+
+METHOD = Method(
+    name="futurebridge",
+    label="FutureBridge",
+    decode=lambda run, seed: run.deployed(run.reranker(seed)).generate_many,
+    seeded=True,
+    timed=("fast", "plain"),
+)

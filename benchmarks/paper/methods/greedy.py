@@ -1,0 +1,18 @@
+"""SLM greedy: the small model by itself.
+
+Definition: the next token is the argmax of p_S, ties to the lowest id, until the end-of-sequence token or the length
+limit. It is a `CollaborativeDecoder` that never asks: the same loops and batches, and ids beyond the tokenizer's never
+count.
+"""
+
+from __future__ import annotations
+
+from benchmarks.paper.methods import Method
+from fb_core.stages.deploy import alone
+
+METHOD = Method(
+    name="greedy",
+    label="Greedy",
+    decode=lambda run, _: alone(run.models.slm, **run.options).generate_many,
+    timed=("fast", "plain"),
+)

@@ -1,0 +1,90 @@
+"""Maj@n: the small model alone, sampled n times, the answer most of them agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.methods import Context, Method
+from fb_core import hf
+from fb_core.decoding import Generation
+from fb_core.llm import Ids, LocalLLM
+from fb_core.stages.deploy import Generate
+from fb_core.verify import Verifier, boxed
+
+
+def majority_vote(answers: Sequence[str | None], equivalent: Callable[[str, str], bool]) -> int | None:
+    """The index of the first answer of the largest class of equivalent answers.
+
+    Args:
+        answers: one per sample; None does not vote.
+        equivalent: whether two answers are equivalent; each answer is compared with the first of every class.
+
+    Returns:
+        the index; among classes of equal size the one that appears first wins. None if there are no votes.
+    """
+    classes: list[list[int]] = []
+    for index, answer in enumerate(answers):
+        if answer is None:
+            continue
+        for members in classes:
+            first = answers[members[0]]
+            if first is not None and equivalent(first, answer):
+                members.append(index)
+                break
+        else:
+            classes.append([index])
+    return max(classes, key=len)[0] if classes else None
+
+
+def majority(
+    sampler: LocalLLM,
+    prompts: Sequence[Ids],
+    verifier: Verifier,
+    tokenizer: hf.Tokenizer,
+    n: int = 8,
+    max_new_tokens: int = 4096,
+    seed: int = 0,
+) -> list[str | None]:
+    r"""Sample n solutions of every prompt (temperature 0.7, top-p 0.8, top-k 20) and let their `\boxed` answers vote.
+
+    Args:
+        sampler: the small model.
+        prompts: token ids of each.
+        verifier: tells which answers are equivalent.
+        tokenizer: turns samples into text.
+        n: samples per prompt.
+        max_new_tokens: maximum tokens of a sample.
+        seed: of all samples.
+
+    Returns:
+        for each prompt the content of the winning box; None if no sample has a box.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: as `LocalLLM.sample_many`.
+    """
+    drawn = sampler.sample_many(prompts, n, max_new_tokens, temperature=0.7, top_p=0.8, top_k=20, seed=seed)
+    winners: list[str | None] = []
+    for samples in drawn:
+        answers = [boxed(str(tokenizer.decode(sample.tolist(), skip_special_tokens=True))) for sample in samples]
+        winner = majority_vote(answers, verifier.equivalent)
+        winners.append(None if winner is None else answers[winner])
+    return winners
+
+
+def decode(run: Context, seed: int) -> Generate:
+    """The winning answers as texts; the tokens of the samples are not kept."""
+    sampler, tokenizer, votes = run.models.local_slm, run.models.tokenizer, run.compare.votes
+
+    def generate(prompts: Sequence[Tensor], max_new_tokens: int) -> list[Generation]:
+        answers = majority(sampler, prompts, run.verifier, tokenizer, votes, max_new_tokens, seed)
+        texts = ["" if answer is None else f"\\boxed{{{answer}}}" for answer in answers]
+        return [Generation(torch.zeros(0, dtype=torch.int64), [], text) for text in texts]
+
+    return generate
+
+
+METHOD = Method(name="majority", label="Maj@{votes}", decode=decode, seeded=True, timed=("plain",))

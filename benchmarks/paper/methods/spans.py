@@ -1,0 +1,146 @@
+"""Spans: at every admitted state the large model writes to the end of the step, then the small one goes on.
+
+Definition: the LLM's argmax over the whole vocabulary is appended, then what the LLM writes after it, up to and
+including the first token whose text contains the delimiter, to the end of the sequence or to the length limit. Such a
+span is one event of the budget. A step that never ends makes the first event a takeover; a step of one token makes it
+one-token takeover.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.methods import Context, Method
+from benchmarks.paper.methods.spec_reason import write_steps
+from fb_core import hf
+from fb_core.decoding import CollaborativeDecoder, Generation, Usage
+from fb_core.llm import LLM, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.policy import RequestPolicy
+from fb_core.pool import Event
+from fb_core.selectors import LLMPreference
+from fb_core.stages.deploy import Generate
+
+
+@dataclass
+class SpanGeneration(Generation):
+    """A generation at whose events the LLM wrote more than the chosen token."""
+
+    written: int  # tokens of the LLM after those of the events
+
+    @property
+    def usage(self) -> Usage:
+        """A request for every event, to which the LLM's writing belongs."""
+        return super().usage._replace(suffix=self.written)
+
+
+def spans(
+    slm: hf.CausalLM,
+    llm: LLM | hf.CausalLM,
+    policy: RequestPolicy,
+    prompts: Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int = 4096,
+    *,
+    step_ends: Set[int],
+    max_events: int = 8,
+    **options: Any,
+) -> list[SpanGeneration]:
+    """Decode many prompts together; at their first `max_events` admitted states the LLM writes to the end of the step.
+
+    Args:
+        slm: the small model, in eval mode.
+        llm: the large one.
+        policy: when the LLM is asked.
+        prompts: [P] int64 each.
+        max_new_tokens: maximum tokens of a generation, of both models together.
+        step_ends: ids that end a step, as from `ending_ids`.
+        max_events: maximum spans of a generation.
+        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
+
+    Returns:
+        One generation per prompt, in order; the event of a span has the LLM's own pool, its first token chosen.
+
+    Raises:
+        TypeError: as `CollaborativeDecoder.generate`.
+        ValueError: as `CollaborativeDecoder` and its `generate`.
+    """
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    pair, large = decoder.pair, decoder.pair.large()
+    check_max_new_tokens(max_new_tokens)
+    asked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
+    new: list[list[int]] = [[] for _ in asked]
+    events: list[list[Event]] = [[] for _ in asked]
+    written = [0] * len(asked)
+    models = (slm, large.model) if isinstance(large, LocalLLM) else (slm,)
+    small_positions, *large_positions = (hf.max_positions(model) or math.inf for model in models)
+
+    def room(row: int, positions: float = small_positions) -> int:
+        return int(min(max_new_tokens - len(new[row]), positions - len(asked[row]) - len(new[row])))
+
+    def ended(tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] in pair.ends
+
+    def go_on(rows: Sequence[int]) -> list[int]:
+        """Decode as many tokens as all rows have room for, each up to its next event; returns the rows that had one."""
+        states = [torch.tensor(asked[row] + new[row], device=slm.device) for row in rows]
+        found = decoder.generate_many(states, min(map(room, rows)), until=1)
+        for row, one in zip(rows, found, strict=True):
+            events[row] += [replace(event, step=event.step + len(new[row])) for event in one.events]
+            new[row] += one.token_ids.tolist()
+        return [row for row, one in zip(rows, found, strict=True) if one.events]
+
+    def unfinished() -> list[int]:
+        return [row for row in range(len(asked)) if room(row) > 0 and not ended(new[row])]
+
+    while rows := [row for row in unfinished() if len(events[row]) < max_events]:
+        begun = set(go_on(rows)) & set(unfinished())
+        rows = [row for row in sorted(begun) if new[row][-1] not in step_ends]
+        rooms = {row: min([room(row), *(room(row, positions) for positions in large_positions)]) for row in rows}
+        rows = [row for row in rows if rooms[row] > 0]
+        steps = write_steps(
+            large,
+            [asked[row] + new[row] for row in rows],
+            [rooms[row] for row in rows],
+            lambda step: ended(step) or step[-1] in step_ends,
+        )
+        for row, step in zip(rows, steps, strict=True):
+            new[row] += step
+            written[row] += len(step)
+    decoder.max_events = 0
+    while rows := unfinished():
+        go_on(rows)
+    tokens = [torch.tensor(ids, dtype=torch.int64, device=slm.device) for ids in new]
+    return [SpanGeneration(*row) for row in zip(tokens, events, map(pair.text, tokens), written, strict=True)]
+
+
+def ending_ids(tokenizer: hf.Tokenizer, delimiter: str) -> frozenset[int]:
+    """The ids whose text contains a delimiter.
+
+    Raises:
+        ValueError: there are none.
+    """
+    vocabulary = sorted(set(tokenizer.get_vocab().values()))
+    texts = tokenizer.batch_decode([[token] for token in vocabulary])
+    found = frozenset(token for token, text in zip(vocabulary, texts, strict=True) if delimiter in text)
+    if not found:
+        raise ValueError(
+            f"delimiter: expected a text that some token holds, got {delimiter!r}; take one that is a single token"
+        )
+    return found
+
+
+def decode(run: Context, seed: int | None) -> Generate:
+    """Decoding with the run's delimiter and budget of events."""
+    models, settings = run.models, run.settings
+    ends = ending_ids(models.tokenizer, run.compare.delimiter)
+    given = {"step_ends": ends, "max_events": settings.evaluate.max_events, **run.options}
+    return partial(spans, models.slm, models.llm, run.policy, **given)
+
+
+METHOD = Method(name="spans", label="Spans to a step's end", decode=decode)

@@ -1,0 +1,211 @@
+"""SpecReason: the small model drafts a reasoning step, the large one scores it 0 to 9 and writes it itself if poor.
+
+Definition, until the answer is finished:
+
+1. the SLM writes one step, which ends after the delimiter, at the end of the sequence or at `step_tokens`;
+2. the LLM reads the conversation with that step and an instruction to score it, and is asked for one token;
+3. a score of `threshold` or more accepts the step, otherwise the LLM writes this step instead.
+
+As everywhere in this package, both models decode greedily, and a generation ends at the end-of-sequence token or at its
+length limit. The published software samples at temperature 0.6, stops at the first step with a box or two equal steps,
+and treats a score that is not a digit as 0; here the score is the likeliest of the ten digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.methods import Context, Method
+from fb_core import hf
+from fb_core.counts import check_count
+from fb_core.decoding import Generation, Usage
+from fb_core.llm import LLM, Ids, LocalLLM, check_max_new_tokens, checked_prompts
+from fb_core.pair import Pair
+from fb_core.stages.deploy import Generate
+
+_INSTRUCTION = (
+    "How good is the last step of the reasoning above? Look only at whether it is true and follows from what stands "
+    "before it, not at its style. Answer with one digit from 0 (wrong) to 9 (certainly right)."
+)
+JUDGE = f"\n\n{_INSTRUCTION}\nScore: "
+CHATML_JUDGE = f"<|im_end|>\n<|im_start|>user\n{_INSTRUCTION}<|im_end|>\n<|im_start|>assistant\nScore: "
+CHUNK = 32  # tokens asked for at once: a continuation cannot be told to stop at the delimiter
+
+
+@dataclass
+class ReasoningStep:
+    """One step: drafted by the SLM, scored by the LLM, and rewritten by the LLM if the score was too low."""
+
+    start: int  # index of its first token among the new ones
+    length: int  # tokens that were kept
+    score: int  # 0 to 9, of the draft
+    writer: Literal["slm", "llm"]  # of what was kept
+    drafted: int  # tokens of the draft
+
+
+@dataclass
+class SpecReasonGeneration(Generation):
+    """A generation without events: the LLM scored every step and wrote those whose `writer` is "llm"."""
+
+    steps: list[ReasoningStep]
+
+    @property
+    def usage(self) -> Usage:
+        """A score for every step, and a request for every step that the LLM wrote."""
+        theirs = [step for step in self.steps if step.writer == "llm"]
+        return Usage(len(self.steps) + len(theirs), None, 0, sum(step.length for step in theirs))
+
+
+def spec_reason(
+    slm: hf.CausalLM,
+    llm: LLM | hf.CausalLM,
+    prompts: Sequence[Ids],
+    max_new_tokens: int = 4096,
+    *,
+    tokenizer: hf.Tokenizer,
+    threshold: float = 7,
+    delimiter: str | Callable[[int], bool] = "\n\n",
+    step_tokens: int = 512,
+    judge_template: str = JUDGE,
+) -> list[SpecReasonGeneration]:
+    r"""Decode many prompts step by step; all prompts draft, are scored and are rewritten together.
+
+    Args:
+        slm: the small model, in eval mode.
+        llm: the large one.
+        prompts: [P] int64 each, of any lengths.
+        max_new_tokens: maximum tokens of a generation, of both models together; rejected drafts do not count.
+        tokenizer: the one both models use.
+        threshold: the lowest score that accepts a step; 10 leaves every step to the LLM.
+        delimiter: what ends a step: a text, found in the decoded step, or a predicate on its last token.
+        step_tokens: maximum tokens of a step.
+        judge_template: the prompt between a step and its score, special tokens included; `CHATML_JUDGE` makes it a turn
+            of its own for Qwen's chat models. An end-of-sequence token after the step is removed before it.
+
+    Returns:
+        One generation per prompt, in order, with its steps; `events` is empty.
+
+    Raises:
+        TypeError: ids, a limit or a threshold that is not a number of the right type.
+        ValueError: as `CollaborativeDecoder` and its `generate`; an empty delimiter or template, step_tokens below 1, a
+            tokenizer without single-token digits, or a judge's prompt too long for the LLM.
+    """
+    pair = Pair(slm, llm, tokenizer)
+    check_max_new_tokens(max_new_tokens)
+    if not isinstance(threshold, int | float) or isinstance(threshold, bool):
+        raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}; the published value is 7")
+    check_count("step_tokens", step_tokens, 1, "the published limit is 512")
+    if not delimiter or not judge_template:
+        raise ValueError(
+            f"delimiter, judge_template: expected texts, got {delimiter!r} and {judge_template!r}; leave them out for "
+            "the defaults"
+        )
+    digits = _digit_ids(tokenizer)
+    question = _encoded(tokenizer, judge_template)
+    large, small = pair.large(), LocalLLM(slm, tokenizer=tokenizer)
+    ends, limit = pair.ends, hf.max_positions(slm)
+    checked = [ids.tolist() for ids in checked_prompts("prompts", prompts, slm, room=1)]
+    written: list[list[int]] = [[] for _ in checked]
+    steps: list[list[ReasoningStep]] = [[] for _ in checked]
+
+    def room(row: int) -> int:
+        left = max_new_tokens - len(written[row])
+        return left if limit is None else min(left, limit - len(checked[row]) - len(written[row]))
+
+    def ended(step: list[int]) -> bool:
+        if step[-1] in ends:
+            return True
+        return delimiter in _text(tokenizer, step) if isinstance(delimiter, str) else delimiter(step[-1])
+
+    live = list(range(len(checked)))
+    while live:
+        states = [checked[row] + written[row] for row in live]
+        rooms = [min(step_tokens, room(row)) for row in live]
+        drafts = write_steps(small, states, rooms, ended)
+        shown = [draft[:-1] if draft[-1] in ends else draft for draft in drafts]
+        asked = [state + step + question for state, step in zip(states, shown, strict=True)]
+        scores = [_score(answer.score_logprob) for answer in large.candidates_many(asked, 1, [digits] * len(asked))]
+        poor = [place for place, score in enumerate(scores) if score < threshold]
+        rewritten = write_steps(large, [states[place] for place in poor], [rooms[place] for place in poor], ended)
+        kept = dict(enumerate(drafts)) | dict(zip(poor, rewritten, strict=True))
+        for place, row in enumerate(live):
+            start, length, drafted = len(written[row]), len(kept[place]), len(drafts[place])
+            writer: Literal["slm", "llm"] = "llm" if place in poor else "slm"
+            steps[row].append(ReasoningStep(start, length, scores[place], writer, drafted))
+            written[row] += kept[place]
+        live = [row for place, row in enumerate(live) if kept[place] and kept[place][-1] not in ends and room(row) > 0]
+    generations = []
+    for tokens, found in zip(written, steps, strict=True):
+        new = torch.tensor(tokens, dtype=torch.int64, device=slm.device)
+        generations.append(SpecReasonGeneration(new, [], pair.text(new), found))
+    return generations
+
+
+def write_steps(
+    writer: LLM, states: Sequence[list[int]], rooms: Sequence[int], ended: Callable[[list[int]], bool]
+) -> list[list[int]]:
+    """The writer's greedy step after every state, at most as many tokens as there is room for."""
+    steps: list[list[int]] = [[] for _ in states]
+    going = list(range(len(states)))
+    while going:
+        asked, unfinished = [states[place] + steps[place] for place in going], []
+        count = min(CHUNK, max(rooms[place] - len(steps[place]) for place in going))
+        for place, new in zip(going, writer.complete_many(asked, count), strict=True):
+            over = len(new) < count
+            for token in new.tolist():
+                steps[place].append(token)
+                if len(steps[place]) == rooms[place] or ended(steps[place]):
+                    over = True
+                    break
+            if not over:
+                unfinished.append(place)
+        going = unfinished
+    return steps
+
+
+def _score(digit_logprob: Tensor | None) -> int:
+    """The likeliest digit, ties to the lowest."""
+    if digit_logprob is None:
+        raise ValueError(
+            "llm: expected log-probabilities of the ten digits, got None; return them along with the candidates"
+        )
+    return int(digit_logprob.argmax())
+
+
+def _digit_ids(tokenizer: hf.Tokenizer) -> list[int]:
+    ids = [_encoded(tokenizer, str(digit)) for digit in range(10)]
+    if any(len(one) != 1 for one in ids) or len({one[0] for one in ids}) < 10:
+        raise ValueError(f"tokenizer: expected one token for each digit, got {ids}; use a tokenizer that has them")
+    return [one[0] for one in ids]
+
+
+def _encoded(tokenizer: hf.Tokenizer, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text(tokenizer: hf.Tokenizer, tokens: list[int]) -> str:
+    return cast(str, tokenizer.decode(tokens))
+
+
+def decode(run: Context, seed: int | None) -> Generate:
+    """Decoding with the run's delimiter and judge; its default is `CHATML_JUDGE` for tokenizers of Qwen's kind."""
+    models, compare = run.models, run.compare
+    judge = compare.judge or (CHATML_JUDGE if "<|im_end|>" in models.tokenizer.get_vocab() else JUDGE)
+    options = {"tokenizer": models.tokenizer, "delimiter": compare.delimiter, "judge_template": judge}
+    return partial(spec_reason, models.slm, models.llm, **options)
+
+
+METHOD = Method(
+    name="spec-reason",
+    label="SpecReason",
+    source='Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning", '
+    "arXiv 2504.07891, ruipeterpan/specreason",
+    decode=decode,
+    timed=("plain",),
+)

@@ -1,0 +1,81 @@
+"""Takeover: at the first state where the small model would ask, the large one writes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.paper.methods import Method
+from fb_core import hf
+from fb_core.decoding import CollaborativeDecoder, Generation, Usage
+from fb_core.llm import LLM, LocalLLM
+from fb_core.policy import RequestPolicy
+from fb_core.selectors import LLMPreference
+
+
+@dataclass
+class TakeoverGeneration(Generation):
+    """A generation whose only event, if there is one, is where the LLM took over."""
+
+    @property
+    def usage(self) -> Usage:
+        """One request, and the tokens after the first of the LLM's as suffix."""
+        taken, tokens = len(self.events), len(self.token_ids)
+        return Usage(taken, None, taken, tokens - self.events[0].step - 1 if taken else 0)
+
+
+def takeover(
+    slm: hf.CausalLM,
+    llm: LLM | hf.CausalLM,
+    policy: RequestPolicy,
+    prompts: Sequence[Tensor | Sequence[int]],
+    max_new_tokens: int = 4096,
+    **options: Any,
+) -> list[TakeoverGeneration]:
+    """The SLM decodes greedily up to its first admitted state; from there on the LLM does.
+
+    Args:
+        slm: the small model, in eval mode.
+        llm: the large one.
+        policy: when the SLM would ask.
+        prompts: [P] int64 each.
+        max_new_tokens: maximum tokens of a generation, of both models together.
+        options: of `CollaborativeDecoder`: tokenizer, batch_tokens, max_length, max_batch, kv_memory.
+
+    Returns:
+        One generation per prompt, in order, with one event (the LLM's own pool, its first token chosen) if the LLM took
+        over, and none if the SLM finished alone.
+
+    Raises:
+        TypeError: as `CollaborativeDecoder.generate`.
+        ValueError: as `CollaborativeDecoder` and its `generate`.
+    """
+    decoder = CollaborativeDecoder(slm, llm, LLMPreference(), policy, pool="llm", max_events=1, **options)
+    pair, large = decoder.pair, decoder.pair.large()
+    done = decoder.generate_many(prompts, max_new_tokens, until=1)
+    positions = hf.max_positions(large.model) if isinstance(large, LocalLLM) else None
+    states: dict[int, Tensor] = {}
+    for place, begun in enumerate(done):
+        if begun.events and len(begun.token_ids) < max_new_tokens and int(begun.token_ids[-1]) not in pair.ends:
+            state = torch.cat([torch.as_tensor(prompts[place], device=slm.device), begun.token_ids])
+            if positions is None or len(state) < positions:  # else the LLM has no position for another token
+                states[place] = state.to(large.device)
+    longest = max((max_new_tokens - len(done[place].token_ids) for place in states), default=0)
+    rests = large.complete_many(list(states.values()), longest) if states else []
+    tokens = [begun.token_ids for begun in done]
+    for place, rest in zip(states, rests, strict=True):
+        tokens[place] = torch.cat([tokens[place], rest.to(slm.device)])[:max_new_tokens]
+    return [TakeoverGeneration(ids, begun.events, pair.text(ids)) for ids, begun in zip(tokens, done, strict=True)]
+
+
+METHOD = Method(
+    name="takeover",
+    label="Takeover",
+    decode=lambda run, _: partial(takeover, run.models.slm, run.models.llm, run.policy, **run.options),
+    timed=("plain",),
+)

@@ -1,0 +1,151 @@
+"""R2R inside a run: labels from the LLM's own solutions, and one router per seed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from benchmarks.paper.r2r.network import R2RRouter, router_features
+from benchmarks.paper.r2r.training import divergence_labels, recall_threshold, train_router
+from benchmarks.paper.settings import PaperSettings
+from fb_core.stages.artefacts import Artefact, table_bytes
+from fb_core.stages.examples import IDS
+from fb_core.stages.inputs import Models, problems_hash, splits_of, verifier_of
+from fb_core.stages.problems import Problem
+from fb_core.stages.stage import Cost, Output, Stage
+
+LABELS = {"prompt": IDS, "solution": IDS, "differs": pa.list_(pa.bool_()), "divergent": pa.list_(pa.bool_())}
+HELD_OUT = 5  # every fifth solution is held out to set the threshold
+
+
+class RouterLabelStage(Stage):
+    """The LLM's solutions of training problems, and the steps at which the SLM's token would cost the right answer."""
+
+    name = "router-labels"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = ("problems", "futures.max_new_tokens", "compare.router.problems", "verify")
+    uses = ("slm", "llm", "tokenizer")
+
+    def data(self) -> dict[str, Any]:
+        return {"train": problems_hash(self._problems())}
+
+    def _problems(self) -> list[Problem]:
+        return splits_of(self.settings.problems)["train"][: self.settings.compare.router.problems]
+
+    def _parts(self) -> dict[str, list[Problem]]:
+        problems, size = self._problems(), self.settings.problems.per_shard
+        return {f"part-{start // size:05d}": problems[start : start + size] for start in range(0, len(problems), size)}
+
+    def shards(self) -> dict[str, int]:
+        return {shard: len(problems) for shard, problems in self._parts().items()}
+
+    def work(self, shard: str) -> Output:
+        problems, models, room = self._parts()[shard], self.models, self.settings.futures.max_new_tokens
+        asked = self.settings.problems
+        prompts = models.prompts(problems, asked.prompt, asked.thinking)
+        solutions = models.llm.complete_many([prompt.to(models.llm.device) for prompt in prompts], room)
+        pairs = [(prompt, new.to(models.slm.device)) for prompt, new in zip(prompts, solutions, strict=True)]
+        golds = [problem.answer for problem in problems]
+        verifier = verifier_of(self.settings.verify)
+        found = divergence_labels(models.slm, models.llm, pairs, golds, models.tokenizer, verifier, room)
+        rows = [
+            {
+                "prompt": prompt.tolist(),
+                "solution": new.tolist(),
+                "differs": labels.differs.tolist(),
+                "divergent": labels.divergent.tolist(),
+            }
+            for prompt, new, labels in zip(prompts, solutions, found, strict=True)
+        ]
+        counts = {
+            "solutions": len(found),
+            "tokens": sum(len(new) for new in solutions),
+            "differing": sum(int(labels.differs.sum()) for labels in found),
+            "divergent": sum(int(labels.divergent.sum()) for labels in found),
+        }
+        return Output({f"{shard}.parquet": table_bytes(rows, LABELS)}, counts)
+
+    def cost(self) -> Cost:
+        asked = self.settings.problems
+        prompt = self.models.longest_prompt(self._problems(), asked.prompt, asked.thinking)
+        tokens = prompt + self.settings.futures.max_new_tokens
+        return Cost("solved, then continued after differing tokens", tokens, "llm")
+
+
+class RouterStage(Stage):
+    """The trained routers, one folder per seed, with thresholds that reach the wanted recall on held-out solutions."""
+
+    name = "router"
+    command = "python -m benchmarks.paper"
+    settings: PaperSettings
+    slice = ("compare.router", "train.seeds")
+    reads = (RouterLabelStage,)
+    unit = "routers"
+    parallel = False
+
+    @property
+    def _seeds(self) -> tuple[int, ...]:
+        return self.settings.train.seeds
+
+    def shards(self) -> dict[str, int]:
+        return {f"seed-{seed}": 1 for seed in self._seeds}
+
+    def work(self, shard: str) -> Output:
+        slm, settings, seed = self.models.slm, self.settings.compare.router, int(shard.removeprefix("seed-"))
+        labels = self.input(RouterLabelStage).folder
+        rows = [row for part in labels.shards() for row in labels.table(part)]
+        pairs = [
+            (torch.tensor(row["prompt"], device=slm.device), torch.tensor(row["solution"], device=slm.device))
+            for row in rows
+        ]
+        features = router_features(slm, pairs, vocabulary=self.models.vocabulary)
+        divergent = [torch.tensor(row["divergent"], dtype=torch.bool) for row in rows]
+        router = R2RRouter(slm, width=settings.width, blocks=settings.blocks, seed=seed).to(slm.device)
+        held = set(range(HELD_OUT - 1, len(rows), HELD_OUT))
+        trained = [place for place in range(len(rows)) if place not in held]
+        train_router(
+            router,
+            [features[place] for place in trained],
+            [divergent[place] for place in trained],
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            seed=seed,
+        )
+        judged: list[Tensor] = [router.probability(features[place]).cpu() for place in sorted(held)]
+        known = torch.cat([divergent[place] for place in sorted(held)])
+        probability = torch.cat(judged)
+        threshold = recall_threshold(probability, known, settings.min_recall)
+        with tempfile.TemporaryDirectory() as folder:
+            router.save_pretrained(folder)
+            files = {f"{shard}/{path.name}": path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        routed = int((probability >= threshold).sum())
+        about = {"threshold": threshold, "held_out_tokens": len(known), "routed": routed}
+        files[f"{shard}.jsonl"] = (json.dumps(about) + "\n").encode()
+        return Output(files, {"routers": 1})
+
+    def cost(self) -> Cost:
+        return Cost(f"{self.settings.compare.router.epochs} passes over the labelled tokens")
+
+
+class Router(NamedTuple):
+    """A trained router, and the probability from which it routes to the LLM."""
+
+    network: R2RRouter
+    threshold: float
+
+
+def read_router(run: Path, models: Models, seed: int) -> Router:
+    """The router of a seed; raises ValueError if it is not finished or is damaged."""
+    folder, shard = Artefact(run, RouterStage.name), f"seed-{seed}"
+    if folder.receipt(shard) is None:
+        raise ValueError(f"{folder.path}: expected {shard}, got none; run `python -m benchmarks.paper tables methods`")
+    network = R2RRouter.from_pretrained(folder.path / shard, models.slm)
+    return Router(network, json.loads(folder.read(shard, "jsonl"))["threshold"])

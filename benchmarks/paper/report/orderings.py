@@ -1,0 +1,208 @@
+"""Which of the paper's orderings hold in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Literal, NamedTuple
+
+import yaml
+
+from benchmarks.paper.report.columns import above, below, flipped, made_with, percent, said
+from benchmarks.paper.report.findings import OURS, Findings, Result
+from benchmarks.paper.report.page import Block, Paragraph, Text
+from benchmarks.paper.report.recipes import benchmarks
+from fb_core.page import Span, Table
+from fb_core.statistics import Interval
+
+VERDICTS: dict[str, Literal["good", "bad", "faint"]] = {
+    "reversed": "bad",
+    "holds": "good",
+    "not decided": "faint",
+    "not measured": "faint",
+}
+UNPAIRED = "†"
+NOTE = (
+    "Differences are left side minus right side; the paper's are of its averages over five benchmarks (Qwen3-1.7B, "
+    "Qwen3-32B). “>” holds if the interval is above 0, “≥” if it does not reach below 0. An ordering is reversed if "
+    f"the interval is below 0, else not decided. {UNPAIRED}: not paired; the interval joins those of the two "
+    "accuracies, so it is wider than needed. Pools and horizons are compared with the run's own reranker, futures on "
+    "the same states, and a sample with a correct sample if possible."
+)
+TABLES = {  # by table: a row, and those that it is above in the paper
+    "methods": {
+        OURS: ("takeover", "r2r", "s2t", "s2t-local", "direct", "distilled", "greedy"),
+        "s2t": ("takeover", "direct", "greedy"),
+        "takeover": ("r2r", "direct", "greedy"),
+    },
+    "pools": {
+        OURS: ("pool-slm", "pool-llm", "pool-slm-wide"),
+        "pool-llm": ("pool-slm",),
+        "pool-slm-wide": ("pool-slm",),
+    },
+    "futures": {
+        "future-verified": ("future-unverified", "future-incorrect", "future-cross-state", "future-shuffled"),
+        "future-unverified": ("future-incorrect",),
+        "future-incorrect": ("future-cross-state",),
+        "future-cross-state": ("future-shuffled",),
+    },
+}
+NAMES = {
+    OURS: "FutureBridge",
+    "s2t": "S2T",
+    "r2r": "R2R",
+    "s2t-local": "S2T-Local",
+    "direct": "direct LLM score",
+    "distilled": "distilled LLM preference",
+    "pool-slm": "SLM pool",
+    "pool-llm": "LLM pool",
+    "pool-slm-wide": "SLM pool as large as both",
+    "future-verified": "verified future",
+    "future-sampled": "first correct sample",
+    "future-unverified": "unverified sample",
+    "future-incorrect": "incorrect sample",
+    "future-cross-state": "cross-state future",
+    "future-shuffled": "shuffled future",
+}
+BESIDE = {"future-verified": "verified", "future-sampled": "first correct sample"}  # as `Result.minus` names them
+SAMPLES = ("future-unverified", "future-incorrect")
+
+
+class Ordering(NamedTuple):
+    """An ordering that the paper reports, and this run's difference that confirms it or not.
+
+    Attributes:
+        words: which is above which.
+        paper: the difference of the paper's averages in points; None if the paper has not compared these two.
+        difference: this run's, None if it was not measured.
+        paired: whether the difference is paired by problem.
+        may_be_equal: whether no difference confirms it too.
+    """
+
+    words: str
+    paper: float | None
+    difference: Interval | None
+    paired: bool = True
+    may_be_equal: bool = False
+
+    @property
+    def published(self) -> str:
+        """The paper's difference in points, if there is one."""
+        return "" if self.paper is None else f"{self.paper:+.1f}"
+
+    @property
+    def shown(self) -> str:
+        """The difference in percentage points, marked if it is not paired."""
+        return percent(self.difference, signed=True) + UNPAIRED * (not self.paired)
+
+    def verdict(self) -> str:
+        """One of `VERDICTS`."""
+        if self.difference is None:
+            return "not measured"
+        if below(self.difference):
+            return "reversed"
+        return "holds" if above(self.difference) or (self.may_be_equal and self.difference.low == 0) else "not decided"
+
+
+@cache
+def averages() -> dict[str, float]:
+    """The paper's average accuracies in percent, by key of a row."""
+    text = (resources.files("benchmarks.paper") / "published.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)["accuracy"]["rows"]
+
+
+def _difference(rows: Mapping[str, Result], left: str, right: str) -> tuple[Interval | None, bool]:
+    """The difference of two rows of one table and benchmark, and whether it is paired."""
+    one, other = rows.get(left), rows.get(right)
+    if one and (found := one.minus.get(BESIDE.get(right, right))):
+        return found, True
+    if other and (found := flipped(other.minus.get(BESIDE.get(left, left)))):
+        return found, True
+    if not (one and other and one.accuracy and other.accuracy):
+        return None, True
+    (mean, low, high), (minus, least, most) = one.accuracy, other.accuracy
+    return Interval(mean - minus, low - most, high - least), False
+
+
+def orderings(rows: Sequence[Result]) -> Iterator[Ordering]:
+    """The paper's orderings on one benchmark.
+
+    Args:
+        rows: of that benchmark, from all tables.
+    """
+    paper = averages()
+    for table, pairs in TABLES.items():
+        found = {row.key: row for row in rows if row.table == table}
+        for left, others in pairs.items():
+            for right in others:
+                ours = left
+                if left == "future-verified" and right in SAMPLES and "future-sampled" in found:
+                    ours = "future-sampled"  # both are samples: only the answer differs
+                name = "joint pool" if (table, left) == ("pools", OURS) else NAMES.get(ours, ours)
+                words = f"{name} > {NAMES.get(right, right)}"
+                yield Ordering(words, paper[left] - paper[right], *_difference(found, ours, right))
+    yield from _horizons([row for row in rows if row.table == "horizons" and row.x is not None])
+
+
+def _horizons(rows: Sequence[Result]) -> Iterator[Ordering]:
+    """The run's own horizon is above the shorter ones, and the longer ones are not below it."""
+    own = next((row for row in rows if row.key == OURS), None)
+    if own is None or len(rows) == 1:
+        yield Ordering("horizon > shorter horizons", None, None)
+        return
+    for row in rows:
+        if row is not own:
+            longer, shorter = sorted((own, row), key=lambda one: one.x or 0.0, reverse=True)
+            sign = ">" if longer is own else "≥"
+            above_, under = (averages().get(f"horizon-{one.x:g}") for one in (longer, shorter))
+            paper = None if above_ is None or under is None else above_ - under
+            words = f"horizon {longer.x:g} {sign} horizon {shorter.x:g}"
+            found = _difference({one.key: one for one in rows}, longer.key, shorter.key)
+            yield Ordering(words, paper, *found, may_be_equal=longer is row)
+
+
+def by_words(columns: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Ordering]]:
+    """The orderings by words and column, first those that are reversed in a column.
+
+    Args:
+        columns: the rows of one benchmark each.
+    """
+    found: dict[str, dict[str, Ordering]] = {}
+    for head, rows in columns.items():
+        for ordering in orderings(rows):
+            found.setdefault(ordering.words, {})[head] = ordering
+    return dict(sorted(found.items(), key=lambda one: all(each.verdict() != "reversed" for each in one[1].values())))
+
+
+def counted(found: Mapping[str, Mapping[str, Ordering]], heads: Sequence[str]) -> str:
+    """How many orderings have each verdict in some columns."""
+    verdicts = [by_head[head].verdict() for by_head in found.values() for head in heads if head in by_head]
+    return ", ".join(f"{verdict} {verdicts.count(verdict)}" for verdict in VERDICTS)
+
+
+def ordering_blocks(findings: Findings) -> list[Block]:
+    """Which of the paper's orderings hold in a run, on each of its benchmarks."""
+    names = benchmarks(findings.rows)
+    if not names:
+        return []
+    found = by_words({name: [row for row in findings.rows if row.benchmark == name] for name in names})
+    body: list[list[Text]] = []
+    against: list[str] = []
+    for words, by_name in found.items():
+        body.append([words, next(iter(by_name.values())).published])
+        for name in names:
+            ordering = by_name.get(name, Ordering(words, None, None))
+            verdict = ordering.verdict()
+            body[-1] += [ordering.shown, Span(verdict, VERDICTS[verdict])]
+            if verdict == "reversed":
+                where = f" on {name}" if len(names) > 1 else ""
+                beside = f"paper {ordering.published}, here " if ordering.published else ""
+                against.append(f"{words}{where} ({beside}{ordering.shown} pp)")
+    head = ["", "paper, pp", *(text for name in names for text in (f"{name}, pp [95%]", ""))]
+    note = f"{NOTE} {made_with(findings, findings.of('methods'))}"
+    return [
+        *([Paragraph(said({"Reversed": against}))] if against else []),
+        Paragraph(f"Verdicts on the paper's orderings: {counted(found, names)}."),
+        Table("The paper's orderings in this run", head, body, note, "lr" + "rl" * len(names)),
+    ]

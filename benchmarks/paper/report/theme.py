@@ -1,0 +1,114 @@
+"""How figures look: colours for a light and a dark page, and SVG with the same bytes every time."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from inspect import unwrap
+from typing import Any
+
+from matplotlib import style
+from matplotlib.figure import Figure
+
+from benchmarks.paper.report.page import Picture
+
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours for one background, safe for colour-blind readers; markers and dashes repeat what they say."""
+
+    ground: str
+    ink: str
+    faint: str
+    line: str
+    ours: str
+    others: str
+    good: str
+    bad: str
+    series: tuple[str, ...]
+
+
+LIGHT = Theme(
+    ground="#ffffff",
+    ink="#1b1f24",
+    faint="#5d6670",
+    line="#d8dce1",
+    ours="#d55e00",
+    others="#0072b2",
+    good="#0072b2",
+    bad="#d55e00",
+    series=("#d55e00", "#0072b2", "#009e73", "#a8457f", "#b07d00", "#3a3f46", "#2f8fc4"),
+)
+DARK = Theme(
+    ground="#14171b",
+    ink="#e4e7eb",
+    faint="#9aa4af",
+    line="#363c44",
+    ours="#ff8c42",
+    others="#56b4e9",
+    good="#56b4e9",
+    bad="#ff8c42",
+    series=("#ff8c42", "#56b4e9", "#2fc79a", "#e493c1", "#f0c04a", "#c9d0d8", "#8fa8ff"),
+)
+
+
+def pictured(draw: Callable[..., Figure | None]) -> Callable[..., Picture | None]:
+    """Make a drawing function return its drawing in both themes; the same input gives the same bytes."""
+
+    def svg(findings: Any, theme: Theme, *more: str) -> str | None:
+        data = _saved(draw, findings, theme, more, format="svg", transparent=True, metadata=NO_METADATA)
+        return None if data is None else data[data.index(b"<svg") :].decode()  # without a document type's address
+
+    @wraps(draw)
+    def both(findings: Any, *more: str) -> Picture | None:
+        light, dark = (svg(findings, theme, *more) for theme in (LIGHT, DARK))
+        return None if light is None or dark is None else Picture(light, dark)
+
+    return both
+
+
+def png(picture: Callable[..., Picture | None], findings: Any, *more: str) -> bytes | None:
+    """A `pictured` drawing as a PNG with the light theme."""
+    return _saved(unwrap(picture), findings, LIGHT, more, format="png", dpi=150)
+
+
+def _saved(
+    draw: Callable[..., Figure | None], findings: Any, theme: Theme, more: Sequence[str], **options: Any
+) -> bytes | None:
+    with style.context(["default", _style(theme)]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is drawn as a box
+        figure = draw(findings, theme, *more)
+        if figure is None:
+            return None
+        file = io.BytesIO()
+        figure.savefig(file, **options)
+    return file.getvalue()
+
+
+def _style(theme: Theme) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "path",  # an SVG image cannot load fonts
+        "svg.hashsalt": "futurebridge",
+        "text.parse_math": False,  # a token may hold dollar signs
+        "font.size": 9,
+        "text.color": theme.ink,
+        "axes.labelcolor": theme.ink,
+        "axes.edgecolor": theme.faint,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.line,
+        "grid.linewidth": 0.6,
+        "xtick.color": theme.faint,
+        "ytick.color": theme.faint,
+        "xtick.labelcolor": theme.ink,
+        "ytick.labelcolor": theme.ink,
+        "hatch.color": theme.ground,
+        "legend.frameon": False,
+    }

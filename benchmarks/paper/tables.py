@@ -1,0 +1,340 @@
+"""The tables, one entry each: what it varies, its rows, and how the report shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.paper.methods import label_of
+from benchmarks.paper.report.findings import OURS, Experiment
+from benchmarks.paper.settings import EXTERNAL, PaperSettings
+from fb_core.stages.inside import FOLDER, TRAINED, Changes, training_changes
+
+REFERENCES = ("greedy", "direct", "futurebridge")  # every row is compared with these methods
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run with some settings changed: a row of a table, in a folder inside the run's own.
+
+    Attributes:
+        key: name of its folder.
+        label: of its row.
+        changes: changed settings by section.
+        method: the method that decodes the benchmarks; None for a variant that only other variants build on.
+        x: the value that is varied, if it is a number.
+        inside: the variant that this one changes; None if it changes the run itself.
+        borrowed: whether another table makes it and this one only shows it.
+    """
+
+    key: str
+    label: str
+    changes: Changes = field(default_factory=dict)
+    method: str | None = OURS
+    x: float | None = None
+    inside: Variant | None = None
+    borrowed: bool = False
+
+    @property
+    def place(self) -> Variant | None:
+        """The nearest enclosing variant without a method of its own, which holds its states; None if there is none."""
+        if self.inside is None or self.inside.method is None:
+            return self.inside
+        return self.inside.place
+
+    @property
+    def name(self) -> str:
+        """The keys of the enclosing variants and its own, joined by slashes."""
+        return self.key if self.inside is None else f"{self.inside.name}/{self.key}"
+
+    @property
+    def path(self) -> Path:
+        """Its folder inside the run's."""
+        return (Path() if self.inside is None else self.inside.path) / FOLDER / self.key
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose variants are made.
+
+    Attributes:
+        settings: of the run.
+        run: its folder.
+        horizon: the horizon chosen on validation problems; all variants except those of "horizons" keep it.
+    """
+
+    settings: PaperSettings
+    run: Path
+    horizon: int
+
+    def references(self) -> list[Variant]:
+        """The methods that every row is compared with."""
+        return [self.method(name) for name in REFERENCES]
+
+    def method(self, name: str, x: float | None = None, inside: Variant | None = None) -> Variant:
+        """A method that needs no training of its own."""
+        return Variant(name, label_of(name, self.settings), {}, name, x, inside)
+
+    def own(self, label: str, x: float | None = None) -> Variant:
+        """The run's own reranker, with the label that it has in this table."""
+        return replace(self.method("futurebridge"), label=label, x=x, borrowed=True)
+
+    def recipe(
+        self, key: str, label: str, x: float | None = None, inside: Variant | None = None, **changes: dict[str, Any]
+    ) -> Variant:
+        """A variant with changed settings; its reranker is trained anew unless only "evaluate" changes."""
+        if set(changes) != {"evaluate"}:
+            changes["train"] = dict(training_changes(self.horizon, **changes.get("train", {}))["train"])
+        return Variant(key, label, changes, x=x, inside=inside)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A row that other rows of its table are compared with.
+
+    Attributes:
+        name: of the row, in the column's head.
+        key: of the row.
+        of: keys of the rows that are compared with it; empty for all.
+    """
+
+    name: str
+    key: str
+    of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """One experiment.
+
+    Attributes:
+        name: on the command line.
+        title: of its section in the report.
+        varies: what differs between its rows; the first sentence is the section's brief description.
+        rows: makes the rows of a run, in order, including the run's own and other borrowed ones.
+        figure: the kind of figure in its section, "tokens" also for columns of LLM tokens; `caption` is its caption.
+        beside: rows that others are compared with, besides `REFERENCES`.
+        judged: whether its rerankers are compared with the rollouts.
+    """
+
+    name: str
+    title: str
+    varies: str
+    rows: Callable[[Plan], list[Variant]]
+    figure: Literal["accuracy", "horizon", "sweep", "tokens"] | None = None
+    caption: str = ""
+    beside: tuple[Beside, ...] = ()
+    judged: bool = False
+
+    @property
+    def shown(self) -> Experiment:
+        """The part of the entry that the report needs."""
+        about = {name: getattr(self, name) for name in Experiment.model_fields}
+        return Experiment(**about)
+
+
+def _methods(plan: Plan) -> list[Variant]:
+    apart = ("futurebridge", *(() if plan.settings.problems.certification else ("deployed",)))
+    known = [plan.method(name) for name in plan.settings.compare.methods if name not in apart]
+    external = [Variant(f"external-{name}", name, method=EXTERNAL + name) for name in plan.settings.compare.external]
+    return [*known, *_distilled(plan), *external, plan.method("futurebridge")]
+
+
+def _distilled(plan: Plan) -> list[Variant]:
+    pool = {"pool": "slm"}
+    return [
+        plan.recipe("distilled", "Distilled LLM preference", train={"alpha": 0.0}),
+        plan.recipe("s2t-local", "S2T-Local, matched", train={"alpha": 0.0}, score=pool),
+        plan.recipe("s2t-local-original", "S2T-Local, original loss", train={"target": "select"}, score=pool),
+    ]
+
+
+def _pools(plan: Plan) -> list[Variant]:
+    wide = plan.settings.collect.slm_k + plan.settings.futures.llm_k
+    kinds = {"slm": "SLM pool", "llm": "LLM pool", "slm-wide": f"SLM top-{wide}"}
+    others = [plan.recipe(f"pool-{kind}", label, score={"pool": kind}) for kind, label in kinds.items()]
+    return [plan.own("joint pool"), *others]
+
+
+def _horizons(plan: Plan) -> list[Variant]:
+    others = [h for h in plan.settings.train.horizons if h != plan.horizon]
+    found = [plan.recipe(f"horizon-{h}", f"H = {h}", float(h), train={"horizons": (h,)}) for h in others]
+    return _by_number([*found, plan.own(f"H = {plan.horizon}", float(plan.horizon))])
+
+
+def _futures(plan: Plan) -> list[Variant]:
+    qualities = {
+        "verified": "verified greedy future",
+        "sampled": "first correct sample",
+        "unverified": "first sample, unverified",
+        "incorrect": "first incorrect sample",
+        "cross-state": "cross-state, verified greedy",
+        "shuffled": "shuffled, verified greedy",
+    }
+    found = [plan.recipe(f"future-{kind}", label, samples={"future": kind}) for kind, label in qualities.items()]
+    return [*found, plan.own("all states with a verified future")]
+
+
+def _alpha(plan: Plan) -> list[Variant]:
+    own = plan.settings.train.alpha
+    distilled = [replace(row, label="alpha = 0", x=0.0) for row in _distilled(plan) if row.key == "distilled"]
+    others = [a for a in plan.settings.experiment.alphas if a not in (0.0, own)]
+    hybrids = [plan.recipe(f"alpha-{a:g}", f"alpha = {a:g}", a, train={"alpha": a}) for a in others]
+    return _by_number([*distilled, *hybrids, plan.own(f"alpha = {own:g}", own)])
+
+
+def _temperatures(plan: Plan) -> list[Variant]:
+    own = plan.settings.train.temperature
+    others = [t for t in plan.settings.experiment.temperatures if t != own]
+    found = [plan.recipe(f"temperature-{t:g}", f"temperature {t:g}", t, train={"temperature": t}) for t in others]
+    return _by_number([*found, plan.own(f"temperature {own:g}", own)])
+
+
+def _spans(plan: Plan) -> list[Variant]:
+    """The reranker and the direct LLM score with spans of several tokens."""
+    experiment = plan.settings.experiment
+    longest = max(experiment.spans)
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        **{f"span-{n}": (f"{n} tokens", {"tokens": n}) for n in experiment.spans},
+        "span-step": ("to a step's end", {"tokens": None, "delimiter": experiment.delimiter}),
+        "span-agree": (f"until the SLM agrees, {longest} tokens at most", {"tokens": longest, "agree": True}),
+        "span-all": ("no bound", {"tokens": None}),
+    }
+    ours, direct = [plan.own("FutureBridge, one token")], [plan.method("direct")]
+    direct[0] = replace(direct[0], label="Direct LLM score, one token", borrowed=True)
+    for key, (words, span) in kinds.items():
+        ours.append(plan.recipe(key, f"FutureBridge, {words}", futures={"span": span}))
+        takes_over = ": takeover" if key == "span-all" else ""
+        label, changes = f"Direct LLM score, {words}{takes_over}", {"futures": {"span": span}}
+        direct.append(Variant(f"direct-{key}", label, changes, "direct"))
+    return [*ours, *direct]
+
+
+def _by_number(rows: list[Variant]) -> list[Variant]:
+    return sorted(rows, key=lambda row: row.x or 0.0)
+
+
+def _scope(plan: Plan) -> list[Variant]:
+    sequence = plan.recipe("scope-sequence", "adapter on the whole sequence", train={"scope": "sequence"})
+    return [plan.own("adapter on the candidate alone"), sequence]
+
+
+def _repairs(plan: Plan) -> list[Variant]:
+    """Recipes beyond the published one, all of them options of the same commands."""
+    own = plan.recipe("own", "the SLM's own future", samples={"future": "own"})
+    hindsight = {"hindsight": plan.settings.experiment.hindsight}
+    return [
+        plan.own("FutureBridge, as published"),
+        *_swept(plan),
+        own,
+        _override(plan, "own-override", "the SLM's own future, override", own),
+        plan.recipe("on-policy", "states under the deployed reranker", collect={"deployed": str(plan.run)}),
+        plan.recipe("hindsight", "hindsight baseline", train=hindsight),
+    ]
+
+
+def _swept(plan: Plan, inside: Variant | None = None) -> list[Variant]:
+    """The repairs that are tried at every quantile."""
+    x = None if inside is None else inside.x
+    labels = ("candidate features", "calibrated target", "calibrated target, features")
+    features, calibrated, both = (
+        plan.recipe(key, label, x, inside, train=dict(changes))
+        for (key, changes), label in zip(TRAINED.items(), labels, strict=True)
+    )
+    return [
+        features,
+        _override(plan, "override", "override by a certain LLM", inside),
+        _override(plan, "features-override", "candidate features, override", features),
+        calibrated,
+        both,
+        _override(plan, f"{both.key}-override", "calibrated target, features, override", both),
+    ]
+
+
+def _override(plan: Plan, key: str, label: str, inside: Variant | None) -> Variant:
+    """A reranker (the run's own if `inside` is None) deployed with the override by a certain LLM."""
+    x = None if inside is None else inside.x
+    return plan.recipe(key, label, x, inside, evaluate={"certainty": plan.settings.experiment.certainty})
+
+
+def _quantiles(plan: Plan) -> list[Variant]:
+    """Peers and recipes at every request quantile; at other quantiles they have their own states and rerankers."""
+    peers = ("takeover", "s2t", "direct", "futurebridge")
+    here = plan.settings.collect.quantile
+    there = {variant.key for variant in (*_methods(plan), *plan.references())}
+    own = [*(plan.method(name) for name in peers if name in there), *_swept(plan)]
+    found = [replace(variant, borrowed=True, x=here) for variant in own]
+    for quantile in plan.settings.experiment.quantiles:
+        if quantile != here:
+            place = plan.recipe(f"q{quantile:g}", f"quantile {quantile:g}", quantile, collect={"quantile": quantile})
+            place = replace(place, method=None)
+            found += [*(plan.method(name, quantile, place) for name in peers), *_swept(plan, place)]
+    return _by_number(found)
+
+
+TABLES = {
+    table.name: table
+    for table in (
+        Table(
+            "methods",
+            "Methods",
+            "FutureBridge and other methods on the same problems.",
+            _methods,
+        ),
+        Table("pools", "Candidate pools", "Whose candidates the reranker is trained on and chooses from.", _pools),
+        Table(
+            "horizons",
+            "Horizon",
+            "How many tokens of the future the target uses.",
+            _horizons,
+            "horizon",
+            "By horizon: accuracy of the rerankers, and pairwise accuracy of the target itself against the SLM's "
+            "rollouts. Bands are 95% intervals.",
+        ),
+        Table(
+            "futures",
+            "Futures",
+            "Which future is scored after every candidate to make the target, on one set of states. The verified "
+            "future and the first correct sample differ only in how they were decoded, and the samples differ from "
+            "each other only in their answers. The cross-state future differs from the verified one only in the state "
+            "that it comes from, the shuffled one only in the order of its tokens.",
+            _futures,
+            "accuracy",
+            "Accuracy by kind of future, with 95% intervals.",
+            beside=(  # greedy futures are compared with the greedy one, samples with the correct sample
+                Beside("verified", "future-verified"),
+                Beside("first correct sample", "future-sampled", ("future-unverified", "future-incorrect")),
+            ),
+        ),
+        Table(
+            "alpha",
+            "Hybrid targets",
+            "The weight alpha of the future's score in the target; the LLM's preference has the rest.",
+            _alpha,
+        ),
+        Table(
+            "scope", "Adapter scope", "Whether the adapter acts on the candidate alone or on its prefix too.", _scope
+        ),
+        Table("temperature", "Target temperature", "How soft the target is.", _temperatures),
+        Table(
+            "spans",
+            "Spans",
+            "How much the LLM offers at an event: one token, or also the tokens that it would write next.",
+            _spans,
+            "tokens",
+            "Accuracy against LLM tokens by kind of span, next to greedy decoding and takeover, with 95% intervals.",
+        ),
+        Table("repairs", "Repairs", "Recipes beyond the published one.", _repairs, judged=True),
+        Table(
+            "quantiles",
+            "Request quantiles",
+            "The request quantile; states, futures and rerankers are made anew at each.",
+            _quantiles,
+            "sweep",
+            "Accuracy by request quantile with 95% intervals; the dashed line is greedy decoding of the SLM.",
+            judged=True,
+        ),
+    )
+}

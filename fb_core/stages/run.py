@@ -1,0 +1,160 @@
+"""Runs a stage: what is left of its shards, one after the other, in threads or on Ray; or says what that would cost."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from typing import Any
+
+from rich.progress import ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+from fb_core.progress import Board
+from fb_core.stages.artefacts import Receipt
+from fb_core.stages.cluster import dismiss, work_on_ray
+from fb_core.stages.stage import Engine, Stage, clock, work_and_put
+from fb_core.verify import tally_words
+
+
+def run_stage(stage: Stage, engine: Engine = "local", *, leads: bool = True) -> dict[str, Any]:
+    """Do what is left of a stage and write its final manifest.
+
+    Args:
+        stage: to run.
+        engine: "local" for this process, "ray" for workers of a Ray cluster.
+        leads: False in a process that only helps another one and writes nothing.
+
+    Returns:
+        the manifest; empty if not `leads`.
+
+    Raises:
+        ValueError: the stage was begun with other settings, models or inputs, or an input is missing or damaged.
+        OSError: no disk space or no server; finished work is kept.
+    """
+    identity = stage.identity()
+    shards = stage.shards()
+    stage.leads = leads
+    if not leads:
+        done = stage.folder.receipts(shards)
+        for shard in shards:
+            if shard not in done:
+                stage.work(shard)
+        return {}
+    with stage.folder.held():
+        begun = stage.folder.manifest()
+        stage.folder.begin(identity, stage.choose() if begun is None else begun["chosen"])
+        done = stage.folder.receipts(shards)
+        pending = [shard for shard in shards if shard not in done]
+        with Board(_Rate(stage.unit), TimeRemainingColumn()) as board:
+            told = _Told(board, stage, shards, done)
+            if engine == "ray" and stage.on_gpu and not stage.parallel:
+                dismiss()  # frees the GPU for this process
+            if engine == "ray" and stage.parallel:
+                work_on_ray(stage, pending, told.shard_done)
+            elif stage.at_once > 1:
+                _work_in_threads(stage, pending, told.shard_done)
+            else:
+                stage.on_progress = told.within
+                for shard in pending:
+                    told.shard_done(shard, work_and_put(stage, shard))
+        return stage.folder.complete(list(shards), stage.summary())
+
+
+def _work_in_threads(stage: Stage, shards: Sequence[str], on_done: Callable[[str, Mapping[str, int]], None]) -> None:
+    """Work on several shards at once in threads of this process, which wait for a server."""
+    for shard in shards[:1]:  # alone, so that shared models are loaded once
+        on_done(shard, work_and_put(stage, shard))
+    threads = ThreadPoolExecutor(stage.at_once)
+    try:
+        under_way = {threads.submit(work_and_put, stage, shard): shard for shard in shards[1:]}
+        for done in as_completed(under_way):
+            on_done(under_way[done], done.result())
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def plan(stage: Stage) -> str:
+    """What `run_stage` would do: shards and units left, their highest cost, and their time at the rate so far."""
+    try:
+        identity, manifest = stage.identity(models=False), stage.folder.manifest()
+        if manifest is not None:
+            stage.folder.check(manifest, identity)
+        shards = stage.shards()
+    except (OSError, ValueError) as problem:
+        lines = [f"{stage.name}: cannot run yet: {str(problem).removeprefix(f'{stage.name}: ')}"]
+        with suppress(OSError, ValueError):  # the settings alone may not tell
+            most = stage.most()
+            lines += [f"  according to the settings, at most {most:,} {stage.unit}", _price(stage, most)]
+        return "\n".join(lines)
+    done = stage.folder.receipts(shards)
+    units, finished = sum(shards.values()), sum(shards[shard] for shard in done)
+    left = units - finished
+    lines = [f"{stage.name}: {len(shards) - len(done)} of {len(shards)} shards, {left} of {units} {stage.unit} to do"]
+    lines.append(_price(stage, left))
+    if finished:
+        seconds = sum(receipt.seconds for receipt in done.values())
+        devices = ", ".join(sorted({receipt.device for receipt in done.values()}))
+        rate = f"{finished / max(seconds, 1e-9):.3g} {stage.unit} per second on {devices}"
+        lines.append(f"  measured: {rate}, {clock(seconds / finished * left)} left on one device")
+    return "\n".join(lines)
+
+
+def _price(stage: Stage, units: int) -> str:
+    """The highest cost of `units` units, in words."""
+    cost = stage.cost()
+    if not cost.tokens or (work := _work(stage, cost.role, cost.tokens * units)) is None:
+        return f"  {cost.words}"
+    text = f"  at most {cost.tokens * units:,} tokens {cost.words}, {work}"
+    if read := cost.llm_tokens * units:
+        text += ", ".join(filter(None, (f", and {read:,} tokens read once by the LLM", _work(stage, "llm", read))))
+    return text + ("" if stage.models.tokenizer_here else ", prompts not counted: the tokenizer is not on this machine")
+
+
+def _work(stage: Stage, role: str, tokens: int) -> str | None:
+    """The computation for `tokens` tokens of a model; None if its size is not known."""
+    size = stage.models.parameters(role)
+    return None if size is None else f"{2e-12 * size * tokens:,.3g} TFLOP with {size / 1e9:.3g}B weights"
+
+
+class _Told:
+    """Shows the progress of one stage with rate and remaining time, and the verdicts so far if answers are judged."""
+
+    def __init__(self, board: Board, stage: Stage, shards: Mapping[str, int], done: Mapping[str, Receipt]) -> None:
+        self._board, self._stage, self._shards = board, stage, shards
+        self._before = self._done = sum(shards[shard] for shard in done)
+        self._of = sum(shards.values())
+        self._counts: Counter[str] = Counter()
+        for receipt in done.values():
+            self._counts.update(receipt.counts)
+        self._began = time.perf_counter()
+        board.show(stage.name, self._done, self._of)
+        if self._done:
+            board.say(stage.name, f"{self._done} of {self._of} {stage.unit} were already done")
+
+    def within(self, done: int) -> None:
+        """`done` units of the current shard are finished."""
+        self._board.show(self._stage.name, self._done + done, self._of)
+
+    def shard_done(self, shard: str, counts: Mapping[str, int]) -> None:
+        """A shard is written; `counts` says what it holds."""
+        self._done += self._shards[shard]
+        self._counts.update(counts)
+        verdicts = tally_words(self._counts)
+        self._board.show(self._stage.name, self._done, self._of, verdicts)
+        rate = (self._done - self._before) / max(time.perf_counter() - self._began, 1e-9)
+        left = clock((self._of - self._done) / rate) if rate else "?"
+        text = f"{shard} done, {self._done}/{self._of} {self._stage.unit}, {rate:.3g}/s, {left} left"
+        self._board.say(self._stage.name, text + (f"; {verdicts}" if verdicts else ""))
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """Units per second; empty until known."""
+        return Text(f"{task.speed:.3g} {self.unit}/s" if task.speed else "", style="progress.data.speed")

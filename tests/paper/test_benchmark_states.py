@@ -1,0 +1,138 @@
+"""The states of benchmark problems: against the functions in memory, never before the choice, and as reported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from paper_runs import settings
+from runs import contents, linked, receipts
+from typer.testing import CliRunner
+
+from benchmarks.paper.__main__ import app
+from benchmarks.paper.agreement import agreement_rows, agreement_table, coverage_rows, judged_states
+from benchmarks.paper.benchmark_states import benchmark_runs, judge_benchmarks
+from benchmarks.paper.gather import gather
+from benchmarks.paper.report.report import render
+from fb_core import RequestPolicy
+from fb_core.stages import inputs
+from fb_core.stages.commands import run_command
+from fb_core.stages.deploy import chosen_reranker, frozen_policy
+from fb_core.stages.examples import Examples
+from fb_core.stages.inputs import models_of, read_problems
+from fb_core.stages.problems import drawn
+
+TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
+CHOSEN = settings(rollouts={"benchmark_problems": 5})
+FOLDER = "benchmark-demo-plans"
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed, tmp_path_factory) -> Path:
+    place = linked(undisturbed[0]["train"], tmp_path_factory.mktemp("tested") / "run", *TRAINED)
+    judge_benchmarks(CHOSEN, place, show=quiet)
+    return place
+
+
+def test_states_are_those_that_the_slms_greedy_output_admits(run):
+    problems, models = drawn(read_problems("demo:plans", 9, "test", 0), 5, 0), models_of(CHOSEN.models)
+    examples, policy = Examples(run / FOLDER, "validation-00000"), frozen_policy(run)
+    assert [one.problem for one in examples.trajectories.values()] == problems
+    assert len(problems) == 5
+    assert frozen_policy(run / FOLDER) == policy
+    prompts = models.prompts(problems, "{problem}")
+    for prompt, output, one in zip(
+        prompts, models.local_slm.complete_many(prompts, 45), examples.trajectories.values(), strict=True
+    ):
+        assert one.tokens.tolist() == [*prompt.tolist(), *output.tolist()]
+        asked = [one.prompt_length + step for step in policy.asks(one.entropy).nonzero().flatten().tolist()[:8]]
+        assert [state.position for state in examples.states.values() if state.trajectory is one] == asked
+    assert len(examples.states) > 5
+    assert set(examples.futures()) == set(examples.states) == set(examples.rollouts)
+    assert any(group.scored for group in examples.groups.values())
+
+
+def test_the_chosen_rerankers_are_held_against_them(run):
+    states = judged_states(CHOSEN, run / FOLDER)
+    for seed in (0, 1):
+        reranker = chosen_reranker(CHOSEN, run, seed)
+        for state in states:
+            one = state.rolled.state
+            scores = reranker.scores(one.prefix, one.pool.ids)
+            torch.testing.assert_close(state.scores["FutureBridge"][seed], scores.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_no_test_problem_is_read_before_the_choice(undisturbed, tmp_path, monkeypatch):
+    roles: list[str] = []
+    plain = inputs.read_problems
+    monkeypatch.setattr(inputs, "read_problems", lambda *given: roles.append(given[2]) or plain(*given))
+    inputs._benchmark_problems.cache_clear()
+    inputs.splits_of.cache_clear()
+    place = tmp_path / "run"
+    for command in ("collect", "futures", "score", "rollouts", "train"):
+        for dry_run in (True, False):
+            run_command(command, CHOSEN, place, dry_run=dry_run, show=quiet)
+            if command != "train":
+                judge_benchmarks(CHOSEN, place, dry_run=dry_run, show=quiet)
+    assert set(roles) == {"train"}
+    shown: list[str] = []
+    judge_benchmarks(CHOSEN, place, dry_run=True, show=shown.append)
+    assert shown[0].startswith("demo:plans, trajectories: 1 of 1 shards, 5 of 5 problems to do")
+    assert not (place / FOLDER).exists()
+    judge_benchmarks(CHOSEN, place, show=quiet)
+    assert "test" in roles
+    before, made = contents(place), receipts(place)
+    judge_benchmarks(CHOSEN, place, show=quiet)  # nothing is left to do
+    assert (contents(place), receipts(place)) == (before, made)
+    few = settings(rollouts={"benchmark_problems": 4})
+    with pytest.raises(ValueError, match=r"rollouts\.benchmark_problems 5, got 4"):
+        judge_benchmarks(few, place, show=quiet)
+    shutil.rmtree(place / FOLDER)
+    judge_benchmarks(settings(rollouts={"benchmark_problems": 0}), place, show=quiet)
+    assert not (place / FOLDER).exists()
+
+
+def test_they_stand_beside_the_validation_problems(run, tmp_path):
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(CHOSEN.model_dump(mode="json")))
+    called = ["rollouts", "--config", str(config), "--run-dir", str(run)]
+    done = CliRunner().invoke(app, called, catch_exceptions=False)
+    ((chosen, folder),) = benchmark_runs(CHOSEN, run).values()
+    assert agreement_table(CHOSEN, run) in done.stdout
+    assert f"**agreement on demo:plans**\n\n{agreement_table(chosen, folder)}" in done.stdout
+    found, states = gather(CHOSEN, run), judged_states(chosen, folder)
+    rows = [row for row in found.agreement or () if row.benchmark == "demo:plans"]
+    wanted = agreement_rows(states)
+    assert [(row.kind, row.score, row.pairs, row.top1) for row in rows] == [
+        (row["kind"], row["score"], row["pairs"], row["top1"]) for row in wanted
+    ]
+    assert {"SLM", "LLM", "Direct-B_8", "FutureBridge"} == {row.score for row in rows}
+    covered = [(row.benchmark, row.pool, row.coverage) for row in found.coverage or ()]
+    known = [(None, judged_states(CHOSEN, run)), ("demo:plans", states)]
+    assert covered == [(name, row["pool"], row["coverage"]) for name, of in known for row in coverage_rows(of)]
+    text = render([found]).markdown("figures")
+    assert "| validation | FutureBridge |" in text
+    assert "| demo:plans | FutureBridge |" in text
+    assert "All events on demo:plans." in text
+
+
+def test_a_benchmark_without_an_admitted_state_has_no_rows(undisturbed, tmp_path, monkeypatch):
+    place = linked(undisturbed[0]["train"], tmp_path / "run", *TRAINED)
+    monkeypatch.setattr("fb_core.stages.states.frozen_policy", lambda run: RequestPolicy(99.0))
+    judge_benchmarks(CHOSEN, place, show=quiet)
+    ((chosen, folder),) = benchmark_runs(CHOSEN, place).values()
+    assert judged_states(chosen, folder) == []
+    assert {row.benchmark for row in gather(CHOSEN, place).agreement or ()} == {None}
+
+
+def test_two_benchmarks_have_two_folders(run):
+    both = settings(evaluate={"benchmarks": ["data/a.jsonl", "data-a.jsonl"]}, rollouts={"benchmark_problems": 5})
+    with pytest.raises(ValueError, match=r"benchmarks: expected names that differ, got 'data-a\.jsonl' again"):
+        benchmark_runs(both, run)

@@ -1,0 +1,451 @@
+"""Every method by its name on the same problems, what it asked of the LLM, and what it costs beside greedy decoding."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from paper_runs import settings
+from runs import linked
+
+from benchmarks.paper.comparison import CompareStage
+from benchmarks.paper.costs import DeploymentStage, deployment_rows, offline_rows
+from benchmarks.paper.methods import generator
+from benchmarks.paper.methods.majority import majority
+from benchmarks.paper.methods.spans import ending_ids, spans
+from benchmarks.paper.methods.spec_reason import ReasoningStep, SpecReasonGeneration, spec_reason
+from benchmarks.paper.methods.takeover import TakeoverGeneration
+from benchmarks.paper.r2r.decoding import r2r
+from benchmarks.paper.r2r.stages import RouterLabelStage, RouterStage, read_router
+from benchmarks.paper.settings import EXTERNAL, names
+from fb_core import CertainLLM, CollaborativeDecoder, FutureBridgeSelector, TokenReranker, Verifier, methods
+from fb_core.decoding import Generation, Usage
+from fb_core.demo.pairs import load_pair
+from fb_core.llm import LocalLLM
+from fb_core.pool import Event
+from fb_core.selectors import LLMPreference, RandomChoice, SLMPreference
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.deploy import Context, frozen_policy
+from fb_core.stages.inputs import Models, benchmark_problems, models_of
+from fb_core.stages.problems import prompt_ids
+from fb_core.stages.rollouts import RolloutStage
+from fb_core.stages.run import run_stage
+from fb_core.stages.training import TrainStage
+
+METHODS = [name for name in names() if name != "deployed"]  # of which there is no choice here
+SEEDED = [name for name in METHODS if methods.method(name).seeded]
+TRAINED = ("trajectories", "policy", "states", "futures", "scores", "training", "selection", "reranker")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("plans")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pair, tmp_path_factory) -> dict[str, str]:
+    """The demo's LLM as somebody's checkpoint, and one whose tokenizer is another."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in ("tuned", "other"):
+        pair.llm.save_pretrained(folder / name)
+        pair.world.tokenizer.save_pretrained(folder / name)
+    path = folder / "other" / "tokenizer.json"
+    changed = json.loads(path.read_text())
+    words = changed["model"]["vocab"]
+    words["0"], words["1"] = words["1"], words["0"]
+    path.write_text(json.dumps(changed))
+    return {name: str(folder / name) for name in ("tuned", "other", "missing")}
+
+
+@pytest.fixture(scope="module")
+def chosen(checkpoints):
+    return settings(compare={"methods": METHODS, "external": {"tuned": checkpoints["tuned"]}})
+
+
+@pytest.fixture(scope="module")
+def run(undisturbed, chosen, tmp_path_factory) -> Path:
+    """A trained run with routers and the comparison of all methods."""
+    folder = linked(undisturbed[0]["train"], tmp_path_factory.mktemp("compare") / "run", *TRAINED)
+    for stage in (RouterLabelStage, RouterStage, CompareStage):
+        run_stage(stage(chosen, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(pair, chosen):
+    (problems,) = benchmark_problems(chosen).values()
+    return [torch.tensor(prompt_ids(pair.world.tokenizer, problem, "{problem}")) for problem in problems]
+
+
+@pytest.fixture(scope="module")
+def rows(run, chosen):
+    found: dict = {}
+    for row in CompareStage(chosen, run).rows():
+        steps = [event.step for event in row.events]
+        found.setdefault((row.method, row.seed), []).append({**row.model_dump(), "steps": steps})
+    return found
+
+
+def tokens_of(generations):
+    return [one.token_ids.tolist() for one in generations]
+
+
+def written(rows):
+    return [row["tokens"] for row in rows]
+
+
+def test_every_method_has_a_row_for_every_problem_and_seed(rows, chosen, pair):
+    assert SEEDED == ["majority", "r2r", "r2r-events", "random", "futurebridge"]
+    (problems,) = benchmark_problems(chosen).values()
+    wanted = {(name, seed) for name in METHODS for seed in ((0, 1) if name in SEEDED else (None,))}
+    assert set(rows) == wanted | {("external:tuned", None)}
+    decode, golds = pair.world.tokenizer.decode, [problem.answer for problem in problems]
+    for (method, _), found in rows.items():
+        assert [row["problem"] for row in found] == [problem.id for problem in problems]
+        assert {row["benchmark"] for row in found} == {"demo:plans"}
+        for row, gold in zip(found, golds, strict=True):
+            assert all(0 <= step < max(1, len(row["tokens"])) for step in row["steps"])
+            if method != "majority":
+                text = decode(row["tokens"], skip_special_tokens=True)
+                assert (row["verdict"] == "correct") == (f"\\boxed{{{gold}}}" in text)
+                assert 0 < len(row["tokens"]) <= 45
+
+
+def test_greedy_and_external_rows_are_plain_completions(rows, prompts, pair):
+    for key, model in ((("greedy", None), pair.slm), (("external:tuned", None), pair.llm)):
+        alone = LocalLLM(model, valid_vocab=len(pair.world.tokenizer))
+        assert written(rows[key]) == [alone.complete(prompt, 45).tolist() for prompt in prompts]
+        assert {(row["calls"], row["pool"], row["appended"], row["suffix"]) for row in rows[key]} == {(0, None, 0, 0)}
+
+
+def test_one_token_takeover_is_direct(rows):
+    assert written(rows["one-token-takeover", None]) == written(rows["direct", None])
+    assert written(rows["direct", None]) != written(rows["greedy", None])
+    steps = [[row["steps"] for row in rows[name, None]] for name in ("one-token-takeover", "direct")]
+    assert steps[0] == steps[1]
+
+
+def test_decoders_have_the_pools_policy_and_budget_of_the_run(rows, prompts, pair, run):
+    reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-1", pair.slm)
+    for key, selector, pool in (
+        (("s2t", None), LLMPreference(), "slm"),
+        (("direct", None), LLMPreference(), "joint"),
+        (("slm-preference", None), SLMPreference(), "joint"),
+        (("random", 1), RandomChoice(1), "joint"),
+        (("futurebridge", 1), FutureBridgeSelector(reranker), "joint"),
+    ):
+        options = {"pool": pool, "slm_k": 3, "llm_k": 3, "max_events": 8, "tokenizer": pair.world.tokenizer}
+        decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
+        wanted = decoder.generate_many(prompts, 45)
+        assert written(rows[key]) == tokens_of(wanted)
+        for row, one in zip(rows[key], wanted, strict=True):
+            sizes = [len(event.pool) for event in one.events]
+            assert row["steps"] == [event.step for event in one.events]
+            assert (row["calls"], row["appended"], row["suffix"]) == (len(sizes), len(sizes), 0)
+            assert row["pool"] == (pytest.approx(sum(sizes) / len(sizes)) if sizes else None)
+    assert written(rows["slm-preference", None]) == written(rows["greedy", None])
+    assert max(len(row["steps"]) for row in rows["s2t", None]) > 2
+    for seeded in ("random", "majority", "futurebridge"):
+        assert rows[seeded, 0] != rows[seeded, 1]
+
+
+def test_takeover_writes_the_rest_behind_the_first_admitted_state(rows, prompts, pair):
+    llm = LocalLLM(pair.llm, valid_vocab=len(pair.world.tokenizer))
+    taken = 0
+    for row, greedy, prompt in zip(rows["takeover", None], rows["greedy", None], prompts, strict=True):
+        if not row["steps"]:
+            assert row["tokens"] == greedy["tokens"]
+            continue
+        (step,) = row["steps"]
+        state = torch.cat([prompt, torch.tensor(greedy["tokens"][:step], dtype=torch.int64)])
+        rest = llm.complete(state, 45 - step).tolist()
+        assert row["tokens"] == [*greedy["tokens"][:step], *rest]
+        assert (row["calls"], row["appended"], row["suffix"]) == (1, 1, len(rest) - 1)
+        taken += 1
+    assert taken > 4
+
+
+def test_a_majority_is_of_as_many_votes_as_set(rows, prompts, pair, chosen):
+    with Verifier(workers=1) as verifier:
+        sampler = LocalLLM(pair.slm, valid_vocab=len(pair.world.tokenizer))
+        answers = majority(sampler, prompts, verifier, pair.world.tokenizer, 2, 45, 1)
+    (problems,) = benchmark_problems(chosen).values()
+    for row, answer, problem in zip(rows["majority", 1], answers, problems, strict=True):
+        assert (row["verdict"] == "correct") == (answer == problem.answer)
+        assert (row["tokens"], row["calls"], row["pool"]) == ([], 0, None)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_routers_are_those_of_the_run(rows, prompts, pair, run, chosen, seed):
+    router, policy = read_router(run, models_of(chosen.models), seed), frozen_policy(run)
+    known = json.loads((run / "router" / f"seed-{seed}.jsonl").read_text())
+    assert (router.threshold, router.network.settings["width"]) == (known["threshold"], 16)
+    options = {"threshold": router.threshold, "tokenizer": pair.world.tokenizer}
+    every = r2r(pair.slm, pair.llm, router.network, prompts, 45, **options)
+    assert written(rows["r2r", seed]) == tokens_of(every)
+    for row, one in zip(rows["r2r", seed], every, strict=True):
+        assert row["calls"] == row["appended"] == len(one.events)
+    there = r2r(pair.slm, pair.llm, router.network, prompts, 45, mode="events", policy=policy, max_events=8, **options)
+    assert written(rows["r2r-events", seed]) == tokens_of(there)
+    for row, one in zip(rows["r2r-events", seed], there, strict=True):
+        asked = [event for event in one.events if not math.isnan(event.llm_logprob[0])]
+        assert len(row["steps"]) == len(one.events) <= 8
+        assert row["calls"] == row["appended"] == len(asked)
+    assert any(row["calls"] < len(row["steps"]) for row in rows["r2r-events", 0])
+
+
+def test_the_entropy_switch_is_at_the_threshold_of_the_policy(rows, prompts, pair, run):
+    threshold = frozen_policy(run).threshold
+    wanted = r2r(pair.slm, pair.llm, None, prompts, 45, threshold=threshold, mode="entropy")
+    assert written(rows["r2r-entropy", None]) == tokens_of(wanted)
+    assert sum(row["calls"] for row in rows["r2r-entropy", None]) == sum(len(one.events) for one in wanted) > 9
+
+
+def test_spec_reason_has_the_delimiter_and_judge_of_the_run(rows, prompts, pair):
+    options = {"tokenizer": pair.world.tokenizer, "delimiter": ". ", "judge_template": "="}
+    wanted = spec_reason(pair.slm, pair.llm, prompts, 45, **options)
+    found = rows["spec-reason", None]
+    assert written(found) == tokens_of(wanted)
+    for row, one in zip(found, wanted, strict=True):
+        theirs = [step for step in one.steps if step.writer == "llm"]
+        assert row["calls"] == len(one.steps) + len(theirs)
+        assert row["suffix"] == sum(step.length for step in theirs)
+        assert (row["pool"], row["appended"], row["steps"]) == (None, 0, [])
+    assert {step.writer for one in wanted for step in one.steps} == {"slm", "llm"}
+
+
+def test_spans_have_the_delimiter_and_budget_of_the_run(rows, prompts, pair, run):
+    ends = ending_ids(pair.world.tokenizer, ". ")
+    wanted = spans(pair.slm, pair.llm, frozen_policy(run), prompts, 45, step_ends=ends, tokenizer=pair.world.tokenizer)
+    found = rows["spans", None]
+    assert written(found) == tokens_of(wanted)
+    assert [row["steps"] for row in found] == [[event.step for event in one.events] for one in wanted]
+    assert [row["suffix"] for row in found] == [one.written for one in wanted]
+    assert sum(row["suffix"] for row in found) > 45
+
+
+def event(step, llm_logprob, choice=0):
+    size = len(llm_logprob)
+    return Event(step, 1.0, list(range(size)), [3] * size, [0.0] * size, llm_logprob, None, choice)
+
+
+NAN = math.nan
+EVENTS = [event(2, [-1.0, -2.0, -3.0]), event(7, [NAN, -1.0]), event(8, [NAN, NAN])]
+
+
+ALONE = Event.alone(9, 1.0, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "events", "wanted"),
+    [
+        (Generation, 9, [], Usage(0, None, 0, 0)),
+        (Generation, 12, EVENTS[:1], Usage(1, 3.0, 1, 0)),
+        (Generation, 12, EVENTS[:2], Usage(2, 2.5, 2, 0)),  # one candidate that the LLM knows nothing of
+        (Generation, 12, EVENTS, Usage(2, 7 / 3, 3, 0)),  # the last one without an LLM
+        (Generation, 12, [*EVENTS[:2], ALONE], Usage(2, 2.0, 2, 0)),  # left to the SLM by a router
+        (Generation, 12, [event(2, [-1.0])], Usage(1, 1.0, 1, 0)),  # both wanted the same
+        (TakeoverGeneration, 12, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 7)),  # tokens 5 to 11
+        (TakeoverGeneration, 5, [event(4, [-1.0, -2.0])], Usage(1, None, 1, 0)),  # its one token was the last
+        (TakeoverGeneration, 12, [], Usage(0, None, 0, 0)),
+    ],
+)
+def test_usage_by_hand(kind, length, events, wanted):
+    assert kind(torch.zeros(length), events, None).usage == wanted
+
+
+def test_usage_of_steps_by_hand():
+    steps = [
+        ReasoningStep(0, 5, 9, "slm", 5),
+        ReasoningStep(5, 8, 2, "llm", 6),
+        ReasoningStep(13, 1, 0, "llm", 3),
+        ReasoningStep(14, 2, 7, "slm", 2),
+    ]
+    assert SpecReasonGeneration(torch.zeros(16), [], None, steps).usage == Usage(6, None, 0, 9)
+
+
+@pytest.fixture
+def no_llm(monkeypatch):
+    """A run whose LLM must not be touched, not even loaded."""
+
+    def refuse(self):
+        raise AssertionError("the LLM is not wanted here")
+
+    monkeypatch.setattr(Models, "llm", property(refuse))
+
+
+@pytest.mark.parametrize("pool", ["slm", "slm-wide"])
+def test_the_slms_own_candidates_need_no_llm(no_llm, prompts, pair, run, pool):
+    generations = generator("futurebridge", settings(score={"pool": pool}), run, 0)(prompts, 45)
+    events = [event for one in generations for event in one.events]
+    assert {len(event.pool) for event in events} == {3 if pool == "slm" else 6}
+    assert all(math.isnan(value) for event in events for value in event.llm_logprob)
+    for one in generations:
+        assert one.usage.calls == 0
+        assert one.usage.appended == len(one.events)
+    assert len(events) > 9
+
+
+def test_methods_of_the_slm_alone_do_not_load_the_llm(no_llm, prompts, chosen, run):
+    for method, seed in (("greedy", None), ("majority", 0), (EXTERNAL + "tuned", None)):
+        assert len(generator(method, chosen, run, seed)(prompts[:2], 5)) == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"evaluate": {"certainty": 0.9}}, {"train": {"features": ["llm"]}}])
+def test_the_llm_is_asked_where_its_word_counts(no_llm, run, changes):
+    pool = {"score": {"pool": "slm" if changes else "joint"}}
+    reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", load_pair("plans").slm)
+    with pytest.raises(AssertionError, match="not wanted here"):
+        Context(settings(**changes, **pool), run).deployed(reranker)
+
+
+def test_a_certain_llm_decides(prompts, pair, run):
+    reranker = TokenReranker.from_pretrained(run / "reranker" / "seed-0", pair.slm)
+    selector = CertainLLM(FutureBridgeSelector(reranker), 0.5)
+    options = {"slm_k": 3, "llm_k": 3, "tokenizer": pair.world.tokenizer}
+    decoder = CollaborativeDecoder(pair.slm, pair.llm, selector, frozen_policy(run), **options)
+    found = generator("futurebridge", settings(evaluate={"certainty": 0.5}), run, 0)(prompts, 45)
+    assert tokens_of(found) == tokens_of(decoder.generate_many(prompts, 45))
+    assert {one.scores is None for generation in found for one in generation.events} == {True, False}
+
+
+def test_a_checkpoint_with_another_tokenizer_or_none_is_refused(checkpoints, run, tmp_path):
+    for name, words in (
+        ("other", "expected the run's tokenizer of 34 ids, got one of 34"),
+        ("missing", "compare.external: .*missing: expected"),
+    ):
+        place = linked(run, tmp_path / name, "trajectories", "policy")
+        one = settings(compare={"methods": [], "external": {name: checkpoints[name]}})
+        with pytest.raises(ValueError, match=words):
+            run_stage(CompareStage(one, place))
+
+
+def test_a_checkpoint_that_was_trained_again_is_refused(pair, checkpoints, run, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(checkpoints["tuned"], tuned)
+    place = linked(run, tmp_path / "run", "trajectories", "policy")
+    one = settings(compare={"methods": [], "external": {"tuned": str(tuned)}})
+    run_stage(CompareStage(one, place))
+    pair.slm.save_pretrained(tuned)
+    with pytest.raises(ValueError, match=r"data\.checkpoints\.tuned"):
+        run_stage(CompareStage(one, place))
+
+
+def test_a_budget_of_events_binds_all_methods_at_events(prompts, run, chosen):
+    few = settings(evaluate={"max_events": 2}, collect={"slm_k": 2})
+    rules = ("s2t", "direct", "one-token-takeover", "slm-preference", "random")
+    for method in (*rules, "futurebridge", "r2r-events", "spans"):
+        found = generator(method, few, run, 0 if method in SEEDED else None)(prompts, 45)
+        assert max(len(one.events) for one in found) == 2
+        if method == "s2t":
+            assert {len(event.pool) for one in found for event in one.events} == {2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"compare": {"delimiter": "."}}, r"settings\.compare\.delimiter \. , got \."),
+        ({"compare": {"votes": 3}}, r"settings\.compare\.votes 2, got 3"),
+        ({"evaluate": {"certainty": 0.9}}, r"settings\.evaluate\.certainty None, got 0\.9"),
+        ({"compare": {"router": {"problems": 14}}}, r"settings\.compare\.router\.problems"),
+    ],
+)
+def test_a_changed_setting_is_named(run, checkpoints, changes, words):
+    shared = {"methods": METHODS, "external": {"tuned": checkpoints["tuned"]}}
+    changes = changes | {"compare": shared | changes.get("compare", {})}
+    with pytest.raises(ValueError, match=words):
+        run_stage(CompareStage(settings(**changes), run))
+
+
+def test_benchmarks_that_cannot_be_told_apart_are_refused(run, tmp_path):
+    for name in ("x y.jsonl", "x-y.jsonl"):
+        (tmp_path / name).write_text('{"problem": "9*9+7;", "answer": "88"}\n')
+    names = [str(tmp_path / name) for name in ("x y.jsonl", "x-y.jsonl")]
+    stage = CompareStage(settings(evaluate={"benchmarks": names}, compare={"methods": ["greedy"]}), run)
+    with pytest.raises(ValueError, match="compare: expected benchmarks and methods that differ"):
+        stage.shards()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": ["greedy", "direct", "greedy"]}, "methods: expected different ones"),
+        ({"external": {"../x": "x"}}, "external: expected names"),
+        ({"external": {"": "x"}}, "external: expected names"),
+        ({"methods": ["best"]}, "Input should be"),
+        ({"delimiter": ""}, "at least 1 character"),
+        ({"router": {"problems": 4}}, "greater than or equal to 5"),
+    ],
+)
+def test_settings_of_a_comparison_that_do_not_fit(changes, words):
+    with pytest.raises(ValueError, match=words):
+        settings(compare=changes)
+
+
+@pytest.fixture(scope="module")
+def timed(run, chosen) -> DeploymentStage:
+    stage = DeploymentStage(chosen, run)
+    run_stage(stage)
+    return stage
+
+
+def test_every_method_is_timed_beside_greedy_in_its_own_loop(timed, rows):
+    table = deployment_rows(timed)
+    assert [(row["key"], row["loop"]) for row in table] == [
+        *((name, "fast") for name in ("greedy", "direct", "s2t", "futurebridge")),
+        *((name, "plain") for name in ("greedy", "majority", "r2r", "spec-reason", "takeover", "futurebridge")),
+    ]
+    known = list(timed.rows())
+    for row in table:
+        mine = [one for one in known if (one.method, one.loop) == (row["key"], row["loop"])]
+        greedy = [one for one in known if (one.method, one.loop) == ("greedy", row["loop"])]
+        assert [one.problem for one in mine] == [one.problem for one in greedy]
+        assert row["problems"] == len(mine) == 2
+        seconds = sum(one.seconds for one in mine)
+        assert row["relative"].mean == pytest.approx(seconds / sum(one.seconds for one in greedy))
+        assert row["relative"].low <= row["relative"].mean <= row["relative"].high
+        assert row["seconds"] == pytest.approx(seconds / 2)
+        assert row["peak_bytes"] is None or torch.cuda.is_available()
+        if row["key"] == "greedy":
+            assert tuple(row["relative"]) == (1.0, 1.0, 1.0)
+        seed = 0 if row["key"] in SEEDED else None
+        for one, same in zip(mine, rows[row["key"], seed], strict=False):
+            assert (one.tokens, one.text, one.verdict) == (same["tokens"], same["text"], same["verdict"])
+            assert (one.calls, one.suffix) == (same["calls"], same["suffix"])
+            assert (one.seconds > 0, same["seconds"]) == (True, None)
+    text = timed.report(timed.folder.finished())
+    assert "| Maj@2 | plain |" in text
+    assert text.count("1.00 [1.00, 1.00]") == 2
+
+
+def test_what_is_timed_depends_on_the_settings(timed, run, checkpoints):
+    for changes in ({"timed": 3}, {"judge": "*"}, {"methods": ["greedy"]}):
+        external = {"external": {"tuned": checkpoints["tuned"]}}
+        with pytest.raises(ValueError, match="settings"):
+            run_stage(DeploymentStage(settings(compare=external | changes), run))
+
+
+def test_offline_costs_are_those_of_the_receipts(undisturbed, run, chosen):
+    place = undisturbed[0]["train"]
+    stages = [kind(settings(), place) for kind in (TrainStage, RolloutStage, RouterStage)]
+    training, rollouts = offline_rows(stages)  # there is no router
+    assert (rollouts["stage"], rollouts["units"], rollouts["unit"]) == ("rollouts", 71 + 45, "states")
+    assert rollouts["seconds"] == Artefact(place, "rollouts").finished()["cost"]["seconds"] > 0
+    assert training["units"] == 2 * 93
+    receipts = [json.loads((place / "training" / f"epoch-{n}.json").read_text()) for n in (1, 2)]
+    assert training["seconds"] == pytest.approx(sum(receipt["seconds"] for receipt in receipts), abs=2e-3)
+    assert training["gpu_hours"] == 0 or torch.cuda.is_available()
+    (router,) = offline_rows([RouterStage(chosen, run)])
+    assert (router["units"], router["unit"]) == (2, "routers")
+
+
+def test_labels_without_a_divergent_position_are_one_sentence(run, tmp_path):
+    chosen = settings(compare={"router": {"problems": 5, "width": 8, "blocks": 1, "epochs": 1}})
+    place = linked(run, tmp_path / "run", "trajectories", "policy")
+    run_stage(RouterLabelStage(chosen, place))
+    with pytest.raises(ValueError, match=r"(labels|probability): expected .* divergent .*label more trajectories"):
+        run_stage(RouterStage(chosen, place))

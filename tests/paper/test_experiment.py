@@ -1,0 +1,773 @@
+"""Variants of a run: links and folders, what cannot be made or was killed, and the findings counted by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from html import escape
+from pathlib import Path
+
+import pytest
+import yaml
+from limits import HANG
+from paper_runs import settings
+from runs import children_of, contents, ended, linked, receipts
+from typer.testing import CliRunner
+from warm import futurebridge, start_futurebridge
+
+from benchmarks.paper import tables
+from benchmarks.paper.__main__ import app
+from benchmarks.paper.changed_outcomes import _parting_event, problem_pages
+from benchmarks.paper.gather import gather, is_published
+from benchmarks.paper.report.findings import findings_bytes
+from benchmarks.paper.report.report import render, write_report
+from benchmarks.paper.results import UNSEEN
+from benchmarks.paper.run import PROBLEM, make, run_tables
+from benchmarks.paper.settings import PaperSettings, names
+from benchmarks.paper.tables import TABLES, Plan, Table, Variant
+from benchmarks.paper.variants import settings_of_variant
+from fb_core import statistics
+from fb_core.config import AVERAGE, ModelSettings
+from fb_core.defaults import CERTAINTY
+from fb_core.pool import Event
+from fb_core.selectors import CertainLLM, LLMPreference
+from fb_core.stages.artefacts import Artefact
+from fb_core.stages.decode import Row
+from fb_core.stages.deploy import frozen_policy
+from fb_core.stages.inputs import benchmark_problems, models_of
+from fb_core.stages.inside import changed
+from fb_core.stages.rollouts import token_kind
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINED = ("trajectories", "policy", "states", "futures", "scores", "rollouts", "training", "selection", "reranker")
+METHODS = ["greedy", "majority", "one-token-takeover", "direct", "futurebridge"]
+PROGRAM = "benchmarks.paper.__main__"
+
+
+@pytest.fixture(scope="module")
+def chosen() -> PaperSettings:
+    return settings(compare={"methods": METHODS, "external": {"lost": "/no/such/checkpoint"}})
+
+
+@pytest.fixture(scope="module")
+def trained(undisturbed) -> Path:
+    return undisturbed[0]["train"]
+
+
+SWEPT = ["features", "override", "features-override", "calibrated", "calibrated-features"]
+SWEPT += ["calibrated-features-override"]
+
+
+def own(table, plan):
+    """The rows that a table makes itself."""
+    return [variant for variant in TABLES[table].rows(plan) if not variant.borrowed]
+
+
+def variants_of(settings, run):
+    """All rows by their paths inside the run."""
+    plan = Plan(settings, run, 8)
+    found = [variant for table in TABLES for variant in (*own(table, plan), *plan.references())]
+    places = [variant.inside for variant in found if variant.inside is not None]
+    places += [place.inside for place in places if place.inside is not None]
+    return {"/".join(variant.path.parts[1::2]): variant for variant in (*found, *places)}
+
+
+def state_of(run):
+    """Bytes and times of every file of a run, its variants left out."""
+    stages = [path for path in run.iterdir() if path.is_dir() and path.name != "variants"]
+    times = {path: path.stat().st_mtime_ns for stage in stages for path in (stage, *stage.rglob("*"))}
+    return {stage.name: contents(stage.resolve()) for stage in stages}, times
+
+
+MADE = ("greedy", "majority", "direct", "one-token-takeover", "futurebridge")
+MADE += ("alpha-0.5", "pool-slm", "override", "q0.92", "q0.92/direct", "q0.92/futurebridge")
+MADE += ("span-3", "direct-span-all")
+
+
+@pytest.fixture(scope="module")
+def made(trained, chosen, tmp_path_factory) -> tuple:
+    """(run, state of its stages before, why each variant could not be made)."""
+    run = linked(trained, tmp_path_factory.mktemp("experiment") / "run", *TRAINED)
+    before, known = state_of(run), variants_of(chosen, run)
+    values = chosen.model_dump_json()
+    judged = ("override", "q0.92")
+    return run, before, {key: make(known[key], values, run, key in judged) for key in (*MADE, "external-lost")}
+
+
+def stages_in(folder):
+    """(links, folders of its own) of a variant."""
+    stages = [path for path in folder.iterdir() if path.is_dir() and path.name != "variants"]
+    return {path.name for path in stages if path.is_symlink()}, {path.name for path in stages if not path.is_symlink()}
+
+
+COLLECTED = {"trajectories", "policy", "states"}
+LEARNED = {"training", "selection", "reranker"}
+
+
+@pytest.mark.parametrize(
+    ("key", "links", "own"),
+    [
+        ("greedy", COLLECTED, set()),
+        ("direct", COLLECTED, set()),
+        ("futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+        ("alpha-0.5", COLLECTED | {"futures", "scores"}, LEARNED),
+        ("pool-slm", COLLECTED | {"futures"}, LEARNED | {"scores"}),
+        ("span-3", COLLECTED | {"futures"}, LEARNED | {"scores"}),
+        ("direct-span-all", COLLECTED, set()),
+        (
+            "override",
+            COLLECTED | {"futures", "scores", "training", "rollouts"},
+            {"selection", "reranker", "agreement"},
+        ),
+        ("q0.92/direct", COLLECTED, set()),
+        ("q0.92/futurebridge", COLLECTED | {"futures", "scores"} | LEARNED, set()),
+    ],
+)
+def test_what_is_not_changed_is_a_link(made, key, links, own):
+    run, _, problems = made
+    assert problems[key] is None
+    found = stages_in(run.joinpath("variants", *"/variants/".join(key.split("/")).split("/")))
+    assert found == (links, own | {"comparison"})
+
+
+def test_a_place_of_others_has_all_but_a_comparison(made):
+    run, _, problems = made
+    assert problems["q0.92"] is None
+    links, own = stages_in(run / "variants" / "q0.92")
+    assert links == {"trajectories"}
+    assert own == {"policy", "states", "futures", "scores", "rollouts"} | LEARNED
+    inner = run / "variants" / "q0.92" / "variants" / "direct" / "policy"
+    assert inner.resolve() == (run / "variants" / "q0.92" / "policy").resolve()
+    assert not Path(os.readlink(inner)).is_absolute()  # a run's folder can be moved
+    assert frozen_policy(inner.parent).threshold > frozen_policy(run).threshold
+
+
+def test_the_run_itself_is_not_written_to(made):
+    run, before, _ = made
+    assert state_of(run) == before
+
+
+def test_what_cannot_be_made_is_said_and_made_later(made, trained, tmp_path):
+    run, _, problems = made
+    assert "no/such/checkpoint: expected a folder or hub id" in problems["external-lost"]
+    folder = run / "variants" / "external-lost"
+    assert json.loads((folder / PROBLEM).read_text()) == {"problem": problems["external-lost"]}
+    assert "Traceback" in (folder / "log.txt").read_text()
+
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    few = settings(rollouts={"minimum_mixed": 41})
+    variant = variants_of(few, place)["calibrated"]
+    problem = make(variant, few.model_dump_json(), place, False)
+    assert problem is not None
+    assert "expected at least 41 states" in problem
+    assert (place / variant.path / PROBLEM).is_file()
+    assert not (place / variant.path / "comparison").exists()
+    again = settings(rollouts={"minimum_mixed": 40}, compare={"methods": METHODS})
+    problem = make(variant, again.model_dump_json(), place, False)
+    assert "settings.rollouts.minimum_mixed 41, got 40" in str(problem)
+
+
+def test_making_a_variant_again_changes_nothing(made, chosen):
+    run, _, _ = made
+    for key in ("alpha-0.5", "q0.92/direct"):
+        variant = variants_of(chosen, run)[key]
+        before = receipts(run / variant.path)
+        assert make(variant, chosen.model_dump_json(), run, False) is None
+        assert receipts(run / variant.path) == before
+
+
+@pytest.fixture(scope="module")
+def found(made, chosen):
+    run, _, _ = made
+    return gather(chosen, run)
+
+
+def rows_of(found, table):
+    return {(row.key, row.quantile): row for row in found.of(table)}
+
+
+def shares(run, key):
+    """Share of right runs by problem, from a variant's files alone; also its mean steps and tokens."""
+    path = run.joinpath("variants", *"/variants/".join(key.split("/")).split("/"))
+    right: dict = {}
+    steps, tokens = [], []
+    for file in sorted((path / "comparison").glob("*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            right.setdefault(row["problem"], []).append(row["verdict"] == "correct")
+            steps.append(len(row["events"]))
+            tokens.append(len(row["tokens"]))
+    means = [sum(steps) / len(steps), sum(tokens) / len(tokens)]
+    return {problem: sum(runs) / len(runs) for problem, runs in right.items()}, *means
+
+
+def test_a_row_is_what_its_files_say(made, found):
+    run, _, _ = made
+    row = rows_of(found, "alpha")["alpha-0.5", None]
+    own, events, tokens = shares(run, "alpha-0.5")
+    assert len(own) == row.problems == 9
+    assert row.accuracy == statistics.average_interval([list(own.values())])
+    assert (row.events, row.tokens) == (pytest.approx(events), pytest.approx(tokens))
+    assert (row.seeds, row.x, row.label, row.benchmark) == ((0, 1), 0.5, "alpha = 0.5", "demo:plans")
+    for name in ("greedy", "direct", "futurebridge"):
+        theirs, _, _ = shares(run, name)
+        wanted = statistics.average_interval([list(own.values())], [[theirs[problem] for problem in own]])
+        assert row.minus[name] == wanted
+    assert list(row.minus) == ["greedy", "direct", "futurebridge"]
+    ours = rows_of(found, "alpha")["futurebridge", None]
+    assert (ours.x, ours.label) == (1.0, "alpha = 1")
+    assert ours.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
+    assert "futurebridge" not in ours.minus
+
+
+def test_methods_have_their_rows_and_those_unseen_their_reason(made, found):
+    _, _, problems = made
+    rows = {row.key: row for row in found.of("methods")}
+    assert {"greedy", "majority", "one-token-takeover", "direct", "futurebridge", "external-lost"} <= rows.keys()
+    assert rows.keys() >= UNSEEN.keys() | {"distilled", "s2t-local", "s2t-local-original"}
+    assert rows["external-lost"].note == problems["external-lost"]
+    assert rows["distilled"].note == "not run"
+    assert rows["TaH"].note.startswith("changes the SLM itself")
+    assert rows["greedy"].seeds == ()
+    assert rows["majority"].seeds == (0, 1)
+    assert (rows["majority"].label, rows["majority"].tokens) == ("Maj@2", None)
+    assert rows["direct"].accuracy == rows["one-token-takeover"].accuracy
+    assert rows["one-token-takeover"].minus["direct"] == (0.0, 0.0, 0.0)
+    for key in ("greedy", "direct", "futurebridge"):
+        assert key not in rows[key].minus
+
+
+def test_rows_of_a_quantile_are_beside_the_methods_at_that_quantile(made, found, chosen):
+    run, _, _ = made
+    rows = rows_of(found, "quantiles")
+    there, here = rows["futurebridge", 0.92], rows["futurebridge", 0.9]
+    own, direct = shares(run, "q0.92/futurebridge")[0], shares(run, "q0.92/direct")[0]
+    assert there.accuracy == statistics.average_interval([list(own.values())])
+    assert there.minus["direct"] == statistics.average_interval([list(own.values())], [[direct[p] for p in own]])
+    greedy = shares(run, "greedy")[0]
+    assert there.minus["greedy"] == statistics.average_interval([list(own.values())], [[greedy[p] for p in own]])
+    assert "futurebridge" not in there.minus
+    assert rows["direct", 0.92].minus["futurebridge"].mean == pytest.approx(-there.minus["direct"].mean)
+    assert there.threshold == frozen_policy(run / "variants" / "q0.92").threshold
+    assert here.threshold == frozen_policy(run).threshold
+    assert here.accuracy == statistics.average_interval([list(shares(run, "futurebridge")[0].values())])
+    quantiles = [row.quantile for row in found.of("quantiles")]
+    assert quantiles == sorted(quantiles)
+    keys = {q: [key for key, quantile in rows if quantile == q] for q in (0.9, 0.92)}
+    assert keys[0.9] == [key for key in keys[0.92] if key not in ("takeover", "s2t")]  # not among the methods here
+    assert keys[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
+
+
+def test_tables_that_were_not_asked_for_are_left_out(found):
+    assert {row.table for row in found.rows} == {"methods", "pools", "alpha", "spans", "repairs", "quantiles"}
+    pools = rows_of(found, "pools")
+    assert list(pools) == [("futurebridge", None), ("pool-slm", None), ("pool-llm", None), ("pool-slm-wide", None)]
+    assert pools["futurebridge", None].label == "joint pool"
+    assert pools["pool-llm", None].note == "not run"
+    repairs = rows_of(found, "repairs")
+    assert next(iter(repairs)) == ("futurebridge", None)
+    assert {key for (key, _), row in repairs.items() if row.accuracy} == {"futurebridge", "override"}
+    assert all(row.ours for row in repairs.values())
+
+
+def test_rows_of_spans_say_what_the_llm_wrote(made, found):
+    run, _, _ = made
+    rows = {row.key: row for row in found.of("spans")}
+    kinds = ("3", "step", "agree", "all")
+    assert list(rows) == [
+        *("futurebridge", *(f"span-{kind}" for kind in kinds)),
+        *("direct", *(f"direct-span-{kind}" for kind in kinds)),
+    ]
+    assert {key for key, row in rows.items() if row.accuracy} == {"futurebridge", "span-3", "direct", "direct-span-all"}
+    for key in ("futurebridge", "direct"):
+        assert rows[key].llm_tokens.mean == rows[key].llm_written == rows[key].events  # a token an event
+    for key in ("span-3", "direct-span-all"):
+        stand, offered, problems = 0, 0, 0
+        for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                problems += 1
+                for event in row["events"]:
+                    tails = event.get("tails") or [[]] * len(event["pool"])
+                    stand += 1 + len(tails[event["choice"]])
+                    offered += 1 + sum(map(len, tails))
+        assert rows[key].llm_tokens.mean == pytest.approx(stand / problems)
+        assert rows[key].llm_written == pytest.approx(offered / problems)
+    assert rows["span-3"].llm_written > rows["span-3"].llm_tokens.mean > rows["span-3"].events
+    assert rows["direct-span-all"].llm_written == rows["direct-span-all"].llm_tokens.mean > 10
+    assert rows["direct-span-all"].events <= 1
+    tables = {section.title: [b for b in section.blocks if hasattr(b, "rows")] for section in render([found]).sections}
+    (shown,) = tables["Spans"]
+    place = {head: column for column, head in enumerate(shown.head)}
+    cells = {row[0]: row for row in shown.rows}["FutureBridge, 3 tokens"]
+    assert cells[place["LLM tokens per problem"]] == f"{rows['span-3'].llm_tokens.mean:.1f}"
+    assert cells[place["LLM tokens with unchosen spans"]] == f"{rows['span-3'].llm_written:.1f}"
+    assert "LLM tokens per problem" not in tables["Methods"][0].head
+
+
+def test_findings_are_plain_and_finite(made, found):
+    run, _, _ = made
+    assert len(findings_bytes([found])) > 1000
+    assert found.name == run.name
+    assert found.policy.threshold == frozen_policy(run).threshold
+    assert found.selection.problems == 12
+    assert found.filters["admitted"] == 187
+    assert {row.stage for row in found.costs.offline} == set(TRAINED)
+    assert all(row.published is None for row in found.costs.offline)
+    assert list(found.test_sets) == ["demo:plans"]
+    assert found.costs.deployment is None
+    names = {row.score for row in found.agreement}
+    assert names == {"SLM", "LLM", "Direct-B_8", "FutureBridge, override by a certain LLM"}
+    assert (found.future_quality, found.calibration, found.worked_event) == (None, None, None)
+    assert len(found.coverage) == 3
+    assert found.trajectory.events
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"),
+    [
+        ([1, 9, 3, 4], 1),  # the first event's own token
+        ([1, 2, 9, 4], 1),  # inside its tail
+        ([1, 2, 3, 9], None),  # after it, where there is no event
+        ([1, 2, 3], None),  # it ends sooner
+    ],
+)
+def test_a_text_parts_at_the_event_whose_tokens_differ(tokens, step):
+    known = {"benchmark": "b", "method": "m", "seed": None, "loop": "batch", "problem": "p", "prompt_sha256": ""}
+    known |= {"gold": "", "verdict": "wrong", "calls": 1, "seconds": None, "peak_bytes": None, "text": ""}
+    event = Event(1, 2.0, [tokens[1], 7], [1, 2], [-1.0, -1.0], [-1.0, -1.0], [1.0, 0.0], 0, tails=[[tokens[2]], []])
+    counts = {"pool": None, "appended": 1, "suffix": 1}
+    greedy = Row(**known, **counts, tokens=[1, 2, 3, 4], events=[])
+    assert _parting_event(greedy, Row(**known, **counts, tokens=tokens, events=[event])) == step
+
+
+def test_turned_problems_are_told_by_the_event_at_which_the_texts_part(made, found, chosen, tmp_path):
+    run, _, _ = made
+    rows = {}
+    for key in ("greedy", "futurebridge"):
+        for file in sorted((run / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                rows.setdefault(key, {})[row["problem"], row["seed"]] = row
+    wanted = []
+    for (problem, seed), row in rows["futurebridge"].items():
+        greedy = rows["greedy"][problem, None]
+        if (row["verdict"] == "correct") != (greedy["verdict"] == "correct"):
+            both = zip(greedy["tokens"], row["tokens"], strict=False)
+            step = next(step for step, (one, other) in enumerate(both) if one != other)
+            event = next(event for event in row["events"] if event["step"] == step)
+            assert event["pool"][0] == greedy["tokens"][step] != event["pool"][event["choice"]]
+            kind = token_kind(models_of(chosen.models).tokenizer.decode([greedy["tokens"][step]]))
+            wanted.append((problem, seed, row["verdict"] == "correct", step, kind))
+    assert wanted
+    assert found.turned.methods == ("FutureBridge",)
+    turned = [(one.problem, one.seed, one.gained, one.step, one.kind) for one in found.turned.changes]
+    assert sorted(turned) == sorted(wanted)
+    pages = problem_pages(chosen, run, found)
+    assert set(pages) == {one.page for one in found.turned.changes}
+    write_report([found], tmp_path, pages)
+    linked = set(re.findall(r'href="([^"]+)"', (tmp_path / "report.html").read_text()))
+    assert linked == set(pages)
+    for one in found.turned.changes:
+        page = (tmp_path / one.page).read_text()
+        assert f"<h1>{escape(one.problem)}</h1>" in page
+        assert "greedy <span" in page
+        assert f"FutureBridge, seed {one.seed}" in page
+    assert 'href="problems' not in render([found]).html()  # no page, no link
+
+
+def test_a_new_ablation_is_one_entry(made, chosen, monkeypatch):
+    """Its row is made, compared and shown, and no other line knows of it."""
+    run, _, _ = made
+
+    def rows(plan):
+        greedier = plan.recipe("events-1", "one event", evaluate={"certainty": 0.0})
+        return [plan.own("all events"), greedier]
+
+    entry = Table("events", "Number of events", "How often the LLM may be asked.", rows)
+    monkeypatch.setitem(TABLES, "events", entry)
+    (variant,) = own("events", Plan(chosen, run, 8))
+    assert make(variant, chosen.model_dump_json(), run, False) is None
+    found = gather(chosen, run)
+    ours, new = found.of("events")
+    assert (ours.label, new.label) == ("all events", "one event")
+    assert new.accuracy == statistics.average_interval([list(shares(run, "events-1")[0].values())])
+    assert set(new.minus) == {"greedy", "direct", "futurebridge"}
+    (section,) = [section for section in render([found]).sections if section.title == "Number of events"]
+    assert [block.caption for block in section.blocks if hasattr(block, "rows")] == ["Number of events on demo:plans"]
+
+
+def test_a_benchmark_has_its_own_events_and_tokens(trained, tmp_path):
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    path = tmp_path / "easy.jsonl"
+    lines = [{"problem": f"{n}*9+7;", "answer": str(n)} for n in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    both = settings(evaluate={"benchmarks": ["demo:plans", str(path)], "limit": 3}, compare={"methods": ["direct"]})
+    for name in ("greedy", "direct", "futurebridge"):
+        assert make(variants_of(both, place)[name], both.model_dump_json(), place, False) is None
+    found = gather(both, place)
+    rows = [row for row in found.of("methods") if row.key == "direct"]
+    known = {"demo:plans": [], str(path): []}
+    for file in (place / "variants" / "direct" / "comparison").glob("*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            known[row["benchmark"]].append((len(row["events"]), len(row["tokens"])))
+    average = rows.pop()
+    assert [row.benchmark for row in rows] == list(known)
+    for row in rows:
+        events, tokens = zip(*known[row.benchmark], strict=True)
+        assert (row.events, row.tokens) == (pytest.approx(sum(events) / 3), pytest.approx(sum(tokens) / 3))
+    assert rows[0].events != rows[1].events
+    assert (average.benchmark, average.problems) == (AVERAGE, 6)
+    assert average.calls.mean == pytest.approx((rows[0].calls.mean + rows[1].calls.mean) / 2)
+    for name in ("events", "tokens"):
+        assert getattr(average, name) == pytest.approx((getattr(rows[0], name) + getattr(rows[1], name)) / 2)
+    right = {}
+    for key in ("direct", "greedy"):
+        shared = shares(place, key)[0]  # of both sets, whose problems differ
+        right[key] = [
+            [share for problem, share in shared.items() if problem.startswith("plans/") == world]
+            for world in (True, False)
+        ]
+    assert average.accuracy == statistics.average_interval(right["direct"])
+    assert average.minus["greedy"] == statistics.average_interval(right["direct"], right["greedy"])
+    assert not [row for row in found.rows if not row.note and not row.accuracy]
+
+
+def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring(trained, tmp_path):
+    place = linked(trained, tmp_path / "run", *TRAINED)
+    keys = ("greedy", "direct", "futurebridge", "takeover", "s2t-local")
+    chosen = settings(compare={"methods": [key for key in keys if key != "s2t-local"]})
+    for name in keys:
+        assert make(variants_of(chosen, place)[name], chosen.model_dump_json(), place, False) is None
+    columns: dict = {key: ([], []) for key in keys}
+    for key, (right, tokens) in columns.items():
+        found: dict = {}
+        for file in sorted((place / "variants" / key / "comparison").glob("*.jsonl")):
+            for row in map(json.loads, file.read_text().splitlines()):
+                asked = row["appended"] if row["calls"] else 0
+                found.setdefault(row["problem"], []).append((row["verdict"] == "correct", asked + row["suffix"]))
+        for runs in found.values():
+            right.append(sum(one for one, _ in runs) / len(runs))
+            tokens.append(sum(count for _, count in runs) / len(runs))
+    table = {"methods": TABLES["methods"]}
+    rows = {row.key: row for row in gather(chosen, place, table).of("methods") if row.accuracy}
+    assert rows.keys() == set(keys)
+    greedy, takeover = columns["greedy"], columns["takeover"]
+    for key, (right, tokens) in columns.items():
+        assert rows[key].llm_tokens.mean == pytest.approx(sum(tokens) / 9)
+        line = statistics.above_line_interval([right], [tokens], [greedy[0]], [takeover[0]], [takeover[1]])
+        if key in ("greedy", "takeover"):
+            assert rows[key].above_line is None
+        else:
+            assert rows[key].above_line == line
+    assert {key for key, row in rows.items() if row.ours} == {"futurebridge"}
+    assert rows["futurebridge"].llm_tokens.mean == rows["futurebridge"].calls.mean > 1
+    assert rows["takeover"].llm_tokens.mean > 10 > rows["takeover"].calls.mean
+    assert (rows["s2t-local"].events > 1, rows["s2t-local"].llm_tokens) == (True, (0, 0, 0))  # it asks no LLM
+    (place / "variants" / "takeover").rename(tmp_path / "elsewhere")
+    without = [row for row in gather(chosen, place, table).of("methods") if row.accuracy]
+    assert all(row.above_line is None and row.llm_tokens for row in without)
+
+
+def test_the_worlds_test_sets_and_slms_are_told_apart():
+    """Helpful and control share both: three runs are two test sets."""
+    found = [PaperSettings.of_config(name) for name in ("tiny", "tiny-helpful", "tiny-control")]
+    sets = [
+        [(problem.text, problem.answer) for one in benchmark_problems(settings).values() for problem in one[:20]]
+        for settings in found
+    ]
+    slms = [models_of(settings.models).hashes("slm")["slm"] for settings in found]
+    assert (sets[0] != sets[1], sets[1] == sets[2]) == (True, True)
+    assert (slms[0] != slms[1], slms[1] == slms[2]) == (True, True)
+
+
+def test_no_row_of_the_demos_worlds_wants_a_judge():
+    for name in ("tiny", "tiny-helpful", "tiny-control"):
+        methods = PaperSettings.of_config(name).compare.methods
+        assert set(names()) - set(methods) == {"spec-reason"}
+
+
+def test_every_row_has_a_folder_of_its_own(chosen, tmp_path):
+    plan = Plan(chosen, tmp_path, 8)
+    assert own("alpha", plan)[0].path == Path("variants/distilled")  # the same under another name
+    found = [variant for table in TABLES for variant in own(table, plan) if variant.label != "alpha = 0"]
+    assert len({variant.path for variant in found}) == len(found)
+    for variant in found:
+        their = settings_of_variant(chosen, variant)
+        methods = [*their.compare.methods, *their.compare.external]
+        assert methods == [variant.method.removeprefix("external:")]
+        if variant.inside is not None:
+            assert variant.path.is_relative_to(variant.inside.path)
+    by_key = {variant.key: settings_of_variant(chosen, variant) for variant in found if variant.inside is None}
+    assert by_key["alpha-0.5"].train.alpha == 0.5
+    assert by_key["s2t-local-original"].train.target == "select"
+    assert by_key["s2t-local-original"].score.pool == "slm"
+    assert (by_key["distilled"].train.alpha, by_key["distilled"].score.pool) == (0.0, "joint")
+    assert by_key["future-shuffled"].score.future == "shuffled"
+    assert by_key["on-policy"].collect.deployed == str(tmp_path)
+    assert by_key["hindsight"].train.hindsight == 2
+    assert by_key["scope-sequence"].train.scope == "sequence"
+    assert by_key["temperature-1"].train.temperature == 1.0
+    same = {"train": {"alpha": 0.5}, "experiment": {"alphas": [0.5, 0.25], "quantiles": [0.9]}}
+    plan = Plan(settings(**same), tmp_path, 8)
+    assert [variant.x for variant in own("alpha", plan)] == [0.0, 0.25]
+    assert [variant.x for variant in TABLES["alpha"].rows(plan)] == [0.0, 0.25, 0.5]  # the run's own among them
+    assert own("quantiles", plan) == []
+
+
+@pytest.mark.parametrize("train", [{"alpha": 0.5, "hindsight": 2}, {"target": "calibrated"}])
+def test_rows_have_the_target_that_they_are_of(train, tmp_path):
+    chosen = settings(train=train, experiment={"alphas": [0.25], "temperatures": [1.0]})
+    plan = Plan(chosen, tmp_path, 8)
+    found = [variant for table in ("methods", "alpha", "temperature", "repairs") for variant in own(table, plan)]
+    trained = {variant.key: settings_of_variant(chosen, variant).train for variant in found}
+    assert (trained["distilled"].target, trained["distilled"].alpha) == ("future", 0.0)
+    assert (trained["alpha-0.25"].target, trained["alpha-0.25"].alpha) == ("future", 0.25)
+    assert trained["temperature-1"].target == trained["hindsight"].target == "future"
+    for key in ("calibrated", "calibrated-features"):
+        assert (trained[key].target, trained[key].alpha, trained[key].hindsight) == ("calibrated", 1.0, 0)
+    assert trained["s2t-local-original"].target == "select"
+    assert trained["features"].target == chosen.train.target
+
+
+def test_a_horizon_is_kept_by_all_but_the_horizons(tmp_path):
+    chosen = settings(train={"horizons": [4, 8, 2]})
+    plan = Plan(chosen, tmp_path, 4)
+    assert [(variant.key, variant.x) for variant in own("horizons", plan)] == [("horizon-2", 2.0), ("horizon-8", 8.0)]
+    assert settings_of_variant(chosen, own("horizons", plan)[0]).train.horizons == (2,)
+    for table in ("pools", "futures", "alpha", "scope", "temperature", "quantiles"):
+        for variant in own(table, plan):
+            assert settings_of_variant(chosen, variant).train.horizons == (4,)
+
+
+def test_changes_go_on_top_of_those_around_them():
+    base = settings()
+    outer = Variant("a", "a", {"collect": {"quantile": 0.5}, "train": {"alpha": 0.5}}, None)
+    inner = Variant("b", "b", {"train": {"rank": 2}, "evaluate": {"certainty": 0.7}}, inside=outer)
+    found = settings_of_variant(base, inner)
+    assert (found.collect.quantile, found.train.alpha, found.train.rank) == (0.5, 0.5, 2)
+    assert (found.evaluate.certainty, found.compare.methods) == (0.7, ("futurebridge",))
+    assert settings_of_variant(base, outer).compare.methods == ()
+    assert inner.path == Path("variants/a/variants/b")
+    assert found.collect.model_dump() == base.collect.model_dump() | {"quantile": 0.5}
+    with pytest.raises(ValueError, match="at most the scored horizon 8, got 16"):
+        changed(base, {"train": {"horizons": (16,)}})
+
+
+PAPER = {"models": ModelSettings(slm="Qwen/Qwen3-1.7B", llm="Qwen/Qwen3-32B")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "published"),
+    [
+        ({}, True),
+        ({"problems": {"per_shard": 8}, "evaluate": {"per_shard": 8}, "score": {"token_budget": 9}}, True),
+        ({"train": {"microbatches": 4, "checkpoint_steps": 9}, "models": {"dtype": "bfloat16"}}, True),
+        ({"compare": {"methods": ["greedy"]}, "experiment": {"quantiles": [0.5]}}, True),
+        ({"models": {"slm": "Qwen/Qwen3-0.6B"}}, False),
+        ({"models": {"llm": "Qwen/Qwen3-14B"}}, False),
+        ({"problems": {"limit": 100}}, False),
+        ({"problems": {"prompt": "{problem}"}}, False),
+        ({"collect": {"quantile": 0.98}}, False),
+        ({"futures": {"llm_k": 4}}, False),
+        ({"score": {"pool": "slm"}}, False),
+        ({"train": {"seeds": [0]}}, False),
+        ({"train": {"features": ["llm"]}}, False),
+        ({"evaluate": {"certainty": 0.9}}, False),
+        ({"evaluate": {"benchmarks": ["gsm8k"]}}, False),
+    ],
+)
+def test_the_papers_figures_stand_beside_its_own_settings_alone(changes, published):
+    assert is_published(changed(PaperSettings(**PAPER), changes)) == published
+
+
+def test_shipped_settings_are_published_where_they_say_so():
+    names = ("qwen3-1.7b-published", "qwen3-1.7b", "qwen3-0.6b-published", "tiny")
+    assert [is_published(PaperSettings.of_config(name)) for name in names] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train": {"features": ["slm"]}}, {"evaluate": {"certainty": 0.6}}, {"futures": {"span": {"tokens": 2}}}],
+)
+def test_an_experiment_begins_with_the_published_recipe(changes, tmp_path):
+    with pytest.raises(ValueError, match=r"experiment: expected the published recipe"):
+        run_tables(["methods"], changed(PaperSettings(**PAPER), changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_certainty_in_code_settings_and_docs():
+    shipped = ("qwen3-1.7b", "qwen3-0.6b", "tiny", "tiny-helpful", "tiny-control")
+    found = {name: PaperSettings.of_config(name).experiment.certainty for name in shipped}
+    found |= {"code": CertainLLM(LLMPreference()).certainty}
+    assert set(found.values()) == {CERTAINTY} == {0.6}, found
+    docs = (ROOT / "docs" / "worlds.md").read_text().replace("\n", " ")
+    assert f"probability is {CERTAINTY} in code and settings alike" in docs
+    assert "chosen after test results at 0.9 had been seen" in docs
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"score": {"future": "wrong"}}, "score.future"),
+        ({"score": {"pool": "all"}}, "score.pool"),
+        ({"train": {"target": "best"}}, "train.target"),
+        ({"train": {"features": ["temperature"]}}, "train.features"),
+        ({"train": {"alpha": 1.5}}, "train.alpha"),
+        ({"train": {"hindsight": -1}}, "train.hindsight"),
+        ({"train": {"target": "select", "alpha": 0.5}}, 'alpha: expected 1 with target "select", got 0.5'),
+        ({"train": {"target": "calibrated", "hindsight": 2}}, "hindsight: expected 0 with"),
+        ({"evaluate": {"certainty": 1.5}}, "evaluate.certainty"),
+        ({"rollouts": {"validation": 0}}, "rollouts.validation"),
+        ({"rollouts": {"train": 1.1}}, "rollouts.train"),
+        ({"rollouts": {"minimum_mixed": 0}}, "rollouts.minimum_mixed"),
+        ({"samples": {"llm": 0}}, "samples.llm"),
+        ({"samples": {"slm_temperature": 0}}, "samples.slm_temperature"),
+        ({"experiment": {"alphas": [2]}}, "experiment.alphas"),
+        ({"experiment": {"temperatures": [0]}}, "experiment.temperatures"),
+        ({"experiment": {"quantiles": [1.01]}}, "experiment.quantiles"),
+        ({"experiment": {"hindsight": 0}}, "experiment.hindsight"),
+        ({"compare": {"votes": 0}}, "compare.votes"),
+        ({"compare": {"router": {"min_recall": 0}}}, "compare.router.min_recall"),
+        ({"compare": {"rooter": {}}}, "compare.rooter"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(changes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        settings(**changes)
+
+
+def test_a_table_that_is_not_there_is_one_sentence():
+    with pytest.raises(ValueError, match=r"tables: expected all or some of methods, pools, .* got 'poles'; name those"):
+        CliRunner().invoke(app, ["tables", "poles", "--config", "tiny"], catch_exceptions=False)
+
+
+def calls(run: Path, config: Path, table: str, workers: int) -> list[object]:
+    return ["tables", table, "--config", config, "--run-dir", run, "--workers", workers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["tables", "worker"])
+def test_a_killed_experiment_goes_on(trained, tmp_path, killed):
+    run, config = linked(trained, tmp_path / "run", *TRAINED), tmp_path / "small.yaml"
+    chosen = settings(compare={"methods": METHODS})
+    config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
+    called, variants = calls(run, config, "pools", 2), run / "variants"
+    process = start_futurebridge(called, tmp_path, program=PROGRAM)
+    try:
+        while not (finished := [path.parent for path in variants.glob("*/comparison/manifest.json")]):
+            assert process.is_alive(), (tmp_path / "stderr").read_text()
+            time.sleep(0.05)
+        finished = [path for path in finished if Artefact(path.parent, "comparison").manifest()["complete"]]
+        workers = {worker for server in children_of(process.pid) for worker in children_of(server)}
+        assert workers
+        if killed == "worker":
+            os.kill(next(iter(workers)), signal.SIGKILL)
+            process.join(HANG)
+            said = (tmp_path / "stderr").read_text()
+            assert process.exitcode == 1
+            assert "got one that was killed" in said
+            assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.join()
+    deadline = time.monotonic() + HANG
+    while not all(ended(worker) for worker in workers):  # nobody is left that holds a folder
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    done = [path.parent for path in variants.glob("*/comparison/manifest.json")]
+    done = [path.parent for path in done if Artefact(path.parent, "comparison").manifest()["complete"]]
+    before = {path: receipts(path) for path in done}
+    assert len(done) < 6
+    again = futurebridge(*called, program=PROGRAM)
+    assert again.returncode == 0, again.stderr
+    assert {path.name for path in variants.iterdir()} == {
+        *("greedy", "direct", "futurebridge", "pool-slm", "pool-llm", "pool-slm-wide")
+    }
+    assert not list(variants.rglob(PROBLEM))
+    assert {path: receipts(path) for path in done} == before
+    assert {row.table for row in gather(chosen, run).rows} == {"methods", "pools"}
+
+
+@pytest.mark.slow
+def test_an_experiment_has_every_row_of_every_table(tmp_path, pair_checkpoint):
+    config, run = tmp_path / "small.yaml", tmp_path / "run"
+    chosen = settings(
+        problems={"limit": 56, "certification": 8},
+        train={"horizons": [4, 8], "seeds": [0], "epochs": 1},
+        choice={"tried": 2, "tested": 1},
+        compare={
+            "external": {"tuned": pair_checkpoint},
+            "router": {"problems": 35, "width": 16, "blocks": 1, "epochs": 2, "learning_rate": 0.001},
+        },
+        evaluate={"limit": 6},
+    )
+    config.write_text(yaml.safe_dump(chosen.model_dump(mode="json")))
+    done = futurebridge(*calls(run, config, "all", 2), program=PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert "not made" not in done.stdout
+    assert not list(run.rglob(PROBLEM))
+    assert (run / "report" / "report.html").stat().st_size > 10_000
+    assert (run / "report" / "report.md").stat().st_size > 1000
+    found = gather(chosen, run)
+    assert {row.table for row in found.rows} == set(TABLES)
+    for row in found.rows:
+        if row.key in UNSEEN:
+            assert row.note == UNSEEN[row.key]
+            continue
+        mean, low, high = row.accuracy
+        assert 0 <= low <= mean <= high <= 1
+        assert row.problems == 6
+        assert row.minus.keys() >= {"greedy", "direct", "futurebridge"} - {row.key}
+        if row.table == "futures" and row.key != "future-verified":
+            assert "verified" in row.minus
+        assert ("first correct sample" in row.minus) == (row.key in ("future-unverified", "future-incorrect"))
+    keys = {(row.table, row.key) for row in found.rows}
+    assert len([key for table, key in keys if table == "methods"]) == 14 + 3 + 1 + 3  # distilled, tuned, unseen
+    assert len([key for table, key in keys if table == "horizons"]) == 2
+    assert len([key for table, key in keys if table == "futures"]) == 6 + 1
+    by_quantile = {}
+    for row in found.of("quantiles"):
+        by_quantile.setdefault(row.quantile, []).append(row.key)
+    assert by_quantile[0.9] == by_quantile[0.92] == ["s2t", "direct", "futurebridge", *SWEPT, "takeover"]
+    scores = {row.score for row in found.agreement}
+    assert {"SLM", "LLM", "Direct-B_4", "Direct-B_8", "FutureBridge", "FutureBridge, calibrated target"} <= scores
+    assert found.future_quality.states > 3
+    assert all(len(row) == 2 for row in found.future_quality.pairwise)
+    assert found.calibration.mixed >= 3
+    judged = {(row.quantile, row.label) for row in found.choices if row.kind == "all"}
+    swept = {row.label for row in found.of("quantiles") if row.key in (*SWEPT, "futurebridge")}
+    labels = swept | {"the SLM's choice", "the LLM's choice"}
+    assert judged == {(q, label) for q in (0.9, 0.92) for label in labels}
+    assert len(found.costs.deployment) == 12
+    assert {"samples", "router", "rollouts"} <= {row.stage for row in found.costs.offline}
+    assert found.advice
+    for kind in ("verified", "sampled", "unverified", "incorrect", "cross-state", "shuffled"):
+        assert (run / "variants" / f"future-{kind}" / "samples").is_symlink()  # sampled once
+    assert (run / "variants/q0.92/variants/calibrated/rollouts").is_symlink()
+
+
+@pytest.fixture
+def pair_checkpoint(tmp_path):
+    from fb_core.demo.pairs import load_pair
+
+    pair = load_pair("plans")
+    pair.slm.save_pretrained(tmp_path / "tuned")
+    pair.world.tokenizer.save_pretrained(tmp_path / "tuned")
+    return str(tmp_path / "tuned")
+
+
+def test_an_experiment_goes_on_where_a_router_cannot_be_trained(trained, tmp_path, monkeypatch):
+    run, shown = linked(trained, tmp_path / "run", *TRAINED), []
+    chosen = settings(compare={"methods": ["greedy", "r2r"], "router": {"problems": 5, "width": 8, "epochs": 1}})
+    monkeypatch.setattr(tables, "_distilled", lambda plan: [])
+    run_tables(["methods", "costs"], chosen, run, 1, shown.append)
+    assert any(text.startswith("**not made**: ") and "label more trajectories" in text for text in shown)
+    found = gather(chosen, run)
+    rows = {row.key: row for row in found.of("methods")}
+    assert "label more trajectories" in rows["r2r"].note
+    assert rows["greedy"].accuracy
+    assert rows["futurebridge"].accuracy
+    assert (run / "variants" / "r2r" / "router-labels").is_symlink()
+    assert {row.score for row in found.agreement} >= {"FutureBridge"}
+    assert {row.key for row in found.costs.deployment} == {"greedy"}  # without a router's rows
