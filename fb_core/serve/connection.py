@@ -23,18 +23,17 @@ STALL_SECONDS = 60.0  # that a client may take nothing of an answer that waits f
 AHEAD = 64 << 10  # bytes that a client may send before its last request is answered
 
 
-def configured(app: ASGIApp, drain: int, count: Callable[[int], None] = lambda _: None, **more: Any) -> uvicorn.Config:
+def configured(app: ASGIApp, drain: int, count: Callable[[int], None]) -> uvicorn.Config:
     """How the server listens.
 
     Args:
         app: answers the requests.
         drain: seconds that requests in progress get at the end.
         count: called with the status of each request that does not reach `app`.
-        more: further arguments of uvicorn's.
     """
     made: Any = partial(_Connection, count=count)
     return uvicorn.Config(
-        app, http=made, ws="none", log_level="error", access_log=False, timeout_graceful_shutdown=drain, **more
+        app, http=made, ws="none", log_level="error", access_log=False, timeout_graceful_shutdown=drain
     )
 
 
