@@ -8,7 +8,7 @@ from ray import serve
 from starlette.applications import Starlette
 
 from fb_core.config import ServeSettings
-from fb_core.serve.run import room
+from fb_core.serve.run import load_server
 
 
 class ReplicaSettings(ServeSettings):
@@ -32,14 +32,14 @@ class Replica:
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        self.room = room(settings, loopback=False)
+        self.server = load_server(settings, loopback=False)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return self.room.app
+        return self.server.app
 
     def check_health(self) -> None:
         """Ray Serve calls this periodically, and replaces a replica for which it raises."""
-        if self.room.engine.closed:
+        if self.server.engine.closed:
             raise RuntimeError("engine: expected a running one, got a closed one; another replica takes its place")
 
 

@@ -24,7 +24,7 @@ from fb_core.serve.service import Service
 from fb_core.server import key_in
 
 
-class Room(NamedTuple):
+class LoadedServer(NamedTuple):
     """A loaded pair, its engine, and the server's routes."""
 
     engine: Engine
@@ -37,7 +37,7 @@ class Room(NamedTuple):
         return self.engine.load.all_pages * SIZE
 
 
-def room(settings: ServeSettings, *, loopback: bool) -> Room:
+def load_server(settings: ServeSettings, *, loopback: bool) -> LoadedServer:
     """Load the pair and make the engine and the routes; the access log goes to stderr.
 
     Args:
@@ -67,7 +67,9 @@ def room(settings: ServeSettings, *, loopback: bool) -> Room:
         settings.max_length,
         thinking=loaded.thinking,
     )
-    return Room(engine, service, application(service, key=key, body_limit=settings.body_limit, loopback=loopback))
+    return LoadedServer(
+        engine, service, application(service, key=key, body_limit=settings.body_limit, loopback=loopback)
+    )
 
 
 def _show_log() -> None:
@@ -114,7 +116,7 @@ def serve(settings: ServeSettings, *, host: str, port: int, drain: int) -> None:
         drain: seconds.
     """
     listening, url = listen(host, port)
-    made = room(settings, loopback=on_loopback(listening, settings.key_variable))
+    made = load_server(settings, loopback=on_loopback(listening, settings.key_variable))
     holds = f"{settings.max_batch} sequences, {made.tokens} tokens of keys and values"
     print(f"futurebridge: {settings.slm} at {url}/v1: {holds}", flush=True)
     config = configured(made.app, drain + int(LAST), made.service.metrics.unread)

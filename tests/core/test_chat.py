@@ -27,7 +27,7 @@ from fb_core.config import PairSettings, ServeSettings
 from fb_core.pool import Event
 from fb_core.recipe import Deployed, Recipe
 from fb_core.serve.protocol import ChatRequest
-from fb_core.serve.run import room
+from fb_core.serve.run import load_server
 from fb_core.terminal import escaped
 
 TEMPLATE = (
@@ -115,7 +115,7 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
     generation = Chat(chosen).answer(messages, Console(file=io.StringIO()))
     prompt = "w7 w8 w4 w5" if wanted else "w7 w8 w4"
     assert generation.token_ids.tolist() == expected(pair, prompt).token_ids.tolist()
-    made = room(ServeSettings(**chosen.model_dump(), max_batch=1, kv_memory=1 << 24), loopback=True)
+    made = load_server(ServeSettings(**chosen.model_dump(), max_batch=1, kv_memory=1 << 24), loopback=True)
     try:
         (ids,) = made.service.prompts(ChatRequest.model_validate({"model": "m", "messages": messages}))
         assert ids == tokenizer()(prompt)["input_ids"]

@@ -21,7 +21,7 @@ from limits import HANG
 from starlette.testclient import TestClient
 
 from fb_core.config import ServeSettings
-from fb_core.serve.run import room
+from fb_core.serve.run import load_server
 
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")
@@ -74,7 +74,7 @@ def replicas(process) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def single() -> Iterator[TestClient]:
     """One process's application."""
-    made = room(ServeSettings(**PAIR), loopback=True)
+    made = load_server(ServeSettings(**PAIR), loopback=True)
     with TestClient(made.app, base_url="http://127.0.0.1") as client:
         yield client
 
@@ -143,8 +143,8 @@ def test_two_processes_share_the_requests(process, replicas, single):
 def test_a_replica_whose_engine_is_closed_is_not_healthy():
     from fb_core.serve.replicas import Replica
 
-    replica = SimpleNamespace(room=room(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
+    replica = SimpleNamespace(server=load_server(ServeSettings(**PAIR, kv_memory=1 << 24), loopback=False))
     Replica.check_health(replica)
-    replica.room.engine.close()
+    replica.server.engine.close()
     with pytest.raises(RuntimeError, match="engine: expected a running one"):
         Replica.check_health(replica)
