@@ -79,7 +79,7 @@ _PLAIN = {
 
 
 class VLLM(Dialect):
-    """vLLM's `/v1/completions`."""
+    """vLLM's `/v1/completions`; without `logprob_token_ids` each id is appended to a prompt of its own."""
 
     ignored = 0  # questions since the server last answered one with logprob_token_ids
 
@@ -141,7 +141,7 @@ class SGLang(Dialect):
 
 
 class LlamaCpp(Dialect):
-    """llama.cpp's `/completion`."""
+    """llama.cpp's `/completion`; given ids cannot be requested, so `n_probs` grows until they are in the answer."""
 
     def candidates(self, ids: list[int], k: int, wanted: list[int]) -> tuple[dict[int, float], dict[int, float]]:
         n = min(max(k, 128), self.vocabulary) if wanted else k

@@ -196,7 +196,7 @@ class ServerLLM(LLM):
         top_k: int = 20,
         seed: int = 0,
     ) -> list[list[Tensor]]:
-        """As `LLM.sample_many`, one request per sample; raises as `complete_many`, ValueError for such a setting."""
+        """As `LLM.sample_many`, one request per sample; raises as it does, ServerError as `complete_many`."""
         check_sampling(n, temperature, top_p, top_k)
         check_max_new_tokens(max_new_tokens)
 
