@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args
 
 Verdict = Literal["correct", "wrong", "unparsable", "timeout"]
@@ -53,7 +53,8 @@ RELATION = re.compile(
 BY_ZERO = re.compile(r"/\s*0(?![\d.!])")
 MATH_MODE = re.compile(r"(\$\$?)([^$]*)\1|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 
-# Not multiprocessing, which runs the caller's __main__ again in every worker: its imports, torch among them.
+# Not multiprocessing, nor pebble's pool over it: every worker would run the caller's __main__ again, with its imports.
+# Nor loky's, in which the death of one worker ends the work of all.
 WORKER_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from fb_core.verify import _serve; _serve()"
 
 
@@ -152,16 +153,14 @@ class Verifier:
             self._idle.put(worker)
         self._owner = os.getpid()
         self._closed = False
-        self._closing = threading.Lock()
-        self._lock = threading.Lock()
+        self._closing = threading.Lock()  # a second close waits for the first
+        self._lock = threading.Lock()  # guards what is known, and the pairs to do
         self._known: dict[Pair, str] = {}
 
     def __enter__(self) -> Verifier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def verify(self, answer: str, gold: str) -> Verdict:
@@ -179,25 +178,19 @@ class Verifier:
             relations without a left side ("15_8", "> 15" against 15), a.m. against p.m.; and an equation between
             numbers must hold ("16 = 15"). NaN and divisions by zero are unparsable.
 
-        Raises:
-            TypeError: an argument is not a string.
-            ValueError: the gold answer cannot be parsed, or the verifier is closed.
-            RuntimeError: workers cannot start here.
+        Raises as `verify_many`.
         """
         return self.verify_many([answer], [gold])[0]
 
     def verify_many(
         self, answers: Sequence[str], golds: Sequence[str], *, bad_golds: Literal["raise", "unparsable"] = "raise"
     ) -> list[Verdict]:
-        """Judge many answers, spread over the workers.
+        """Judge many answers, spread over the workers; verdicts come in the order of the answers.
 
         Args:
             answers: as in `verify`.
             golds: one for each answer.
             bad_golds: what to do about a gold answer that cannot be parsed: raise, or give the verdict "unparsable".
-
-        Returns:
-            The verdicts in the order of the answers.
 
         Raises:
             TypeError: an argument is not a sequence of strings.
@@ -234,17 +227,8 @@ class Verifier:
     def equivalent(self, a: str, b: str) -> bool:
         """Whether two box contents are equivalent, for majority voting; their order does not matter.
 
-        Args:
-            a: what `boxed` found in one answer.
-            b: what it found in another.
-
-        Returns:
-            True if the strings are equal or math-verify accepts one for the other; False also if it cannot tell.
-
-        Raises:
-            TypeError: an argument is not a string.
-            ValueError: the verifier is closed.
-            RuntimeError: workers cannot start here.
+        True if the strings are equal or math-verify accepts one for the other; False also if it cannot tell. Raises as
+        `verify_many`.
         """
         _check_text("equivalent", "a", a)
         _check_text("equivalent", "b", b)
@@ -458,31 +442,32 @@ def _of_integers(question: str, gold: str) -> str | None:
 def _judge(question: str, gold: str) -> str:
     from math_verify import parse, verify
 
-    wanted = parse(_in_box(gold), parsing_timeout=None)
-    if all(isinstance(reading, str) for reading in wanted) or _undefined(gold, wanted):
+    wanted = parse(_in_box(gold), parsing_timeout=None)  # expressions, and the text that they were read from
+    expected = [one for one in wanted if not isinstance(one, str)]
+    if not expected or _undefined(gold, expected):
         return BAD_GOLD
     found = parse(question, parsing_timeout=None)
-    if all(isinstance(reading, str) for reading in found):
+    got = [one for one in found if not isinstance(one, str)]
+    if not got:
         return "unparsable"
     if not verify(wanted, found, timeout_seconds=None):  # gold first: it is not symmetric
         return "wrong"
     content = boxed(question)
     said = str(found[-1]) if content is None else content
-    if _undefined(said, found):
+    if _undefined(said, got):
         return "unparsable"
     halves = [set(map(str.lower, HALF_DAY.findall(WORDS.sub(r"\1", text)))) for text in (said, gold)]
-    if _unread(said, found) != _unread(gold, wanted) or (all(halves) and halves[0] != halves[1]):
+    if _unread(said, got) != _unread(gold, expected) or (all(halves) and halves[0] != halves[1]):
         return "wrong"
-    return "correct" if "=" in gold or _holds(said, found) else "wrong"
+    return "correct" if "=" in gold or _holds(said, got) else "wrong"
 
 
-def _undefined(text: str, readings: Sequence[Any]) -> bool:
+def _undefined(text: str, expressions: Sequence[Any]) -> bool:
     """Whether a text has no value: NaN, or a division by zero anywhere in it."""
     from sympy import Pow, nan, zoo  # type: ignore[import-untyped]
 
     if BY_ZERO.search(text) or WORDS.sub(r"\1", text).strip().lower() == "nan":
         return True
-    expressions = [reading for reading in readings if not isinstance(reading, str)]
     if any(one.has(nan, zoo) for one in expressions):
         return True
     inverted = {power.base for one in expressions for power in one.atoms(Pow) if power.exp.is_negative}
@@ -490,26 +475,26 @@ def _undefined(text: str, readings: Sequence[Any]) -> bool:
     return any(value is nan or (value.is_number and abs(value) < 1e-100) for value in values)
 
 
-def _unread(text: str, readings: Sequence[Any]) -> list[str]:
-    """The number bases, negations and relations in a text that are not in math-verify's readings of it, sorted."""
+def _unread(text: str, expressions: Sequence[Any]) -> list[str]:
+    """The number bases, negations and relations in a text that are not in what was read of it, sorted."""
     from sympy import Set
     from sympy.core.relational import Relational  # type: ignore[import-untyped]
 
     plain = WORDS.sub(r"\1", text)
     bases = [(braced or digit).strip() for braced, digit in BASE.findall(plain)]
-    read = any(not isinstance(one, str) and (isinstance(one, Set) or one.has(Relational)) for one in readings)
+    read = any(isinstance(one, Set) or one.has(Relational) for one in expressions)
     relations = [] if read else RELATION.findall(plain)
     return sorted([*(base for base in bases if base != "10"), *NEGATION.findall(plain), *relations])
 
 
-def _holds(text: str, readings: Sequence[Any]) -> bool:
+def _holds(text: str, expressions: Sequence[Any]) -> bool:
     """Whether the equations between numbers in a text are true, with decimals to within a hundredth."""
     from math_verify import verify
     from sympy import Eq, Float
 
     if re.search("[A-Za-z]", re.sub(r"\\(?!text|mathrm|mbox)[A-Za-z]+", "", text)):
         return True  # letters are quantities and units
-    for equation in {one for reading in readings if not isinstance(reading, str) for one in reading.atoms(Eq)}:
+    for equation in {equation for one in expressions for equation in one.atoms(Eq)}:
         left, right = equation.lhs, equation.rhs
         if not (left.is_number and right.is_number) or verify(left, right, timeout_seconds=None):
             continue
