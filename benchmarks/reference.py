@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from benchmarks.roofline import GREY
-from fb_core.config import RunSettings
+from fb_core.config import PairSettings, RunSettings, ServeSettings
 from fb_core.page import markdown_table
 from fb_kernels import BranchLayout, bench, branch_attention
 from fb_kernels._op import Op
@@ -331,6 +331,8 @@ def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
     yield from ((kind.__doc__ or "").strip().partition("\n\n")[0], "")
     rows, below = [], []
     for key, field in kind.model_fields.items():
+        if key not in kind.__annotations__:  # of the class that it adds to
+            continue
         inner = nested(field)
         if inner:
             below.append((inner, f"{name}.{key}"))
@@ -345,10 +347,10 @@ def sections(kind: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def settings_tables() -> list[str]:
-    """Every key of a run's YAML file, in Markdown."""
+    """Every key of the YAML file of a run, and of that of a pair, in Markdown."""
     lines: list[str] = []
     for name, field in RunSettings.model_fields.items():
         kind = nested(field)
         assert kind is not None
         lines += sections(kind, name)
-    return lines
+    return [*lines, *sections(PairSettings, "pair"), *sections(ServeSettings, "serve")]

@@ -71,7 +71,7 @@ class Chat:
             del messages[:2]  # what was said and its answer
             ids = hf.chat_ids(self.tokenizer, messages, self.thinking)
         if len(messages) < turns:
-            why = "--max-length" if most == settings.max_length else "the model's positions"
+            why = "max_length" if most == settings.max_length else "the model's positions"
             dropped = f"{(turns - len(messages)) // 2} oldest turn(s) dropped"
             line = f"{dropped}: with {wanted} new tokens they outgrew the {most} tokens of {why}"
             console.print(line, style="dim", highlight=False, soft_wrap=True)
@@ -82,8 +82,8 @@ class Chat:
             )
         if min(len(ids) + wanted, positions) > settings.max_length:
             raise ValueError(
-                f"--max-length: expected room for {len(ids)} tokens of the prompt and {wanted} of --max-new-tokens, "
-                f"got {settings.max_length}; raise it, lower --max-new-tokens or shorten the prompt"
+                f"max_length: expected room for {len(ids)} tokens of the prompt and {wanted} of max_new_tokens, "
+                f"got {settings.max_length}; raise it, lower max_new_tokens or shorten the prompt"
             )
         return ids
 

@@ -6,12 +6,11 @@ import logging
 import time
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from fb_core.config import PairSettings
     from fb_core.stages.commands import Command
     from fb_core.stages.stage import Engine
     from fb_kernels.bench import Found
@@ -59,92 +58,39 @@ EngineOption = Annotated[str, typer.Option(help="local, or ray for a cluster who
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and its cost.")]
 
 
-@app.command()
-def collect(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates."""
-    _run_command("collect", config, changes, run, engine, dry_run)
+def _stage(command: Command, text: str) -> None:
+    """Add the command of a stage, with its help."""
+
+    def stage(
+        config: ConfigOption,
+        changes: SetOption = None,
+        run: RunOption = None,
+        engine: EngineOption = "local",
+        dry_run: DryOption = False,
+    ) -> None:
+        from fb_core.config import RunSettings
+
+        if engine not in ("local", "ray"):
+            raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
+        settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
+        from fb_core.stages.commands import run_command  # imports torch, which takes seconds
+
+        logging.basicConfig(format="%(message)s")
+        show = print if dry_run else _show
+        run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+
+    app.command(command, help=text)(stage)
 
 
-@app.command()
-def futures(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """Stage 2: the LLM's continuation of every state, verified."""
-    _run_command("futures", config, changes, run, engine, dry_run)
-
-
-@app.command()
-def score(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """Stage 3: how well the SLM continues from every candidate."""
-    _run_command("score", config, changes, run, engine, dry_run)
-
-
-@app.command()
-def train(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """Stage 4: train the rerankers and choose among them; also under `accelerate launch`."""
-    _run_command("train", config, changes, run, engine, dry_run)
-
-
-@app.command()
-def rollouts(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """The outcome of each candidate of the held-out states and of some training states, by greedy SLM rollouts."""
-    _run_command("rollouts", config, changes, run, engine, dry_run)
-
-
-@app.command()
-def evaluate(
-    config: ConfigOption,
-    changes: SetOption = None,
-    run: RunOption = None,
-    engine: EngineOption = "local",
-    dry_run: DryOption = False,
-) -> None:
-    """Stage 5: evaluate the chosen rerankers on the benchmarks."""
-    _run_command("evaluate", config, changes, run, engine, dry_run)
-
-
-def _run_command(
-    command: Command, config: str, changes: list[str] | None, run: Path | None, engine: str, dry_run: bool
-) -> None:
-    """Run the stages of a command."""
-    from fb_core.config import RunSettings
-
-    if engine not in ("local", "ray"):
-        raise ValueError(f"engine: expected local or ray, got {engine!r}; leave it out for this process")
-    settings, folder = RunSettings.load(config, changes or ()), _folder(config, run)
-    from fb_core.stages.commands import run_command  # imports torch, which takes seconds
-
-    logging.basicConfig(format="%(message)s")
-    show = print if dry_run else _show
-    run_command(command, settings, folder, cast("Engine", engine), dry_run=dry_run, show=show)
+_stage("collect", "Stage 1: SLM trajectories, the request threshold, and the admitted states with their candidates.")
+_stage("futures", "Stage 2: the LLM's continuation of every state, verified.")
+_stage("score", "Stage 3: how well the SLM continues from every candidate.")
+_stage("train", "Stage 4: train the rerankers and choose among them; also under `accelerate launch`.")
+_stage(
+    "rollouts",
+    "The outcome of each candidate of the held-out states and of some training states, by greedy SLM rollouts.",
+)
+_stage("evaluate", "Stage 5: evaluate the chosen rerankers on the benchmarks.")
 
 
 def _folder(config: str, run: Path | None) -> Path:
@@ -294,75 +240,38 @@ def _show_bench(found: Found) -> None:
         console.print(note, markup=False)
 
 
-def _pair_settings(given: dict[str, Any]) -> PairSettings:
-    """The checked settings of a pair, from a command's arguments."""
-    from fb_core.config import PairSettings, checked
-
-    return checked(PairSettings, {name: given[name] for name in PairSettings.model_fields}, "")
-
-
-SlmOption = Annotated[str, typer.Option(help="Small model: a folder, a hub id, or demo:plans.")]
-LlmOption = Annotated[str | None, typer.Option(help="Large model: the same, or its name at --server.")]
-ServerOption = Annotated[str | None, typer.Option(help="URL of an inference server that holds the large model.")]
-FlavourOption = Annotated[str, typer.Option(help="The server's kind: vllm, sglang or llama.cpp.")]
-KeyOption = Annotated[str | None, typer.Option(help="Environment variable that holds the server's key.")]
+PairOption = Annotated[
+    Path | None, typer.Option("--pair", exists=True, dir_okay=False, help="A YAML file with settings.")
+]
+SlmOption = Annotated[str | None, typer.Option(help="Small model: a folder, a hub id, or demo:plans.")]
+LlmOption = Annotated[str | None, typer.Option(help="Large model: the same, or its name at a server.")]
 AdapterOption = Annotated[str | None, typer.Option(help="Folder of a reranker; without it the LLM's choice is taken.")]
-CertaintyOption = Annotated[
-    float | None, typer.Option(help="Probability above which the LLM's token is taken without the adapter.")
+PAIR = (
+    "slm, llm, server, flavour, api_key_variable, adapter, recipe, certainty, span, threshold, thinking, "
+    "max_new_tokens, max_events, max_length, device, dtype"
+)
+SERVER = "key_variable, max_batch, kv_memory, queue, body_limit, on_llm_error, prefill_tokens"
+OVERRIDE = "Override a setting, such as threshold=1.7 or server=http://large:8000; repeatable. Settings: "
+PairSetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"{OVERRIDE}{PAIR}.")]
+ServeSetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=f"{OVERRIDE}{PAIR}, {SERVER}.")
 ]
-RecipeOption = Annotated[
-    str, typer.Option(help="chosen: the recipe that train chose for the adapter; published: the paper's.")
-]
-ThresholdOption = Annotated[
-    float | None,
-    typer.Option(help="Entropy in nats above which the LLM is asked; default the adapter's, or 1 without an adapter."),
-]
-SpanOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Most tokens that the LLM offers at an event; 0 for no limit; default the adapter's, else 1. While an LLM "
-        "in this process writes a long span, all other sequences wait."
-    ),
-]
-ThinkingOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--thinking/--no-thinking",
-        help="Whether an answer begins with thinking, if the chat template can switch it; default the adapter's, else "
-        "not.",
-    ),
-]
-TokensOption = Annotated[int, typer.Option(help="Most tokens per answer.")]
-EventsOption = Annotated[int | None, typer.Option(help="Most events per answer; default the adapter's, else 8.")]
-LengthOption = Annotated[int, typer.Option(help="Most tokens of prompt and answer; memory is reserved for them.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
-DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16; auto takes the checkpoint's.")]
 
 
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
-    *,
-    slm: SlmOption,
+    pair: PairOption = None,
+    slm: SlmOption = None,
     llm: LlmOption = None,
-    server: ServerOption = None,
-    flavour: FlavourOption = "vllm",
-    api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
-    recipe: RecipeOption = "chosen",
-    certainty: CertaintyOption = None,
-    span: SpanOption = None,
-    threshold: ThresholdOption = None,
-    thinking: ThinkingOption = None,
-    max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = None,
-    max_length: LengthOption = 8192,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    changes: PairSetOption = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
 ) -> None:
     """Answer one prompt with a pair and an adapter; tokens chosen at events are highlighted."""
-    settings = _pair_settings(locals())
+    from fb_core.config import PairSettings
+
+    settings = PairSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -375,28 +284,19 @@ def generate(
 
 @app.command()
 def chat(
-    slm: SlmOption,
+    pair: PairOption = None,
+    slm: SlmOption = None,
     llm: LlmOption = None,
-    server: ServerOption = None,
-    flavour: FlavourOption = "vllm",
-    api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
-    recipe: RecipeOption = "chosen",
-    certainty: CertaintyOption = None,
-    span: SpanOption = None,
-    threshold: ThresholdOption = None,
-    thinking: ThinkingOption = None,
-    max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = None,
-    max_length: LengthOption = 8192,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    changes: PairSetOption = None,
 ) -> None:
     """Chat with a pair and an adapter; Ctrl-C stops an answer, an empty line or Ctrl-D ends the chat.
 
-    If the conversation outgrows --max-length, its oldest turns are dropped; an error ends only the turn.
+    If the conversation outgrows max_length, its oldest turns are dropped; an error ends only the turn.
     """
-    settings = _pair_settings(locals())
+    from fb_core.config import PairSettings
+
+    settings = PairSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
     from rich.console import Console
 
     from fb_core import chat as terminal
@@ -427,48 +327,20 @@ def chat(
 
 @app.command()
 def serve(
-    *,
-    slm: SlmOption,
+    pair: PairOption = None,
+    slm: SlmOption = None,
     llm: LlmOption = None,
-    server: ServerOption = None,
-    flavour: FlavourOption = "vllm",
-    api_key_variable: KeyOption = None,
     adapter: AdapterOption = None,
-    recipe: RecipeOption = "chosen",
-    certainty: CertaintyOption = None,
-    span: SpanOption = None,
-    threshold: ThresholdOption = None,
-    thinking: ThinkingOption = None,
-    max_new_tokens: TokensOption = 512,
-    max_events: EventsOption = None,
-    max_length: LengthOption = 8192,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    changes: ServeSetOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback by default.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    key_variable: Annotated[
-        str | None, typer.Option(help="Environment variable with the key that clients must send.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 32,
-    kv_memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for the KV cache; default at most half of the free memory.")
-    ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Most requests waiting or in progress.")] = 256,
-    body_limit: Annotated[int, typer.Option(min=1, help="Most bytes per request.")] = 1 << 20,
     drain: Annotated[int, typer.Option(min=0, help="Seconds that requests in progress get at shutdown.")] = 30,
-    on_llm_error: Annotated[
-        str, typer.Option(help="If the large model does not answer: raise ends the answer, slm goes on without.")
-    ] = "raise",
-    prefill_tokens: Annotated[
-        int, typer.Option(min=1, help="Most prompt tokens prefilled between two steps while others run.")
-    ] = 512,
 ) -> None:
     """Serve a pair over OpenAI's API: completions and chat completions, streamed or whole."""
-    given = locals()
-    from fb_core.config import ServeSettings, checked
+    from fb_core.config import ServeSettings
     from fb_core.extras import require
 
-    settings = checked(ServeSettings, {name: given[name] for name in ServeSettings.model_fields}, "")
+    settings = ServeSettings.load(pair, changes or (), slm=slm, llm=llm, adapter=adapter)
     require("serve", "starlette", "uvicorn", "prometheus_client", extra="serve")
     from fb_core.serve.run import serve as run
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from importlib import resources
+from importlib.resources.abc import Traversable
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
@@ -69,8 +70,11 @@ class PairSettings(Section):
             adapter that names none needs it.
         thinking: whether a chat's answer begins with thinking, where the chat template can switch it. If left out, as
             the adapter was trained, or not.
+        max_new_tokens: maximum tokens of an answer.
         max_events: maximum events of an answer. If left out, the adapter's, or 8.
         max_length: maximum tokens of prompt and answer; memory is allocated for this many.
+        device: cpu, cuda or cuda:1; "auto" takes a GPU if there is one.
+        dtype: of the weights; "auto" is the checkpoint's own.
     """
 
     slm: str
@@ -93,12 +97,29 @@ class PairSettings(Section):
     @model_validator(mode="after")
     def _some_llm(self) -> PairSettings:
         if self.llm is None and self.server is None:
-            raise ValueError("llm: expected --llm or --server, got neither; say where candidates come from")
+            raise ValueError("llm: expected llm or server, got neither; say where candidates come from")
         if self.certainty is not None and self.adapter is None:
-            raise ValueError("certainty: expected --adapter with it, got none; without one the LLM always decides")
+            raise ValueError("certainty: expected an adapter with it, got none; without one the LLM always decides")
         if self.api_key_variable is not None and self.server is None:
-            raise ValueError("api_key_variable: expected --server with it, got none; nothing else needs a key")
+            raise ValueError("api_key_variable: expected a server with it, got none; nothing else needs a key")
         return self
+
+    @classmethod
+    def load(cls, file: Path | None = None, changes: Sequence[str] = (), **given: str | None) -> Self:
+        """Load a YAML file, or make the settings from what is given.
+
+        Args:
+            file: the file; None for none.
+            changes: "key=value" each, as for `RunSettings.load`; they override the others.
+            given: settings that override the file's; None for not given.
+
+        Raises:
+            OSError: no such file.
+            ValueError: as for `RunSettings.load`.
+        """
+        values = {} if file is None else _read_yaml(file, str(file))
+        values |= {name: value for name, value in given.items() if value is not None}
+        return checked(cls, reduce(_over, map(_change, changes), values), str(file or ""))
 
 
 class ServeSettings(PairSettings):
@@ -110,8 +131,9 @@ class ServeSettings(PairSettings):
         kv_memory: bytes for keys and values; None for at most half of the free memory.
         queue: maximum number of sequences that wait or run.
         body_limit: maximum bytes of a request.
-        on_llm_error: as for `CollaborativeDecoder`.
-        prefill_tokens: as for `CollaborativeDecoder`.
+        on_llm_error: what happens if the large model does not answer: the answer ends with an error ("raise"), or goes
+            on with the small model's own token ("slm").
+        prefill_tokens: maximum prompt tokens prefilled between two steps while others run.
     """
 
     key_variable: str | None = None
@@ -487,13 +509,10 @@ class RunSettings(Section):
             OSError: no such file, and none shipped under that name.
             ValueError: not YAML, too large, a key given twice, or settings that do not fit.
         """
-        values = _read_yaml(source)
-        if isinstance(values, dict) and "base" in values:
+        values = _read_yaml(_file(source), source)
+        if "base" in values:
             values = _over(_base(source, values.pop("base")), values)
-        if changes and isinstance(values, dict):
-            values = reduce(_over, map(_change, changes), values)
-            source = f"{source} with --set"
-        return checked(cls, values, source)
+        return checked(cls, reduce(_over, map(_change, changes), values), source)
 
 
 class Slice:
@@ -539,36 +558,41 @@ def first_words(name: str) -> str:
     return text.removeprefix("# ").partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
-def _read_yaml(source: str) -> Any:
-    """The content of a YAML file, or of one shipped under that name."""
-    path = Path(source)
+def _file(source: str) -> Path | Traversable:
+    """The file of that name, or the one that is shipped under it."""
+    path: Path | Traversable = Path(source)
     shipped = resources.files("fb_core") / "configs"
-    if not path.is_file() and str(path.parent) in (".", "configs"):
-        path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"  # type: ignore[assignment]
+    if not path.is_file() and str(Path(source).parent) in (".", "configs"):
+        path = shipped / f"{path.name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".yaml")))
         raise OSError(f"{source}: expected a YAML file or one of {known}, got neither; check the name")
+    return path
+
+
+def _read_yaml(path: Path | Traversable, source: str) -> dict[str, Any]:
+    """The settings in a YAML file, by key."""
     with path.open("rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
         raise ValueError(f"{source}: expected at most {LARGEST_FILE} bytes of settings, got more; name another file")
     try:
-        return _yaml(data.decode("utf-8-sig"))
+        values = _yaml(data.decode("utf-8-sig"))
     except UnicodeDecodeError as problem:
         got = f"{problem.reason} at byte {problem.start}"
         raise ValueError(f"{source}: expected UTF-8, got {got}; save the file as UTF-8") from None
     except ValueError as problem:
         raise ValueError(f"{source}: expected YAML, got {problem}; fix the file") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: expected settings by key, got {type(values).__name__}; name another file")
+    return values
 
 
 def _base(source: str, name: Any) -> dict[str, Any]:
     """The settings that a file names as its base."""
     if not isinstance(name, str):
         raise ValueError(f"{source}: base: expected a file or a shipped name, got {type(name).__name__}; name one")
-    values = _read_yaml(name)
-    if not isinstance(values, dict):
-        got = type(values).__name__
-        raise ValueError(f"{name}: expected settings by name as the base of {source}, got {got}; name another file")
+    values = _read_yaml(_file(name), name)
     if "base" in values:
         raise ValueError(f"{name}: expected a base of {source} without a base of its own, got one; name that one")
     return values
@@ -618,11 +642,11 @@ def _yaml(text: str) -> Any:
         raise ValueError("a tag that does not fit its value") from None
 
 
-def _change(change: str) -> Any:
+def _change(change: str) -> dict[str, Any]:
     """The content of a YAML file that would only set this "key=value"."""
     key, equals, text = change.partition("=")
     if not equals or not all(parts := key.strip().split(".")):
-        raise ValueError("--set: expected KEY=VALUE such as train.rank=32, got no '=' or no key; name key and value")
+        raise ValueError("--set: expected KEY=VALUE, got no '=' or no key; name key and value")
     try:
         value = _yaml(text)
     except ValueError:
@@ -656,14 +680,9 @@ def settings_of(run: Path) -> RunSettings:
 def checked(kind: type[Settings], values: Any, source: str) -> Settings:
     """Settings from plain values.
 
-    Args:
-        kind: class of the settings.
-        values: by key.
-        source: the file that they come from, or "" for options of a command.
-
     Raises:
-        ValueError: values that do not fit, one line each: file, key, what is wrong. No value is shown, since it may
-            be long or secret.
+        ValueError: values that do not fit, one line each: file, key, what is wrong. No value is shown, since it may be
+            long or secret.
     """
     try:
         return kind.model_validate(values)

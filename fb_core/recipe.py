@@ -335,7 +335,7 @@ def deployment_of(
             if threshold is None:
                 raise ValueError(
                     f"threshold: expected the nats at which the adapter in {adapter} asks, got none there in "
-                    f"{DESCRIPTION}; pass --threshold, or an adapter that `train` wrote"
+                    f"{DESCRIPTION}; set threshold, or take an adapter that `train` wrote"
                 )
             selector = overridden(FutureBridgeSelector(_reranker(Path(adapter), slm)), certainty)
         policy = RequestPolicy(THRESHOLD if threshold is None else threshold)
@@ -357,7 +357,7 @@ def deployment_of(
             if deployed.evidence is not None or not own.plain:
                 raise ValueError(
                     f"certainty: expected none with the recipe in {folder} ({own.label}), got {certainty}; leave it "
-                    "out, or ask for --recipe published"
+                    "out, or set recipe to published"
                 )
             own = own.model_copy(update={"certainty": certainty})
         selector = own.selector(_reranker(folder, slm) if own.trained else None, deployed.value)

@@ -16,7 +16,7 @@ import pytest
 from warm import futurebridge
 
 from fb_core.cli import SHIPPED, _folder
-from fb_core.config import RunSettings, as_yaml, settings_of
+from fb_core.config import PairSettings, RunSettings, ServeSettings, as_yaml, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,7 +161,6 @@ BAD_SETTINGS = {
     ],
     "problems: {prompt: solve}": ["problems.prompt: expected the text with {problem} in it, got none; put it in"],
     f"problems: {{prompt: {'x' * 50_000}}}": ["problems.prompt: expected the text with {problem} in it, got none"],
-    "compare: {methods: [greedy, gredy]}": ["compare.methods.1: Input should be 'greedy', "],
     "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\ntrain: [*c, *c, *c]": [
         "train: Input should be a valid dictionary",
         *(f"{key}: {UNKNOWN}" for key in "abc"),
@@ -205,7 +204,6 @@ CHANGES = {
     ("evaluate.limit=",): {"evaluate": {"limit": None}},
     ("train={rank: 4, dropout: 0}",): {"train": {"rank": 4, "dropout": 0.0}},
     ("models.slm=Qwen/Qwen3-1.7B",): {"models": {"slm": "Qwen/Qwen3-1.7B"}},
-    ("compare.external={Qwen2.5: a/b}",): {"compare": {"external": {"Qwen2.5": "a/b"}}},
     ('problems.prompt="{problem} = ?"',): {"problems": {"prompt": "{problem} = ?"}},
     ("futures.span.agree=true",): {"futures": {"span": {"tokens": 1, "delimiter": None, "agree": True}}},
 }
@@ -305,7 +303,7 @@ def test_settings_are_utf_8(tmp_path, monkeypatch, data, words):
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        ("base.yaml", "base.yaml: expected settings by name as the base of a.yaml, got "),
+        ("base.yaml", "base.yaml: expected settings by key, got "),
         ("a.yaml", "a.yaml: expected a base of a.yaml without a base of its own, got one; name that one"),
         ("3", "a.yaml: base: expected a file or a shipped name, got int; name one"),
         ("", "a.yaml: base: expected a file or a shipped name, got NoneType; name one"),
@@ -321,7 +319,7 @@ def test_a_base_must_hold_settings(tmp_path, monkeypatch, base, words, text):
     assert str(raised.value).startswith(words)
 
 
-NO_CHANGE = "--set: expected KEY=VALUE such as train.rank=32, got no '=' or no key; name key and value"
+NO_CHANGE = "--set: expected KEY=VALUE, got no '=' or no key; name key and value"
 NO_VALUE = "expected a value in YAML, got none; put a text into quotes"
 BAD_CHANGES = {
     "train.rank": NO_CHANGE,
@@ -331,15 +329,15 @@ BAD_CHANGES = {
     "train.rank=[1": f"--set train.rank: {NO_VALUE}",
     "problems.prompt={problem} ?": f"--set problems.prompt: {NO_VALUE}",
     "train.horizons=" + "[" * 100_000: f"--set train.horizons: {NO_VALUE}",
-    "train.rank=1.5": "tiny with --set: train.rank: Input should be a valid integer, ",
-    "train.rank.deep=1": "tiny with --set: train.rank: Input should be a valid integer",
-    "train.horizons=4,8": "tiny with --set: train.horizons: Input should be a valid tuple",
-    "train.horizons=[32]": "tiny with --set: train.horizons: expected at most the scored horizon 16, got 32",
-    "train.rnk=3": f"tiny with --set: train.rnk: {UNKNOWN}; did you mean rank?",
-    "seed=3": f"tiny with --set: seed: {UNKNOWN}",
-    "trian.rank=3": f"tiny with --set: trian: {UNKNOWN}; did you mean train?",
-    "base=tiny": f"tiny with --set: base: {UNKNOWN}",
-    "models.llm_server={url: 'http://me:s3cret@host'}": "tiny with --set: models.llm_server.url: url: expected http",
+    "train.rank=1.5": "tiny: train.rank: Input should be a valid integer, ",
+    "train.rank.deep=1": "tiny: train.rank: Input should be a valid integer",
+    "train.horizons=4,8": "tiny: train.horizons: Input should be a valid tuple",
+    "train.horizons=[32]": "tiny: train.horizons: expected at most the scored horizon 16, got 32",
+    "train.rnk=3": f"tiny: train.rnk: {UNKNOWN}; did you mean rank?",
+    "seed=3": f"tiny: seed: {UNKNOWN}",
+    "trian.rank=3": f"tiny: trian: {UNKNOWN}; did you mean train?",
+    "base=tiny": f"tiny: base: {UNKNOWN}",
+    "models.llm_server={url: 'http://me:s3cret@host'}": "tiny: models.llm_server.url: url: expected http",
 }
 
 
@@ -411,19 +409,22 @@ def test_settings_are_shown_by_name(arguments):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slm", "a"], "llm: expected --llm or --server, got neither; say where candidates come from"),
-        (["--slm", "a", "--llm", "b", "--max-length", "1"], "max_length: Input should be greater than or equal to 2"),
+        (["--slm", "a"], "llm: expected llm or server, got neither; say where candidates come from"),
         (
-            ["--slm", "a", "--llm", "b", "--dtype", "int8"],
+            ["--slm", "a", "--llm", "b", "--set", "max_length=1"],
+            "max_length: Input should be greater than or equal to 2",
+        ),
+        (
+            ["--slm", "a", "--llm", "b", "--set", "dtype=int8"],
             "dtype: Input should be 'auto', 'float32', ",
         ),
         (
-            ["--slm", "a", "--server", "http://b", "--flavour", "vlm"],
+            ["--slm", "a", "--set", "server=http://b", "--set", "flavour=vlm"],
             "flavour: Input should be 'vllm', 'sglang' or ",
         ),
         (
-            ["--slm", "a", "--llm", "b", "--certainty", "0.5"],
-            "certainty: expected --adapter with it, ",
+            ["--slm", "a", "--llm", "b", "--set", "certainty=0.5"],
+            "certainty: expected an adapter with it, ",
         ),
     ],
 )
@@ -432,6 +433,23 @@ def test_wrong_options_of_a_pair_are_a_line(options, words):
     assert result.returncode == 2
     assert result.stderr.startswith(f"futurebridge: {words}")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_pair_is_a_file_that_options_override(tmp_path):
+    file = tmp_path / "pair.yaml"
+    file.write_text("slm: a\nserver: http://b\nthreshold: 0.5\nmax_length: 64\n")
+    found = PairSettings.load(file, ["threshold=1.5", "slm=d"], slm="c", llm="e", adapter=None)
+    assert found == PairSettings(slm="d", llm="e", server="http://b", threshold=1.5, max_length=64)
+    file.write_text("slm: a\nllm: b\nmax_lenght: 64\n")
+    result = run("generate", "hello", "--pair", str(file))
+    assert result.returncode == 2
+    assert result.stderr == f"futurebridge: {file}: max_lenght: {UNKNOWN}; did you mean max_length?\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_the_help_names_all_settings_of_a_pair(command):
+    shown = re.sub(r"[^\w]+", " ", run(command, "--help").stdout).split()
+    assert set((ServeSettings if command == "serve" else PairSettings).model_fields) <= set(shown)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff", "[" * 100_000, '{"a": ' + "1" * 5_000])
@@ -446,7 +464,7 @@ def test_generate_takes_a_pair_of_the_demo():
     from fb_core.demo.worlds import WORLDS
 
     prompt = WORLDS["plans"].problems(1, 0, "test")[0].prompt
-    room = ["--max-length", "96", "--max-new-tokens", "45"]
+    room = ["--set", "max_length=96", "--set", "max_new_tokens=45"]
     result = futurebridge("generate", prompt, "--slm", "demo:plans", "--llm", "demo:plans", *room)
     assert result.returncode == 0, result.stderr
     assert "boxed" in result.stdout

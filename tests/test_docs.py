@@ -20,7 +20,7 @@ from limits import HANG
 import fb_kernels
 from benchmarks import figures, reference
 from fb_core.cli import app
-from fb_core.config import RunSettings
+from fb_core.config import PairSettings, RunSettings
 from fb_kernels import backend, bench, cpu
 from fb_kernels.self_check_calls import SHAPED
 
@@ -101,10 +101,13 @@ def settings(page: str) -> list[str]:
 def test_the_settings_of_a_page_are_known(page: str, tmp_path: Path) -> None:
     for number, block in enumerate(settings(page)):
         for part in [block] if page != "experiments.md" else block.splitlines():
-            values = {"models": {"slm": "a", "llm": "b"}} | yaml.safe_load(part)
-            file = tmp_path / f"{number}.yaml"
-            file.write_text(yaml.safe_dump(values))
-            assert RunSettings.load(str(file)).models.slm
+            values, file = yaml.safe_load(part), tmp_path / f"{number}.yaml"
+            if "slm" in values:
+                file.write_text(part)
+                assert PairSettings.load(file).slm
+            else:
+                file.write_text(yaml.safe_dump({"models": {"slm": "a", "llm": "b"}} | values))
+                assert RunSettings.load(str(file)).models.slm
 
 
 def test_what_ray_serve_gets_is_known() -> None:
@@ -126,8 +129,8 @@ def test_an_examples_server_is_the_one_that_its_commands_name(file: Path) -> Non
     assert server is not None
     assert server.flavour == file.stem
     (serve,) = (command for page, command in commands() if page == file.name and " serve " in command)
-    wanted = f"--server {server.url} --flavour {server.flavour} --api-key-variable {server.api_key_variable}"
-    assert serve.endswith(wanted)
+    wanted = (f"server={server.url}", f"flavour={server.flavour}", f"api_key_variable={server.api_key_variable}")
+    assert serve.endswith(" ".join(f"--set {one}" for one in wanted))
     assert f"--adapter runs/{file.stem}/deployed/seed-0" in serve
 
 

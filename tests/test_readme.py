@@ -66,4 +66,4 @@ def test_every_command_of_the_readme_is_tried_or_needs_a_server():
     tried = {
         one for one in COMMANDS if one.split()[1] in (*STAGES, "generate", "demo", "serve")
     }  # tests/core/test_serve_clients.py
-    assert [one for one in COMMANDS if one not in tried and "--server" not in one] == []
+    assert [one for one in COMMANDS if one not in tried and "server=" not in one] == []

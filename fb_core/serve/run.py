@@ -85,7 +85,7 @@ def _key(variable: str | None) -> str | None:
     """The key in an environment variable, which must not be empty; None if no variable is named."""
     key = key_in(variable)
     if key == "":
-        raise ValueError("--key-variable: expected a key in it, got an empty one; export one or leave the option out")
+        raise ValueError("key_variable: expected a key in it, got an empty one; export one or leave it out")
     return key
 
 
@@ -101,7 +101,7 @@ def on_loopback(listening: socket.socket, key_variable: str | None) -> bool:
     """Whether only this machine reaches the socket; warns if others do and need no key."""
     loopback = ip_address(listening.getsockname()[0]).is_loopback
     if not loopback and key_variable is None:
-        words = "whoever reaches this address can use the server; export a key and name it with --key-variable"
+        words = "whoever reaches this address can use the server; export a key and name it as key_variable"
         print(f"futurebridge: warning: {words}", file=sys.stderr, flush=True)
     return loopback
 

@@ -343,8 +343,8 @@ class ChoiceStage(Stage):
 STAGES: tuple[type[Stage], ...] = (ValueStage, TrialStage, CertificationStage, ChoiceStage)
 
 USE = """\
-`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--recipe published` decodes as in
-the paper, even if that is worse. In Python:
+`futurebridge generate`, `chat` and `serve` decode with the recipe of this folder; `--set recipe=published` decodes as
+in the paper, even if that is worse. In Python:
 
 ```python
 from fb_core import CollaborativeDecoder, deployment_of

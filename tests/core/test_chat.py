@@ -58,8 +58,15 @@ def pair(tmp_path_factory):
 
 
 def options(pair, **more):
-    given = {"slm": pair / "slm", "llm": pair / "llm", "threshold": 1.2, "max-new-tokens": 12, "max-length": 64} | more
-    return [word for name, value in given.items() for word in (f"--{name}", value)]
+    given = {"slm": pair / "slm", "llm": pair / "llm", "threshold": 1.2, "max_new_tokens": 12, "max_length": 64} | more
+    return options_of(given)
+
+
+def options_of(given):
+    """The options of a command."""
+    own = ("slm", "llm", "adapter", "file")
+    pairs = [(f"--{name}", value) if name in own else ("--set", f"{name}={value}") for name, value in given.items()]
+    return [word for pair in pairs for word in pair]
 
 
 def expected(pair, text):
@@ -124,23 +131,21 @@ def test_thinking_is_the_users_or_the_adapters(pair, tmp_path, given, stored, wa
 
 
 def test_the_command_takes_thinking(pair):
-    outputs = [futurebridge("generate", "w7 w8", *options(pair), *more) for more in ([], ["--thinking"])]
+    outputs = [futurebridge("generate", "w7 w8", *options(pair), *more) for more in ([], ["--set", "thinking=true"])]
     assert [done.returncode for done in outputs] == [0, 0], outputs[1].stderr
     assert outputs[0].stdout != outputs[1].stdout
 
 
 def test_an_adapter_without_a_threshold_asks_for_one(pair, tmp_path):
     """One that `train` wrote has its own; one of `save_pretrained` has none."""
-    words = options(pair, adapter=trained(pair, tmp_path / "adapter"))
-    at = words.index("--threshold")
-    del words[at : at + 2]
+    words = options_of({"slm": pair / "slm", "llm": pair / "llm", "adapter": trained(pair, tmp_path / "adapter")})
     assert futurebridge("generate", "w7 w8", *words).returncode == 0
     words[words.index("--adapter") + 1] = pair / "adapter"
     done = futurebridge("generate", "w7 w8", *words)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         f"futurebridge: threshold: expected the nats at which the adapter in {pair / 'adapter'} asks, got none there "
-        "in futurebridge.json; pass --threshold, or an adapter that `train` wrote"
+        "in futurebridge.json; set threshold, or take an adapter that `train` wrote"
     )
 
 
@@ -229,22 +234,25 @@ def test_on_token_sees_every_token_and_its_event(pair):
     ("change", "words"),
     [
         ({"slm": "nowhere/at-all"}, "nowhere/at-all"),
-        ({"llm": None}, "expected --llm or --server, got neither"),
+        ({"llm": None}, "expected llm or server, got neither"),
         ({"threshold": "nan"}, "threshold"),
-        ({"max-new-tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"adapter": "no-adapter"}, "no-adapter"),
         ({"flavour": "tgi"}, "flavour"),
-        ({"certainty": 0.6}, "certainty: expected --adapter with it"),
-        ({"api-key-variable": "KEY"}, "api_key_variable: expected --server with it"),
+        ({"certainty": 0.6}, "certainty: expected an adapter with it"),
+        ({"api_key_variable": "KEY"}, "api_key_variable: expected a server with it"),
         (
-            {"llm": None, "server": "http://127.0.0.1:9", "api-key-variable": "NO_KEY"},
+            {"llm": None, "server": "http://127.0.0.1:9", "api_key_variable": "NO_KEY"},
             "expected NO_KEY in the environment",
         ),
         (
-            {"max-length": 4},
-            "--max-length: expected room for 3 tokens of the prompt and 12 of --max-new-tokens, got 4; raise it,",
+            {"max_length": 4},
+            "max_length: expected room for 3 tokens of the prompt and 12 of max_new_tokens, got 4; raise it,",
         ),
-        ({"server": "http://127.0.0.1:9/\x1b]0;x"}, "url: expected http or https"),
+        (
+            {"server": "http://127.0.0.1:9/\x1b]0;x"},
+            "--set server: expected a value in YAML, got none; put a text into quotes",
+        ),
         ({"slm": "\x1b]52;c;eA==\x07"}, "\\x1b]52;c;eA==\\x07: expected a folder or hub id"),
     ],
 )
@@ -285,8 +293,8 @@ def test_the_llm_may_be_behind_a_server(tmp_path):
     command = [sys.executable, str(here / "dialects.py"), str(len(words))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here) as process:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        arguments = ("--slm", tmp_path, "--server", url, "--threshold", 1.2, "--max-new-tokens", 12, "--max-length", 64)
-        done = futurebridge("generate", "hello", *arguments)
+        given = {"slm": tmp_path, "server": url, "threshold": 1.2, "max_new_tokens": 12, "max_length": 64}
+        done = futurebridge("generate", "hello", *options_of(given))
         process.stdin.close()
     decoder = CollaborativeDecoder(slm, LocalLLM(llm), LLMPreference(), RequestPolicy(1.2))
     want = decoder.generate(torch.tensor(words("hello")["input_ids"]), 12)
@@ -389,8 +397,8 @@ def dictated(tmp_path):
     words.save_pretrained(tmp_path)
     with scripted() as there:
         there.RequestHandlerClass, there.words, there.script, there.prompt = Dictating, words, [], 0
-        given = {"--slm": tmp_path, "--server": there.url, "--flavour": "llama.cpp", "--max-length": 1024}
-        yield [word for pair in given.items() for word in pair] + ["--threshold=-inf", "--max-events", "600"], there
+        given = {"slm": tmp_path, "server": there.url, "flavour": "llama.cpp", "max_length": 1024}
+        yield options_of(given | {"threshold": "-inf", "max_events": 600}), there
 
 
 def test_generate_passes_nothing_to_the_terminal(dictated):
@@ -399,7 +407,7 @@ def test_generate_passes_nothing_to_the_terminal(dictated):
     there.script = there.words.encode(text, add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
     for environment in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}):
-        done = futurebridge("generate", "hi", *options, "--max-new-tokens", "600", **environment)
+        done = futurebridge("generate", "hi", *options, "--set", "max_new_tokens=600", **environment)
         assert done.returncode == 0, done.stderr
         assert f"{len(there.script) + 1} tokens in" in done.stderr
         written = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
@@ -415,7 +423,7 @@ def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
     options, there = dictated
     there.script = there.words.encode("yes", add_special_tokens=False)
     there.prompt = len(there.words("hi ")["input_ids"])
-    done = futurebridge("chat", *options, "--max-new-tokens", "8", typed="hi\nhi!\nhi\n\n")
+    done = futurebridge("chat", *options, "--set", "max_new_tokens=8", typed="hi\nhi!\nhi\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("yes") == 1  # the third turn has the first before it, and its prompt another length
     assert done.stderr.count("tokens in") == 2
@@ -426,17 +434,13 @@ def test_a_failing_server_ends_the_turn_and_not_the_conversation(dictated):
 
 def test_a_conversation_that_outgrows_the_length_drops_its_oldest_turns(pair):
     said = [f"w{number} w8 w9" for number in range(3, 11)]
-    done = futurebridge(
-        "chat", *options(pair, **{"max-length": 48}), typed="\n".join([*said, "w5 " * 60, "w7", "", ""])
-    )
+    done = futurebridge("chat", *options(pair, max_length=48), typed="\n".join([*said, "w5 " * 60, "w7", "", ""]))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tokens in") == 9
-    found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of --max-length", done.stdout)
+    found = re.findall(r"(\d+) oldest turn\(s\) dropped: .* 48 tokens of max_length", done.stdout)
     assert len(found) >= 3
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("futurebridge: ")]
-    assert re.search(
-        r"--max-length: expected room for 6\d tokens of the prompt and 12 of --max-new-tokens, got 48;", line
-    )
+    assert re.search(r"max_length: expected room for 6\d tokens of the prompt and 12 of max_new_tokens, got 48;", line)
 
 
 def test_what_is_left_of_a_conversation_is_answered_as_if_it_were_all(pair):

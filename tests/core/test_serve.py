@@ -38,12 +38,17 @@ from fb_core.serve.text import Text
 THRESHOLD, MODEL = 0.6, "demo:plans"
 
 
+def set_to(*changes):
+    """The options for changes of settings."""
+    return [word for change in changes for word in ("--set", change)]
+
+
 class Server:
     """`futurebridge serve` as a process of its own."""
 
     def __init__(self, *options, slm=None):
         command = [sys.executable, "-m", "fb_core", "serve", "--port", "0", "--slm", str(slm or MODEL)]
-        own = ["--llm", MODEL, "--threshold", str(THRESHOLD), "--max-length", "256"]
+        own = ["--llm", MODEL, *set_to(f"threshold={THRESHOLD}", "max_length=256")]
         command += [*([] if slm else own), *options]
         self.log = tempfile.TemporaryFile("a+")  # noqa: SIM115  a pipe that nobody reads holds up what writes to it
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
@@ -458,7 +463,7 @@ def test_a_client_that_goes_away_frees_its_place(server, problems):
 
 def test_a_key_a_queue_and_a_graceful_end(problems, monkeypatch):
     monkeypatch.setenv("OUR_KEY", "secret")
-    running = Server("--key-variable", "OUR_KEY", "--queue", "1", "--max-batch", "1", "--max-length", "100")
+    running = Server(*set_to("key_variable=OUR_KEY", "queue=1", "max_batch=1", "max_length=100"))
     body = {"model": MODEL, "prompt": problems[0].prompt, "max_tokens": 80}
     url, key = f"{running.url}/v1/completions", {"Authorization": "Bearer secret"}
     assert httpx.post(url, json=body).status_code == 401
