@@ -49,90 +49,14 @@ def average_interval(
         level: share of the resampled averages between the ends, in (0, 1).
         seed: of the draws.
     """
-    values = _vectors(a)
+    values = vectors(a)
     if b is not None:
-        values = [own - other for own, other in zip(values, _vectors(b, like=values), strict=True)]
+        values = [own - other for own, other in zip(values, vectors(b, like=values), strict=True)]
 
     def average(*drawn: NDArray[np.integer]) -> Vector:
-        return _average(values, drawn)
+        return averages(values, drawn)
 
-    return _bootstrap(average, values, resamples, level, seed)
-
-
-def above_line_interval(
-    accuracy: Sequence[ArrayLike],
-    tokens: Sequence[ArrayLike],
-    greedy: Sequence[ArrayLike],
-    takeover: Sequence[ArrayLike],
-    takeover_tokens: Sequence[ArrayLike],
-    *,
-    resamples: int = 10_000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """How much more accurate a method is than takeover of a random share of the problems at the same token cost.
-
-    A random share of the problems is handed over to the large model, and the small model decodes the rest greedily,
-    which costs the large one nothing. The accuracy of this mixture lies on the line from greedy decoding to takeover.
-    The share is the one at which the mixture costs as many tokens as the method, or 1 if the method costs more than
-    takeover. A difference above 0 means that the method is worth its tokens.
-
-    All are as in `average_interval`; tokens are the large model's, those of takeover not 0 everywhere. Draws in which
-    takeover writes nothing are left out.
-    """
-    own = _vectors(accuracy)
-    columns = [own, *(_vectors(one, like=own) for one in (tokens, greedy, takeover, takeover_tokens))]
-
-    def distance(*drawn: NDArray[np.integer]) -> Vector:
-        right, cost, least, most, written = (_average(column, drawn) for column in columns)
-        return right - least - _divided(cost, written).clip(max=1) * (most - least)
-
-    return _bootstrap(distance, own, resamples, level, seed)
-
-
-def ratio_interval(
-    part: ArrayLike, whole: ArrayLike, *, resamples: int = 10_000, level: float = 0.95, seed: int = 0
-) -> Interval:
-    """Bootstrap interval of sum(part) / sum(whole), where a problem is drawn with both, such as two times.
-
-    Draws whose whole is 0 are left out. For shares of few problems use `share_interval`, which is wide enough there.
-    """
-    parts, wholes = _columns(part, whole)
-
-    def ratio(drawn: NDArray[np.integer]) -> Vector:
-        return _divided(parts[drawn].sum(axis=1), wholes[drawn].sum(axis=1))
-
-    return _bootstrap(ratio, [parts], resamples, level, seed)
-
-
-def share_interval(part: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Wilson's score interval of the share sum(part) / sum(whole), with each problem as at most one trial.
-
-    For shares of counted states or pairs, such as pairwise accuracy. The states of a problem are not independent, so
-    the number of trials is the number of problems, or Kish's effective number if their weights differ,
-    sum(whole)^2 / sum(whole^2). Unlike a bootstrap interval, it stays wide for few problems: 2 of 2 give 34% to 100%.
-    """
-    parts, wholes = _columns(part, whole)
-    z, trials, mean = _normal(level), _trials(wholes), float(parts.sum() / wholes.sum())
-    centre = (mean + z * z / (2 * trials)) / (1 + z * z / trials)
-    reach = z / (1 + z * z / trials) * np.sqrt(mean * (1 - mean) / trials + z * z / (4 * trials * trials))
-    return Interval(mean, float(min(mean, max(0.0, centre - reach))), float(max(mean, min(1.0, centre + reach))))
-
-
-def paired_share_interval(a: ArrayLike, b: ArrayLike, whole: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Agresti and Min's interval of (sum(a) - sum(b)) / sum(whole), two shares of the same states.
-
-    The trials are the problems' differences, counted as in `share_interval`, and two more: one half for a and half for
-    b, and one without a difference. So a few problems that all agree decide nothing.
-    """
-    first, second, wholes = _columns(a, b, whole)
-    z, trials, weight = _normal(level), _trials(wholes), wholes / wholes.sum()
-    difference = np.divide(first - second, wholes, out=np.zeros(len(first)), where=wholes > 0)  # [n]
-    mean = float(weight @ difference)
-    centre = trials * mean / (trials + 2)
-    square = (trials * float(weight @ difference**2) + 1) / (trials + 2)
-    reach = z * np.sqrt((square - centre * centre) / (trials + 2))
-    return Interval(mean, float(min(mean, max(-1.0, centre - reach))), float(max(mean, min(1.0, centre + reach))))
+    return bootstrap(average, values, resamples, level, seed)
 
 
 def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
@@ -142,7 +66,7 @@ def paired_lower_bound(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> In
     restricted maximum likelihood. Unlike bounds that shrink towards no difference, it keeps its level if the methods
     differ on few problems, all of them to the method's disadvantage. Outcomes are 0 or 1, the upper end is 1.
     """
-    first, second = _columns(a, b)
+    first, second = columns(a, b)
     assert np.isin([first, second], (0.0, 1.0)).all()
     n, won, lost = len(first), float((first > second).sum()), float((first < second).sum())
     mean, z = (won - lost) / n, NormalDist().inv_cdf(level)
@@ -176,18 +100,13 @@ def pairwise_agreement(score: ArrayLike, outcome: ArrayLike) -> tuple[float, int
     return float(agreeing + 0.5 * tied), int(np.sum(better))
 
 
-def top1_success(score: ArrayLike, outcome: ArrayLike) -> float:
-    """The outcome of the candidate with the highest score, ties to the lowest index."""
-    return float(np.asarray(outcome)[np.argmax(score)])
-
-
 def outcomes_differ(outcome: ArrayLike) -> bool:
     """Whether a state's candidates differ in outcome: in the other states every choice has the same."""
     outcomes = np.asarray(outcome)
     return bool(outcomes.min() < outcomes.max())
 
 
-def _bootstrap(
+def bootstrap(
     statistic: Callable[..., Vector], sets: Sequence[Vector], resamples: int, level: float, seed: int
 ) -> Interval:
     """The interval of a statistic that maps drawn problems, [R, n] of each set, to [R], NaN where it has no value."""
@@ -214,37 +133,23 @@ def _kept_draws(problems: tuple[int, ...], resamples: int, seed: int) -> list[tu
     return list(_draws(problems, resamples, seed))
 
 
-def _average(values: Sequence[Vector], drawn: Sequence[NDArray[np.integer]]) -> Vector:
+def averages(values: Sequence[Vector], drawn: Sequence[NDArray[np.integer]]) -> Vector:
     """[R] averages of the sets' means."""
     return np.mean([one[rows].mean(axis=1) for one, rows in zip(values, drawn, strict=True)], axis=0)
 
 
-def _divided(part: Vector, whole: Vector) -> Vector:
-    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0)
+def columns(*given: ArrayLike) -> Vector:
+    """Vectors of the same problems, [C, n]."""
+    matrix = np.array([np.asarray(one, np.float64) for one in given])
+    assert matrix.ndim == 2
+    assert matrix.size
+    assert np.isfinite(matrix).all()
+    return matrix
 
 
-def _normal(level: float) -> float:
-    """The number of standard deviations on either side of a normal mean that contain the level."""
-    return NormalDist().inv_cdf((1 + level) / 2)
-
-
-def _trials(weight: Vector) -> float:
-    """Kish's effective number of problems of these weights."""
-    return float(weight.sum() ** 2 / np.square(weight).sum())
-
-
-def _columns(*vectors: ArrayLike) -> Vector:
-    """[C, n]."""
-    columns = np.array([np.asarray(one, np.float64) for one in vectors])
-    assert columns.ndim == 2
-    assert columns.size
-    assert np.isfinite(columns).all()
-    return columns
-
-
-def _vectors(values: Sequence[ArrayLike], like: Sequence[Vector] | None = None) -> list[Vector]:
+def vectors(values: Sequence[ArrayLike], like: Sequence[Vector] | None = None) -> list[Vector]:
     """Vectors, each as long as its counterpart."""
-    vectors = [np.asarray(one, np.float64) for one in values]
-    assert all(one.ndim == 1 and len(one) and np.isfinite(one).all() for one in vectors)
-    assert like is None or [len(one) for one in vectors] == [len(one) for one in like]
-    return vectors
+    found = [np.asarray(one, np.float64) for one in values]
+    assert all(one.ndim == 1 and len(one) and np.isfinite(one).all() for one in found)
+    assert like is None or [len(one) for one in found] == [len(one) for one in like]
+    return found

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.paper import intervals
 from fb_core import statistics
 from fb_core.config import RunSettings
 from fb_core.pool import LARGE, SLM
@@ -167,10 +168,10 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
         outcome, seeds = state.rolled.correct.numpy(), state.scores[name]
         tally = tallies.setdefault(state.rolled.state.trajectory.problem.id, np.zeros(8))
         mixed = statistics.outcomes_differ(outcome)
-        local = [statistics.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
+        local = [intervals.top1_success(state.scores[other][0].numpy(), outcome) for other in ("SLM", "LLM")]
         for score in seeds:
             agreeing, comparable = statistics.pairwise_agreement(score.numpy(), outcome)
-            success = statistics.top1_success(score.numpy(), outcome)
+            success = intervals.top1_success(score.numpy(), outcome)
             tally += np.array([agreeing, comparable, success, 1, success * mixed, mixed, *local]) / len(seeds)
     won, pairs, hits, count, mixed_hits, mixed_count, slm, llm = np.stack(list(tallies.values())).T
     return {
@@ -181,8 +182,8 @@ def _agreement(states: Sequence[Judged], name: str) -> dict[str, Any]:
         "pairwise": _ratio(won, pairs),
         "top1": _ratio(hits, count),
         "top1_mixed": _ratio(mixed_hits, mixed_count),
-        "top1_minus_slm": None if name == "SLM" else statistics.paired_share_interval(hits, slm, count),
-        "top1_minus_llm": None if name == "LLM" else statistics.paired_share_interval(hits, llm, count),
+        "top1_minus_slm": None if name == "SLM" else intervals.paired_share_interval(hits, slm, count),
+        "top1_minus_llm": None if name == "LLM" else intervals.paired_share_interval(hits, llm, count),
     }
 
 
@@ -217,7 +218,7 @@ def coverage_rows(states: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def _ratio(part: Tally, whole: Tally) -> Interval | None:
-    return statistics.share_interval(part, whole) if whole.any() else None
+    return intervals.share_interval(part, whole) if whole.any() else None
 
 
 def _percent(value: Interval | None) -> str:

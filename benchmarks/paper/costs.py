@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import numpy as np
 
+from benchmarks.paper import intervals
 from benchmarks.paper.comparison import METHODS
 from benchmarks.paper.methods import generator, label_of, method, seed_of
 from benchmarks.paper.r2r.stages import RouterStage
 from benchmarks.paper.settings import PaperSettings
-from fb_core import statistics
 from fb_core.stages.artefacts import Artefact
 from fb_core.stages.decode import ASKED, DecodeStage, Loop, Row, Trial
 from fb_core.stages.deploy import DEPLOYED_STAGE, Generate, chosen_digest
@@ -104,7 +104,7 @@ def deployment_rows(stage: DeploymentStage) -> list[dict[str, Any]]:
         pools = [row.pool for row in rows if row.pool is not None]
         peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
         greedy = seconds.get(("greedy", loop))
-        relative = greedy and statistics.ratio_interval(seconds[name, loop], greedy)
+        relative = greedy and intervals.ratio_interval(seconds[name, loop], greedy)
         table.append(
             {
                 "method": label_of(name, stage.settings),

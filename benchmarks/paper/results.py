@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper import intervals
 from benchmarks.paper.comparison import CompareStage
 from benchmarks.paper.report.findings import DEPLOYED, Result
 from benchmarks.paper.run import PROBLEM
@@ -150,7 +151,7 @@ class Results:
         if not any(sum(takeover.llm_tokens[name].values()) for name in benchmarks):
             return None  # takeover never called the LLM
         columns = (own.outcomes, own.llm_tokens, greedy.outcomes, takeover.outcomes, takeover.llm_tokens)
-        return statistics.above_line_interval(
+        return intervals.above_line_interval(
             *([[column[name][problem] for problem in own.outcomes[name]] for name in benchmarks] for column in columns)
         )
 

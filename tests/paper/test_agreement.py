@@ -14,6 +14,7 @@ from paper_runs import settings
 from runs import linked
 from typer.testing import CliRunner
 
+from benchmarks.paper import intervals
 from benchmarks.paper.__main__ import app
 from benchmarks.paper.agreement import (
     AgreementStage,
@@ -24,7 +25,7 @@ from benchmarks.paper.agreement import (
     judge,
     judged_states,
 )
-from fb_core import TokenReranker, statistics
+from fb_core import TokenReranker
 from fb_core.demo.pairs import load_pair
 from fb_core.pool import Pool
 from fb_core.stages.examples import Examples, Rollout, State, Trajectory
@@ -81,19 +82,19 @@ def test_agreement_by_hand():
         "problems": 3,
     }
     # of problem b: (1 over 0) tied, (1 over 3) right, (2 over 0) wrong, (2 over 3) right
-    assert everywhere["pairwise"] == statistics.share_interval([2, 2.5, 0], [2, 4, 0])
+    assert everywhere["pairwise"] == intervals.share_interval([2, 2.5, 0], [2, 4, 0])
     assert everywhere["pairwise"].mean == pytest.approx(4.5 / 6)
-    assert everywhere["top1"] == statistics.share_interval([2, 0, 0], [2, 1, 1])
-    assert everywhere["top1_mixed"] == statistics.share_interval([1, 0, 0], [1, 1, 0])
+    assert everywhere["top1"] == intervals.share_interval([2, 0, 0], [2, 1, 1])
+    assert everywhere["top1_mixed"] == intervals.share_interval([1, 0, 0], [1, 1, 0])
     ours = rows["all", "ours"]  # the mean of two seeds, known at three states
     assert (ours["states"], ours["mixed_states"], ours["pairs"], ours["problems"]) == (3, 1, 2, 2)
-    assert ours["pairwise"] == statistics.share_interval([1.5, 0], [2, 0])
-    assert ours["top1"] == statistics.share_interval([1.5, 0], [2, 1])
+    assert ours["pairwise"] == intervals.share_interval([1.5, 0], [2, 0])
+    assert ours["top1"] == intervals.share_interval([1.5, 0], [2, 1])
     assert ours["top1_mixed"].mean == 0.5
-    assert ours["top1_minus_slm"] == statistics.paired_share_interval([1.5, 0], [2, 0], [2, 1])
+    assert ours["top1_minus_slm"] == intervals.paired_share_interval([1.5, 0], [2, 0], [2, 1])
     assert ours["top1_minus_llm"].mean == pytest.approx(0.5 / 3)
     assert (everywhere["top1_minus_slm"], rows["all", "LLM"]["top1_minus_llm"]) == (None, None)
-    assert everywhere["top1_minus_llm"] == statistics.paired_share_interval([2, 0, 0], [1, 1, 0], [2, 1, 1])
+    assert everywhere["top1_minus_llm"] == intervals.paired_share_interval([2, 0, 0], [1, 1, 0], [2, 1, 1])
     assert agreement_rows(STATES, ["ours"]) == [row for row in rows.values() if row["score"] == "ours"]
     alone = rows["digit", "ours"]
     assert (alone["pairwise"], alone["top1_mixed"], alone["top1"].mean) == (None, None, 0.0)
@@ -112,11 +113,11 @@ def test_coverage_by_hand():
     assert [row["pool"] for row in (slm, llm, joint)] == ["SLM", "LLM", "joint"]
     sizes = [(2 + 2 + 3 + 2 + 1) / 5, (1 + 2 + 1 + 2 + 1) / 5, (3 + 4 + 3 + 2 + 2) / 5]
     assert [row["mean_size"] for row in (slm, llm, joint)] == sizes
-    assert slm["coverage"] == statistics.share_interval([1, 1, 1], [2, 2, 1])
-    assert llm["coverage"] == statistics.share_interval([1, 0, 1], [2, 2, 1])
-    assert joint["coverage"] == statistics.share_interval([2, 1, 1], [2, 2, 1])
-    assert slm["coverage_mixed"] == statistics.share_interval([1, 1, 0], [2, 1, 0])
-    assert llm["coverage_mixed"] == statistics.share_interval([1, 0, 0], [2, 1, 0])
+    assert slm["coverage"] == intervals.share_interval([1, 1, 1], [2, 2, 1])
+    assert llm["coverage"] == intervals.share_interval([1, 0, 1], [2, 2, 1])
+    assert joint["coverage"] == intervals.share_interval([2, 1, 1], [2, 2, 1])
+    assert slm["coverage_mixed"] == intervals.share_interval([1, 1, 0], [2, 1, 0])
+    assert llm["coverage_mixed"] == intervals.share_interval([1, 0, 0], [2, 1, 0])
     assert joint["coverage_mixed"].mean == 1.0
     assert {(row["states"], row["mixed_states"]) for row in (slm, llm, joint)} == {(5, 3)}
     assert coverage_rows([]) == []

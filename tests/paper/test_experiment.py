@@ -18,7 +18,7 @@ from runs import children_of, contents, ended, linked, receipts
 from typer.testing import CliRunner
 from warm import futurebridge, start_futurebridge
 
-from benchmarks.paper import tables
+from benchmarks.paper import intervals, tables
 from benchmarks.paper.__main__ import app
 from benchmarks.paper.changed_outcomes import _parting_event, problem_pages
 from benchmarks.paper.gather import gather, is_published
@@ -455,7 +455,7 @@ def test_a_row_tells_the_llms_tokens_and_what_taking_over_on_a_share_would_bring
     greedy, takeover = columns["greedy"], columns["takeover"]
     for key, (right, tokens) in columns.items():
         assert rows[key].llm_tokens.mean == pytest.approx(sum(tokens) / 9)
-        line = statistics.above_line_interval([right], [tokens], [greedy[0]], [takeover[0]], [takeover[1]])
+        line = intervals.above_line_interval([right], [tokens], [greedy[0]], [takeover[0]], [takeover[1]])
         if key in ("greedy", "takeover"):
             assert rows[key].above_line is None
         else:
