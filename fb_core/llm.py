@@ -297,7 +297,7 @@ class LocalLLM(LLM):
             ValueError: no ids, one outside the vocabulary, the wrong device, a prompt that leaves no position for a new
                 token, max_new_tokens below 1, a model in training mode, or NaN logits.
         """
-        return self._continue(prompts, max_new_tokens, self._greedy)
+        return self._continue(self._begun("ids", prompts, max_new_tokens), max_new_tokens, self._greedy)
 
     def complete_branches(
         self, prefixes: Sequence[Ids], branches: Sequence[Ids], max_new_tokens: int
@@ -310,8 +310,7 @@ class LocalLLM(LLM):
                 rest as `complete_many`.
         """
         _check_branches(prefixes, branches)
-        check_max_new_tokens(max_new_tokens)
-        checked = checked_prompts("prefixes", prefixes, self.model, room=1)
+        begun = self._begun("prefixes", prefixes, max_new_tokens)
         firsts = [hf.token_ids("branches", ids, self.model).tolist() for ids in branches]
         flat = [first for group in firsts for first in group]
 
@@ -319,7 +318,7 @@ class LocalLLM(LLM):
             best = self._greedy(rows, logits)
             return [token if row.new else flat[row.index] for row, token in zip(rows, best, strict=True)]
 
-        prompts = [prefix for prefix, group in zip(checked, firsts, strict=True) for _ in group]
+        prompts = [prefix for prefix, group in zip(begun, firsts, strict=True) for _ in group]
         written = iter(self._continue(prompts, max_new_tokens + 1, choose))
         return [[next(written)[1:] for _ in group] for group in firsts]
 
@@ -337,8 +336,8 @@ class LocalLLM(LLM):
         """As `LLM.sample_many`; samples do not depend on the batch. Raises as `LLM.sample_many` and `complete_many`."""
         check_sampling(n, temperature, top_p, top_k)
         kept = min(top_k or self._valid, self._valid)
-        checked = checked_prompts("ids", prompts, self.model, room=1)
-        sources = [seeded(seed, ids.tolist(), sample) for ids in checked for sample in range(n)]
+        begun = self._begun("ids", prompts, max_new_tokens)
+        sources = [seeded(seed, ids.tolist(), sample) for ids in begun for sample in range(n)]
 
         def draw(rows: Sequence[hf.Running], logits: Tensor) -> list[int]:
             values, ids = self._ranked(logits, kept)
@@ -350,7 +349,7 @@ class LocalLLM(LLM):
             place = torch.searchsorted(mass, point, right=True).clamp_max(kept - 1)
             return ids.gather(1, place)[:, 0].tolist()
 
-        drawn = self._continue([ids for ids in checked for _ in range(n)], max_new_tokens, draw)
+        drawn = self._continue([ids for ids in begun for _ in range(n)], max_new_tokens, draw)
         return [drawn[start : start + n] for start in range(0, len(drawn), n)]
 
     def _checked(
@@ -407,17 +406,20 @@ class LocalLLM(LLM):
         if not bool(largest.isfinite().all()):
             raise ValueError("model: expected finite logits, got NaN or infinite ones; check its weights and dtype")
 
-    def _continue(self, prompts: Sequence[Ids], max_new_tokens: int, choose: Choose) -> list[Tensor]:
+    def _begun(self, name: str, prompts: Sequence[Ids], max_new_tokens: int) -> list[Tensor]:
+        """The prompts of a call that generates, checked as its other arguments and the model are."""
         hf.check_decodable("model", self.model)
         check_max_new_tokens(max_new_tokens)
-        checked = checked_prompts("ids", prompts, self.model, room=1)
+        return checked_prompts(name, prompts, self.model, room=1)
+
+    def _continue(self, prompts: Sequence[Tensor], max_new_tokens: int, choose: Choose) -> list[Tensor]:
         stop = hf.Stop(self.ends, max_new_tokens, hf.max_positions(self.model))
         if NativeDecoder.of(self.model) is None:
 
             def chosen(step: hf.Step) -> Sequence[int]:
                 return choose(step.rows, step.logits)
 
-            rows = hf.lockstep(self.model, checked, stop, chosen, self.batch_tokens, shared=True)
+            rows = hf.lockstep(self.model, prompts, stop, chosen, self.batch_tokens, shared=True)
         else:
-            rows = write(self.model, checked, stop, choose, self.batch_tokens, self._valid)
+            rows = write(self.model, prompts, stop, choose, self.batch_tokens, self._valid)
         return [torch.tensor(row.new, device=self.device) for row in rows]

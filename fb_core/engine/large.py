@@ -27,6 +27,7 @@ class PagedLLM(LocalLLM):
 
     A query that extends an earlier one computes only its new tokens, and so does one that begins with full pages of
     another. The least recently used sequences make room for new ones. Safe to share between threads as a `LocalLLM` is.
+    A decoder makes it for itself and has checked its prompts: only their lengths, which grow, are checked here.
 
     Args:
         model: a causal LM of the Llama family in eval mode.
@@ -72,20 +73,32 @@ class PagedLLM(LocalLLM):
     def candidates_many(
         self, prompts: Sequence[Ids], k: int, score_ids: Sequence[Ids] | None = None
     ) -> list[Candidates]:
-        """As `LLM.candidates_many`, in as few forwards as the pages allow; raises as `candidates`."""
-        checked, scored = self._checked(prompts, k, score_ids)
+        """As `LLM.candidates_many`, in as few forwards as the pages allow.
+
+        Args:
+            prompts: [P] int64 each, which the model knows.
+            k: as for `LLM.candidates`.
+            score_ids: [n] int64 for each prompt, on the model's device.
+
+        Raises:
+            ValueError: a prompt longer than the buffers or the model's positions, or NaN logits.
+        """
+        queries = [ids.tolist() if isinstance(ids, Tensor) else list(ids) for ids in prompts]
+        asked = [None] * len(queries) if score_ids is None else score_ids
+        scored = [None if ids is None else torch.as_tensor(ids, device=self.device) for ids in asked]
         room = min(self.paged.length, self.paged.pages.count * SIZE)
-        for ids in checked:
+        room = min(room, hf.max_positions(self.model) or room)
+        for ids in queries:
             if len(ids) > room:
                 raise ValueError(
-                    f"ids: expected at most the {room} tokens of the buffers, got {len(ids)}; "
-                    "make the decoder with a larger max_length"
+                    f"ids: expected at most {room} tokens, as buffers and positions have, got {len(ids)}; make the "
+                    "decoder with a larger max_length, or shorten the prompt"
                 )
         found: list[Candidates] = []
         with self._turn:
-            while len(found) < len(checked):
+            while len(found) < len(queries):
                 first = len(found)
-                hidden = self._extend([ids.tolist() for ids in checked[first:]])
+                hidden = self._extend(queries[first:])
                 logits = self.paged.logits(hidden, hf.vocabulary(self.model)).float()
                 found += self._candidates(logits, k, scored[first : first + len(hidden)])
         return found

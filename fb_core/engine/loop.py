@@ -165,7 +165,14 @@ class Loop:
         inner.reranker = reranker
 
     def check(self, task: Task) -> None:
-        """ValueError for a sequence that can never fit."""
+        """ValueError for a sequence that can never fit, or with an id that only the SLM has."""
+        llm = self.intervention.llm
+        known = hf.vocabulary(llm.model) if isinstance(llm, PagedLLM) else None
+        if known is not None and max(task.row.tokens) >= known:
+            raise ValueError(
+                f"input_ids: expected ids below {known}, as the large model has, got {max(task.row.tokens)}; use the "
+                "models' own tokenizer"
+            )
         length, slots = task.stop.length(task.row), self.model.length
         if length > slots:
             raise ValueError(
@@ -179,12 +186,7 @@ class Loop:
             )
 
     def submit(self, task: Task) -> None:
-        """Queue a sequence; each `tick` then advances it.
-
-        Raises:
-            ValueError: a sequence that can never fit.
-        """
-        self.check(task)
+        """Queue a sequence that `check` lets through; each `tick` then advances it."""
         if not self.busy:
             self.refresh()
             if os.getpid() != self._process:  # a fork: its threads stayed in the parent

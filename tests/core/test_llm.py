@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -352,6 +353,21 @@ def test_defaults_of_the_base_class_loop():
 
 
 IDS = prompts(4)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "times"),
+    [
+        (lambda llm: llm.complete_many([IDS, IDS], 2), 2),
+        (lambda llm: llm.sample_many([IDS], 5, 2), 1),
+        (lambda llm: llm.complete_branches([IDS], [[3, 4, 5]], 2), 2),
+    ],
+)
+def test_ids_are_checked_once(call, times, monkeypatch):
+    check = mock.Mock(side_effect=hf.token_ids)
+    monkeypatch.setattr(hf, "token_ids", check)
+    call(LocalLLM(tiny("qwen3")))
+    assert check.call_count == times
 
 
 @pytest.mark.parametrize(

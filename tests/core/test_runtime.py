@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts
+from test_decoding import NEVER, SCORES, Listener, Mixed, StopOn, check, custom, plain, prompts, tokenizer_of
 from tiny import EOS, tiny
 from transformers import StoppingCriteriaList
 
@@ -310,7 +310,7 @@ def test_the_llm_computes_only_what_is_new(monkeypatch):
             torch.testing.assert_close(mine.logprob, want.logprob, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(mine.score_logprob, want.score_logprob, rtol=1e-4, atol=1e-4)
     assert seen[:5] == [[(0, 10)], [(10, 3)], [(12, 1)], [(13, 87), (0, 14)], [(100, 50), (64, 28)]]
-    with pytest.raises(ValueError, match="expected at most the 300 tokens of the buffers, got 301"):
+    with pytest.raises(ValueError, match="expected at most 300 tokens, as buffers and positions have, got 301"):
         steady.candidates(prompts(301)[0], 4)
     assert steady.candidates(ids, 4).ids.tolist() == fresh.candidates(ids, 4).ids.tolist()
 
@@ -322,8 +322,26 @@ def test_the_llm_answers_more_queries_than_its_pages_hold():
     for _ in range(3):
         got = steady.candidates_many(asked, 4)
         assert [mine.ids.tolist() for mine in got] == [each.ids.tolist() for each in fresh.candidates_many(asked, 4)]
-    with pytest.raises(ValueError, match="expected at most the 128 tokens of the buffers, got 129"):
+    with pytest.raises(ValueError, match="expected at most 128 tokens, as buffers and positions have, got 129"):
         PagedLLM(llm, 192, 2).candidates(prompts(129)[0], 4)
+    with pytest.raises(ValueError, match="expected at most 400 tokens, as buffers and positions have, got 401"):
+        PagedLLM(llm, 512, 8).candidates(prompts(401)[0], 4)
+
+
+def test_a_prompt_is_checked_once_and_not_again_at_its_events(monkeypatch):
+    decoder = LowLatencyDecoder(*pair("qwen3"), LLMPreference(), RequestPolicy(-1.0))
+    check = mock.Mock(side_effect=hf.token_ids)
+    monkeypatch.setattr(hf, "token_ids", check)
+    assert len(decoder.generate(prompts(9)[0], 12).events) == 8
+    assert check.call_count == 1
+
+
+def test_an_id_that_only_the_small_model_has_is_refused_before_anything_runs():
+    slm, llm = tiny("qwen3", 1, vocab_size=64), tiny("qwen3", 2)
+    decoder = LowLatencyDecoder(slm, llm, LLMPreference(), RequestPolicy(NEVER), tokenizer=tokenizer_of(48))
+    with pytest.raises(ValueError, match="input_ids: expected ids below 50, as the large model has, got 55; use"):
+        decoder.generate(torch.tensor([3, 55]), 3)
+    assert len(decoder.generate(torch.tensor([3, 49]), 3).token_ids) > 0
 
 
 # --- what goes wrong, and who goes another way ------------------------------------------------------------------------
