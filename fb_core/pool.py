@@ -124,7 +124,6 @@ def candidate_pool(
         one pool per state, on the device of logits.
 
     Raises:
-        TypeError: no LLM for a pool with candidates of the LLM.
         ValueError: the LLM proposes no id below V for pool "llm", or leaves out log-probabilities.
     """
     size = logits.shape[-1]
@@ -132,8 +131,7 @@ def candidate_pool(
     if pool != "llm":
         slm_ids = topk_entropy(logits.detach(), min(slm_k, size))[2]
     if llm is None:
-        if pool != "slm":
-            raise TypeError(f"llm: expected type LLM for pool {pool!r}, got None; None goes with pool 'slm' alone")
+        assert pool == "slm"
         nothing = slm_ids.new_empty(0)
         answers = [Candidates(nothing, nothing.float(), torch.full(ids.shape, math.nan)) for ids in slm_ids]
     else:

@@ -29,9 +29,6 @@ class MergedReranker:
     Args:
         reranker: of scope "candidate"; its adapter is merged here, that of another one by `load`.
         model: the frozen model that the reranker was made on.
-
-    Raises:
-        ValueError: as `load`.
     """
 
     def __init__(self, reranker: TokenReranker, model: PagedModel) -> None:
@@ -47,20 +44,8 @@ class MergedReranker:
         self.load(reranker)
 
     def load(self, reranker: TokenReranker) -> None:
-        """Merge another reranker, in the same memory.
-
-        Raises:
-            ValueError: scope "sequence", or a reranker made on a model with other weights.
-        """
-        if reranker.scope != "candidate":
-            raise ValueError(
-                "reranker: expected scope 'candidate', whose prefix is the frozen model's own, got 'sequence'; "
-                "use CollaborativeDecoder without max_length"
-            )
-        if reranker.base is not self.model.model and hf.fingerprint(reranker.base) != hf.fingerprint(self.model.model):
-            raise ValueError(
-                "reranker: expected one made on this decoder's SLM, got one made on other weights; load it on this SLM"
-            )
+        """Merge another reranker of scope "candidate", made on the same model, in the same memory."""
+        assert reranker.scope == "candidate", "its prefix is the frozen model's own"
         self.reranker = reranker
         self._versions: Sequence[object] | None = None
         self.refresh()
